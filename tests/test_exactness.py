@@ -13,7 +13,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
-from svdpp.media.image import fit_photo, read_photo
+from svdpp.media.inputs import fit_photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model, to_bytes
 from svdpp.plan.layout import Roles

@@ -37,10 +37,10 @@ from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.media import output_files
-from svdpp.media.image import Photo
 from svdpp.media.inputs import (
     EXAMPLE_PROMPT,
     ClipInput,
+    Photo,
     check_inputs,
     example_photos,
     in_turn,

@@ -274,7 +274,7 @@ def _is_told_elsewhere(error: BaseException) -> bool:
         return False
     if not isinstance(error, SvdppError) or isinstance(error, RankError):
         return not isinstance(error, Exception) or launched.local_rank != 0
-    from svdpp.worker.joined_rank import report_failure
+    from svdpp.worker.rank import report_failure
 
     return report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
 

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from svdpp.driver.clips import ClipResult
     from svdpp.driver.jobs import ClipPlan, OutputPolicy, RunManifest
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.media.image import Photo
-    from svdpp.media.inputs import ClipInput
+    from svdpp.media.inputs import ClipInput, Photo
 
 # Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
 _TRACE_CLIPS = 1000

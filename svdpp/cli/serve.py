@@ -31,7 +31,7 @@ _EXTRAS = {
 }
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
-_MAX_UPLOAD_MB = 256  # as media.image reads at most
+_MAX_UPLOAD_MB = 256  # as media.inputs reads at most
 _DATABASES = ("postgresql://", "postgres://")
 
 

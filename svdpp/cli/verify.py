@@ -21,7 +21,7 @@ from svdpp.errors import RequestError, VerificationError, worst_of
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.media.image import Photo
+    from svdpp.media.inputs import Photo
     from svdpp.verification.clip_proof import ClipProof
     from svdpp.verification.verify import VerificationResult
 

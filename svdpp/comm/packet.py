@@ -31,16 +31,14 @@ FIELDS = {"magic": 0, "description": 8, "crc": 12, "bytes": 16, "check": 24}
 
 @dataclass
 class Packet:
-    """One clip between two ranks: what later ranks need, and nothing else.
+    """One clip between two ranks: what later ranks need.
 
     Args:
-        clip: index of the clip.
         next_step: number of steps done.
         begun_at: unix time in seconds at which the clip's encode began.
-        tensors: by name, contiguous or not, on the rank's device or in host memory; none in a
-            tombstone.
-        tombstone: the clip has failed at an earlier rank. The packet still travels, since the
-            lists of the ranks behind expect it, but no rank works on it.
+        tensors: by name, contiguous or not, on the rank's device or in host memory.
+        tombstone: the clip is lost; the packet, without tensors, still travels, since the lists of
+            the ranks behind expect it.
         memory_pressure: the CUDA allocator of a rank had to free its cache for this clip, or ran
             out of memory; cuDNN may have used another kernel then, with other bits.
         compute_seconds: that ranks have computed for the clip so far, in encode, steps and decode;
@@ -90,10 +88,7 @@ def _check_of(header: bytes) -> int:
 def describe(
     packet: Packet, device: torch.device, sequence: int = 0, crc: int | None = None
 ) -> bytes:
-    """The description of a packet, with the bytes of its tensors in host memory.
-
-    `sequence` counts the packets sent on this link before it; `crc` is the payload's crc32.
-    """
+    """The description: `sequence` counts the packets before it, `crc` is the payload's crc32."""
     facts = {**vars(packet), "tensors": {}}
     entries, in_host_memory = [], []
     for name, tensor in packet.tensors.items():
@@ -158,9 +153,8 @@ class Description:
                 break
             tensors[name] = part.view(dtype).view(shape)
         if (taken[False], taken[True]) != (payload.numel(), len(rest)):
-            raise TransportError(
-                f"a packet of {payload.numel()} bytes is described as {taken[False]} bytes"
-            )
+            found, said = payload.numel(), taken[False]
+            raise TransportError(f"a packet of {found} bytes is described as {said} bytes")
         return replace(self._packet, tensors=tensors)
 
 

@@ -71,10 +71,7 @@ class SideStream:
             self._stream.synchronize()
 
     def to_host(self, tensor: torch.Tensor, after: Mark = None) -> torch.Tensor:
-        """`tensor` in (pinned) host memory, complete; the tensor itself if it is there already.
-
-        `after` is the point behind which the tensor is complete; the caller keeps it alive.
-        """
+        """`tensor`, complete behind `after`, in (pinned) host memory; itself if it is there."""
         if tensor.is_cpu:
             return tensor
         with self.beside(after):
@@ -107,11 +104,9 @@ def lend(tensor: torch.Tensor) -> None:
 
 
 class Readback:
-    """A flag on the device and the moment at which it was reached, read without stopping the queue.
+    """A point of a device's current stream: its moment and a flag, read without stopping the queue.
 
-    Args:
-        device: whose current stream is at that point when this is made.
-        flag: a bool tensor of one element; None: only the moment counts.
+    `flag` is a bool tensor of one element; None: only the moment counts.
     """
 
     def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:

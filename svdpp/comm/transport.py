@@ -1,9 +1,9 @@
 """The transfer of one packet between two ranks: header, check, payload. Point to point only.
 
-Each rank has one link per neighbour and direction, and each link has a thread, so that a transfer
-runs beneath the denoising. The header and the packet's description are messages of their own,
-always between CPUs. The payload is the packet's tensors end to end: on the device under NCCL,
-through pinned host memory under gloo, which does not carry CUDA tensors point to point.
+Each rank has one link per neighbour and direction, with a thread, so that a transfer runs beneath
+the denoising. The header and the packet's description are messages of their own, always between
+CPUs. The payload is the packet's tensors end to end: on the device under NCCL, through pinned host
+memory under gloo, which does not carry CUDA tensors point to point.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 #: and frames of clips that several ranks decode.
 Channel = Literal["clips", "predictions", "decode"]
 Direction = Literal["recv", "send"]
+# Direction, clip, next step and peer of a transfer.
+_Ends = tuple[Direction, int, int, int]
 
 
 class Transfer(NamedTuple):
@@ -108,10 +110,9 @@ class Transport:
         """Opens this rank's links by one small packet each.
 
         The first NCCL message of a pair creates its communicator and blocks until both ends call
-        it (pytorch/pytorch#108378), so all ranks follow the same rounds. Pairs of one round are
-        disjoint and open at the same time. Where packets go both ways between two ranks, each
-        direction has a process group: with one communicator, sends that cross would wait for each
-        other.
+        it (pytorch/pytorch#108378), so all ranks follow the same rounds, each of disjoint pairs.
+        Where packets go both ways between two ranks, each direction has a process group: with one
+        communicator, sends that cross would wait for each other.
 
         Args:
             links: by channel, rounds of pairs (from, to), the same for all ranks; see
@@ -158,8 +159,7 @@ class Transport:
     def drain(self) -> None:
         """Waits until the memory of every packet sent may be used again.
 
-        Its bytes may still be in NCCL's buffers: this process must not end before the receivers
-        have them.
+        Bytes may still be in NCCL's buffers: the process must outlive their way to the receivers.
         """
         for (direction, *_), link in self._links.items():
             if direction == "to":
@@ -185,7 +185,7 @@ class Transport:
         with translated_errors(f"send clip {clip} at step {step} to rank {link.peer}"):
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self._checksum and not packet.tombstone
-            crc = _crc32(link.stream.to_host(staged, after)) if checked else None
+            crc = zlib.crc32(link.stream.to_host(staged, after).numpy().data) if checked else None
             packet = replace(packet, begun_at=packet.begun_at - self._wall_ahead)
             description = describe(packet, self._device, link.next_sequence(), crc)
             header = Header(len(description), zlib.crc32(description), payload.numel()).pack()
@@ -194,17 +194,13 @@ class Transport:
                 content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
                 dist.send(content, link.peer, group=link.group)
             reached = time.monotonic()
-            if payload.numel():
-                self._send_payload(link, staged, after)
-        self._report(link, "send", clip, step, payload.numel(), reached, reached - begun)
-
-    def _send_payload(self, link: _Link, staged: torch.Tensor, after: streams.Mark) -> None:
-        if not self._direct:
-            assert staged.is_cpu
-            dist.send(staged, link.peer, group=link.group)
-            return
-        with link.stream.beside(after):
-            self._run_nccl(lambda: dist.isend(staged, link.peer, group=link.group))
+            if payload.numel() and self._direct:
+                with link.stream.beside(after):
+                    self._run_nccl(lambda: dist.isend(staged, link.peer, group=link.group))
+            elif payload.numel():
+                dist.send(staged, link.peer, group=link.group)
+        ends: _Ends = "send", clip, step, link.peer
+        self._report(link, ends, payload.numel(), reached, reached - begun)
 
     def _receive(self, link: _Link, clip: int, next_step: int) -> tuple[Description, torch.Tensor]:
         with translated_errors(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
@@ -216,11 +212,15 @@ class Transport:
                 raise TransportError("a packet's description is damaged")
             description = Description(data)
             description.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
-            payload = self._receive_payload(link, header.num_bytes, description.crc)
-        self._report(link, "recv", clip, next_step, payload.numel(), begun, 0.0)
+            payload = self._receive_payload(link, header.num_bytes)
+            if (sent := description.crc) is not None:
+                crc = zlib.crc32(link.stream.to_host(payload).numpy().data)
+                if crc != sent:
+                    raise TransportError(f"crc32 of the payload: sent {sent:08x}, got {crc:08x}")
+        self._report(link, ("recv", clip, next_step, link.peer), payload.numel(), begun, 0.0)
         return description, payload
 
-    def _receive_payload(self, link: _Link, num_bytes: int, crc: int | None) -> torch.Tensor:
+    def _receive_payload(self, link: _Link, num_bytes: int) -> torch.Tensor:
         stream = link.stream
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -228,11 +228,9 @@ class Transport:
             with stream.beside():
                 payload = stream.empty(num_bytes)
                 self._run_nccl(lambda: dist.irecv(payload, link.peer, group=link.group))
-            _check_crc32(crc, lambda: stream.to_host(payload))
             return payload
         host = stream.host_buffer((num_bytes,), torch.uint8)
         dist.recv(host, link.peer, group=link.group)
-        _check_crc32(crc, lambda: host)
         return stream.to_device(host)
 
     def _run_nccl(self, enqueue: Callable[[], dist.Work | None]) -> None:
@@ -241,29 +239,17 @@ class Transport:
         if work is not None:
             work.wait()
 
-    def _report(
-        self,
-        link: _Link,
-        direction: Direction,
-        clip: int,
-        step: int,
-        size: int,
-        begun: float,
-        waited: float,
-    ) -> None:
-        if clip != _HELLO_CLIP:
-            end, ends = time.monotonic(), (direction, clip, step, link.peer)
+    def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
+        if ends[1] != _HELLO_CLIP:
+            end = time.monotonic()
             self._on_transfer(Transfer(*ends, size, end - begun, waited, end, link.channel))
 
 
 class PendingPacket:
     """A packet that is being received, or is there."""
 
-    def __init__(
-        self, future: Future[tuple[Description, torch.Tensor]], wall_ahead: float = 0.0
-    ) -> None:
-        self._future = future
-        self._wall_ahead = wall_ahead
+    def __init__(self, future: Future[tuple[Description, torch.Tensor]], wall_ahead: float) -> None:
+        self._future, self._wall_ahead = future, wall_ahead
 
     def wait(self) -> Packet:
         """Waits for the packet and returns it, ready for the current stream; once."""
@@ -292,14 +278,12 @@ class _Link:
         self._failure: Exception | None = None
 
     def start(self, work: Callable[[], _Result]) -> Future[_Result]:
-        future = self._thread.submit(self._unless_failed, work)
-        self._last = future
+        self._last = future = self._thread.submit(self._unless_failed, work)
         return future
 
     def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
         if self._failure is not None:
-            is_refused = type(self._failure) is TransportError
-            kind = TransportError if is_refused else BrokenLinkError
+            kind = TransportError if type(self._failure) is TransportError else BrokenLinkError
             raise kind(f"the link failed before: {self._failure}")
         try:
             return work()
@@ -326,21 +310,12 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
     return buffer.numpy().tobytes()
 
 
-def _crc32(on_host: torch.Tensor) -> int:
-    return zlib.crc32(on_host.numpy().data)
-
-
-def _check_crc32(sent: int | None, on_host: Callable[[], torch.Tensor]) -> None:
-    if sent is not None and sent != (crc := _crc32(on_host())):
-        raise TransportError(f"crc32 of the payload: sent {sent:08x}, got {crc:08x}")
-
-
 @contextlib.contextmanager
 def translated_errors(attempt: str) -> Iterator[None]:
     """Turns a backend's RuntimeError into an error that says which `attempt` failed.
 
-    Memory that runs out and errors of the GPU are the rank's own: only the rest is a
-    `BrokenLinkError`, which the parent may trace back to another rank.
+    A lack of memory and errors of the GPU are the rank's own; the parent may trace a
+    `BrokenLinkError` back to another rank.
     """
     try:
         yield
@@ -363,12 +338,6 @@ def _translated(error: RuntimeError, attempt: str) -> Exception:
             f"could not {attempt}: CUDA error: {cuda[1] if cuda else first_line(error)}",
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
         )
-    return BrokenLinkError(f"could not {attempt}: {_reason(error, text)}")
-
-
-def _reason(error: RuntimeError, text: str) -> str:
-    first = first_line(error)
-    _, separator, last = text.partition("Last error:")
-    if isinstance(error, dist.DistBackendError) and separator and last.strip():
-        return f"{first} (last error: {first_line(last)})"
-    return first
+    _, _, last = text.partition("Last error:\n")  # of NCCL
+    cause = f" (last error: {first_line(last)})" if last else ""
+    return BrokenLinkError(f"could not {attempt}: {first_line(error)}{cause}")

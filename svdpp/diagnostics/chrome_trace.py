@@ -18,7 +18,7 @@ from svdpp.driver.trace import Placed, Placement, StepSpan, TransferSpan, WaitSp
 from svdpp.media import output_files
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
-from svdpp.worker.messages import ActionDone, Event, GpuSample, Heartbeat, Joined
+from svdpp.worker.messages import ActionDone, Event, Heartbeat, Joined
 
 _COMPUTE = 0
 
@@ -90,10 +90,6 @@ class TraceFile:
                 if self._memory.get(rank) != mib:
                     self._memory[rank] = mib
                     yield self._counter(rank, "memory", time.monotonic(), {"MiB": mib})
-            case GpuSample():
-                when = self._placement.on_rank_0(rank, event.when)
-                for name, values in event.counters().items():
-                    yield self._counter(rank, name, when, values)
         for placed in self._placement.place(rank, event):
             yield from self._placed(placed)
 

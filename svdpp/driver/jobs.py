@@ -29,7 +29,7 @@ from svdpp.worker.clip_metadata import (
     checked_clip_metadata,
     clip_metadata,
     of_seed,
-    read_clip_metadata,
+    parse_clip_json,
     weights_identity,
 )
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
@@ -215,7 +215,8 @@ def clip_as_asked(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, A
     """
     path, json_path = Path(output.path), Path(output.json_path)
     if json_path.exists():
-        existing = read_clip_metadata(json_path)
+        fault = f"{str(json_path)!r} is not a clip's JSON"
+        existing = checked_clip_metadata(parse_clip_json(json_path), fault)
         _check_same(path, existing, metadata)
         return existing if path.exists() and _is_whole(path, output, existing) else None
     if not path.exists():

@@ -20,9 +20,8 @@ from svdpp.launch.joined import Terms, join_ranks
 from svdpp.launch.world import find_world, is_member
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
-from svdpp.worker.joined_rank import serve_joined
 from svdpp.worker.messages import Event, Started
-from svdpp.worker.rank import RankSetup, rank_main
+from svdpp.worker.rank import RankSetup, rank_main, serve_joined
 
 # Fields of the configuration that may differ by host, or are compared otherwise.
 _NOT_SHARED = ("sampling", "loras", "local_files_only", "start_timeout_seconds")

@@ -19,7 +19,6 @@ from svdpp.worker.messages import (
     Event,
     Failed,
     Finished,
-    GpuSample,
     Heartbeat,
     Joined,
     StepDone,
@@ -291,8 +290,6 @@ class Liveness:
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes one event."""
         self._discount_pause(now)
-        if isinstance(event, GpuSample):
-            return  # of a thread that goes on even if the rank is stuck
         seen = self.seen[rank]
         seen.started = True
         seen.heard = now

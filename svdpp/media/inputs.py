@@ -1,43 +1,76 @@
-"""What clips are made from: images and videos that are found, checked, read and fitted; prompts."""
+"""What clips are made from: prompts, and untrusted images and videos, found, read and fitted.
+
+A file is read once, so the hashed bytes are the decoded bytes. Knows no torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import hashlib
+import io
 import itertools
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from PIL import Image
+import numpy as np
+import numpy.typing as npt
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, Fit, PipelineConfig, SamplingConfig
 from svdpp.config.clip import IMAGE
+from svdpp.config.limits import MAX_MEGAPIXELS
 from svdpp.config.sampling import PromptedSampling
-from svdpp.errors import InputError, RequestError
-from svdpp.media.image import (
-    MAX_PIXELS,
-    Photo,
-    check_file,
-    check_size,
-    demuxer_of,
-    fit_photo,
-    photo_of,
-    read_bytes,
-    read_photo,
-)
+from svdpp.errors import InputError, RequestError, first_line
+from svdpp.media.output_files import reason
 from svdpp.media.video import MediaFailure, ppm_frames
 
+#: The only decoders of images that are used. Others, such as EPS, start external programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 #: Suffixes of the files that are taken from a folder or a pattern.
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
+# ffmpeg's demuxers of videos, by bytes of a file and their place. Playlists could name other files.
+_DEMUXERS = (
+    *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
+    (0, b"\x1aE\xdf\xa3", "matroska"),
+)
+_DECODERS = "h264,hevc,av1,libdav1d,vp8,vp9,mpeg4,mjpeg,prores"
+_DECODE_SECONDS = 600.0
+
+MAX_FILE_BYTES = 256 * 2**20
+MAX_PIXELS = MAX_MEGAPIXELS * 10**6
+_MIN_SIDE = 16
+_MAX_ASPECT = 16
+# Padding a narrow image to a wide shape multiplies its pixels; more than this is refused.
+_MAX_PADDED_PIXELS = 4 * MAX_PIXELS
+_SMALLER = f"make it smaller, or raise --max-megapixels (at most {MAX_MEGAPIXELS})"
+_BAND_ROWS = 64
+_ORIENTATION = ExifTags.Base.Orientation
 # Characters of a prompt in the name of its clips.
 _NAME_CHARACTERS = 48
+
+#: An image, the frames of a video, or several of both by name.
+Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
+
+
+@dataclass(frozen=True)
+class Photo:
+    """Path, hash and upright size in pixels of an image or a video that was read."""
+
+    path: Path
+    sha256: str
+    """SHA-256 of the file, in hex."""
+    width: int
+    height: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +118,9 @@ def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> li
     ]
 
 
+# --- the search for files -------------------------------------------------------------------------
+
+
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[Photo]:
     """The images that `inputs` name, decoded completely; one error lists all problems."""
     photos, problems = sift_inputs(inputs, video_frames=video_frames)
@@ -106,28 +142,23 @@ def sift_inputs(
     Args:
         inputs: each is a file (with any suffix), a folder (its files with a suffix of an image or a
             video, by name, without hidden ones) or, if no file has that literal name, a glob
-            pattern with `*`, `?`, `[]` or `**` (files with such a suffix, by name).
+            pattern (files with such a suffix, by name).
         recursive: whether to search subfolders, except hidden ones and links.
     """
-    photos: list[Photo] = []
+    photos: dict[str, Photo] = {}
     problems: list[InputError] = []
-    seen: set[str] = set()
     for text in inputs:
         with _noted(problems):
             for path in _expand(text, recursive=recursive, videos=video_frames is not None):
                 with _noted(problems):
-                    check_file(path)
-                    real = os.path.realpath(path)
-                    if real in seen:
-                        continue
-                    seen.add(real)
                     if video_frames is None:
-                        photos.append(read_photo(path, max_pixels)[1])
+                        photo = read_photo(path, max_pixels)[1]
                     else:
-                        photos.append(read_video(path, video_frames, max_pixels))
+                        photo = read_video(path, video_frames, max_pixels)
+                    photos.setdefault(os.path.realpath(path), photo)
     if not photos:
         raise_all(problems)
-    return photos, problems
+    return list(photos.values()), problems
 
 
 @contextlib.contextmanager
@@ -139,11 +170,7 @@ def _noted(problems: list[InputError]) -> Iterator[None]:
 
 
 def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
-    """Raise a single problem unchanged, several as one error that lists them.
-
-    Args:
-        hint: of the error; added to the hint of a single problem.
-    """
+    """Raise a single problem, with `hint` added to its own, or several as one error's list."""
     if len(problems) == 1:
         raise InputError(problems[0].message, "; ".join(filter(None, (problems[0].hint, hint))))
     if problems:
@@ -153,23 +180,21 @@ def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
 
 def _expand(text: str, *, recursive: bool, videos: bool) -> Iterator[Path]:
     """The files that one input names, unchecked; InputError if it names none."""
-    path = Path(text)
     if not text:
         raise InputError("'' is an empty name")
-    if os.path.isdir(text):
-        files = list(_files_in(path, recursive=recursive))
+    is_folder = os.path.isdir(text)
+    if is_folder:
+        files = _files_in(Path(text), recursive=recursive)
     elif not os.path.lexists(text) and "\0" not in text and any(char in text for char in "*?["):
-        files = [Path(match) for match in sorted(glob.glob(text, recursive=True))]
+        files = map(Path, sorted(glob.glob(text, recursive=True)))
     else:
-        yield path
+        yield Path(text)
         return
     suffixes, kind = (VIDEO_SUFFIXES, "videos") if videos else (SUFFIXES, "images")
-    fitting = [file for file in files if _has(file, suffixes)]
+    fitting = [file for file in files if file.suffix.lower() in suffixes and not file.is_dir()]
     if not fitting:
-        what = "is a folder without" if os.path.isdir(text) else "matches no"
-        within = _files_in(path, recursive=True) if os.path.isdir(text) else iter(())
-        deeper = any(_has(file, suffixes) for file in within)
-        hint = f"use --recursive: its subfolders have {kind}" if deeper else ""
+        what = "is a folder without" if is_folder else "matches no"
+        hint = "--recursive includes its subfolders" if is_folder and not recursive else ""
         raise InputError(f"{text!r} {what} {kind} ({' '.join(suffixes)})", hint)
     yield from fitting
 
@@ -185,9 +210,7 @@ def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
         yield from (Path(parent, name) for name in sorted(names) if name[0] != ".")
 
 
-def _has(path: Path, suffixes: Collection[str]) -> bool:
-    return path.suffix.lower() in suffixes and not path.is_dir()
-
+# --- examples -------------------------------------------------------------------------------------
 
 _FOLDER = Path(__file__).resolve().parent.parent / "assets" / "photos"
 
@@ -230,38 +253,153 @@ def example_requests(
     ]
 
 
-#: An image, the frames of a video, or several of both by name.
-Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
-
-#: Suffixes of the videos that are taken from a folder or a pattern.
-VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
-
-_DECODERS = "h264,hevc,av1,libdav1d,vp8,vp9,mpeg4,mjpeg,prores"
-_SECONDS = 600.0
+# --- images ---------------------------------------------------------------------------------------
 
 
-def source_of(
-    data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
-) -> tuple[Image.Image | list[Image.Image], Photo]:
-    """The file `name` of a clip of `sampling`, from its bytes; `path` names it in messages.
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file."""
+    name = repr(str(path))
+    try:
+        # Non-blocking, because opening a pipe would wait for its writer.
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{name} is not a regular file")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise InputError(f"{name} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name} cannot be read: {reason(error)}") from None
+    if not data:
+        raise InputError(f"{name} is empty (0 bytes)")
+    if len(data) > MAX_FILE_BYTES:
+        raise InputError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB")
+    return data
 
-    The frames of a video get their size by the filter with which diffusers resizes them. An image
-    stands for a video that shows nothing else.
+
+def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, Photo]:
+    """Read an image as an upright 8-bit RGB image.
+
+    An animation gives its first frame. Transparent images are composited over white: most cut-outs
+    are made for light pages, and over black their dark outlines and shadows would vanish. 16-bit
+    grey is scaled, never clipped. Colour profiles are not applied, because diffusers applies none.
     """
-    side, fit = sampling.videos.get(name), sampling.fit
-    width, height = side or sampling.width, side or sampling.height
-    if name == IMAGE and not sampling.from_video:
-        image, photo = photo_of(data, path)
-        return fit_photo(image, width, height, fit), photo
-    frames, size = [], (0, 0)
-    with tempfile.TemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        for frame in _frames(data, file, path, sampling.frames, MAX_PIXELS):
-            size = frame.size
-            fitted = fit_photo(frame, width, height, fit)
-            frames.append(fitted.resize((width, height), Image.Resampling.LANCZOS))
-    return frames, Photo(path, hashlib.sha256(data).hexdigest(), *size)
+    return _photo_of(read_bytes(path), path, max_pixels)
+
+
+def _photo_of(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, Photo]:
+    name = repr(str(path))
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of invalid metadata, and of sizes that are refused below anyway.
+            warnings.simplefilter("ignore")
+            image = _decode(data, max_pixels)
+    except InputError as error:
+        raise InputError(f"{name} {error.message}", error.hint) from None
+    except UnidentifiedImageError:
+        raise InputError(
+            f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
+            "give a --family that takes a video, such as wan_v2v: svdpp models lists them"
+            if demuxer_of(data)
+            else "convert it to PNG or JPEG first",
+        ) from None
+    except Image.DecompressionBombError:
+        limit = f"the limit is {max_pixels // 10**6} million pixels"
+        raise InputError(f"{name} is too large: {limit}", _SMALLER) from None
+    except MemoryError:
+        raise InputError(f"{name} does not fit in memory") from None
+    except Exception as error:  # on hostile bytes Pillow raises nearly any type
+        raise InputError(f"{name} is damaged or truncated: {first_line(error)}") from error
+    return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
+
+
+def _decode(data: bytes, max_pixels: int) -> Image.Image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        _check_size(*image.size, max_pixels)
+        if image.format == "PNG":
+            # load() does not check the checksums of chunks: a flipped byte could change pixels.
+            with Image.open(io.BytesIO(data), formats=FORMATS) as copy:
+                copy.verify()
+        image.load()
+        # After load(), because there Pillow turns a TIFF upright and drops the tag.
+        orientation = image.getexif().get(_ORIENTATION)
+        rgb = _to_rgb(image)
+    rgb.info.clear()  # Pillow would write all other tags again, and some have odd types
+    rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
+    return ImageOps.exif_transpose(rgb)
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    size = f"{width}x{height} pixels"
+    if width * height > max_pixels:
+        limit = f"the limit is {max_pixels // 10**6} million"
+        raise InputError(f"is too large: {size}, {limit}", _SMALLER)
+    if min(width, height) < _MIN_SIDE:
+        raise InputError(f"is too small: {size}, each side must have at least {_MIN_SIDE}")
+    if max(width, height) > _MAX_ASPECT * min(width, height):
+        raise InputError(f"is too narrow: {size}, the limit is {_MAX_ASPECT}:1")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F" or image.mode.startswith("I"):
+        return Image.fromarray(_grey_to_8_bits(image)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    over_white = Image.new("RGB", image.size)
+    for top in range(0, image.height, _BAND_ROWS):  # in bands, because each step makes a copy
+        box = (0, top, image.width, min(top + _BAND_ROWS, image.height))
+        rgba = image.crop(box).convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        over_white.paste(Image.alpha_composite(white, rgba).convert("RGB"), box)
+    return over_white
+
+
+def _grey_to_8_bits(image: Image.Image) -> npt.NDArray[np.uint8]:
+    """Scale grey of more than 8 bits to shape (H, W) with white at 255; Pillow would clip it."""
+    grey = np.asarray(image)
+    low, high = float(grey.min()), float(grey.max())
+    if image.mode == "F":
+        if not 0 <= low <= high <= 1:  # also false for NaN
+            raise InputError(f"has float pixels from {low:g} to {high:g}: they must be 0 to 1")
+        return np.asarray(np.rint(grey * 255), dtype=np.uint8)
+    # Mode I has 32 bits. It commonly holds 16-bit values; for others white is not defined.
+    if image.mode == "I" and not (low >= 0 and 255 < high <= 65535):
+        raise InputError(f"has 32-bit pixels from {low:g} to {high:g}: only 16 bits can be read")
+    eight = np.asarray((grey.astype(np.uint32) + 128) // 257, dtype=np.uint8)
+    if isinstance(key := image.info.get("transparency"), int):
+        eight[grey == key] = 255
+    return eight
+
+
+def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
+    """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
+
+    Args:
+        fit: `stretch` returns the image unchanged, and diffusers stretches it; `crop` keeps the
+            largest centred part with that ratio; `pad` adds black bars on both sides.
+    """
+    if fit == "stretch":
+        return image
+    # The side that a crop keeps is the side that a pad extends.
+    too_wide = image.width * height > image.height * width
+    across = max(1, round(image.height * width / height))
+    down = max(1, round(image.width * height / width))
+    keep_height = too_wide if fit == "crop" else not too_wide
+    size = (across, image.height) if keep_height else (image.width, down)
+    if size[0] * size[1] > _MAX_PADDED_PIXELS:
+        raise InputError(
+            f"padding {image.width}x{image.height} to the shape of {width}x{height} would take "
+            f"{size[0]}x{size[1]} pixels, which is too large",
+            "use --fit crop",
+        )
+    left, top = (size[0] - image.width) // 2, (size[1] - image.height) // 2
+    if fit == "crop":
+        return image.crop((-left, -top, size[0] - left, size[1] - top))
+    canvas = Image.new("RGB", size)
+    canvas.paste(image, (left, top))
+    return canvas
+
+
+# --- what a clip starts from ----------------------------------------------------------------------
 
 
 def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None:
@@ -278,6 +416,36 @@ def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None
     return found if sampling.videos else found.get(IMAGE)
 
 
+def source_of(
+    data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
+) -> tuple[Image.Image | list[Image.Image], Photo]:
+    """The file `name` of a clip of `sampling`, from its bytes; `path` names it in messages.
+
+    The frames of a video get their size by the filter with which diffusers resizes them. An image
+    stands for a video that shows nothing else.
+    """
+    side, fit = sampling.videos.get(name), sampling.fit
+    width, height = side or sampling.width, side or sampling.height
+    if name == IMAGE and not sampling.from_video:
+        image, photo = _photo_of(data, path, MAX_PIXELS)
+        return fit_photo(image, width, height, fit), photo
+    frames, size = [], (0, 0)
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for frame in _frames(data, file, path, sampling.frames, MAX_PIXELS):
+            size = frame.size
+            fitted = fit_photo(frame, width, height, fit)
+            frames.append(fitted.resize((width, height), Image.Resampling.LANCZOS))
+    return frames, Photo(path, hashlib.sha256(data).hexdigest(), *size)
+
+
+def demuxer_of(data: bytes) -> str | None:
+    """ffmpeg's name of the format of a video; None if the bytes are no video that is taken."""
+    known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
+    return next(known, None)
+
+
 def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
     """Checks that a video has as many frames, all of which are decoded; writes no file."""
     data = read_bytes(path)
@@ -292,7 +460,7 @@ def _frames(
     """The first `count` frames, upright, one at a time; `file` has the same bytes as `data`."""
     demuxer, done = demuxer_of(data), 0
     if demuxer is None:
-        yield from itertools.repeat(photo_of(data, path, max_pixels)[0], count)
+        yield from itertools.repeat(_photo_of(data, path, max_pixels)[0], count)
         return
     # ffmpeg can open no other file.
     source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
@@ -300,13 +468,10 @@ def _frames(
     source += ["-f", demuxer, "-i", f"file:/dev/fd/{file.fileno()}", "-frames:v", str(count)]
     name = repr(str(path))
     try:
-        for frame in ppm_frames(source, seconds=_SECONDS, files=(file.fileno(),)):
-            check_size(*frame.size, max_pixels)
+        for frame in ppm_frames(source, seconds=_DECODE_SECONDS, files=(file.fileno(),)):
+            _check_size(*frame.size, max_pixels)
             yield frame
             done += 1
-    except TimeoutError:
-        text = f"{name} takes longer than {_SECONDS:.0f} s to decode"
-        raise InputError(text, "save it as H.264") from None
     except MediaFailure as error:
         text = f"{name} cannot be decoded as a video: {error}"
         raise InputError(text, "save it as H.264") from error

@@ -65,23 +65,22 @@ def locked(folder: Path, clip: str = "") -> Iterator[str]:
 
     Without `clip`, that is every process that writes into `folder`; with it, those that write the
     same clip, or the whole folder. A missing folder is created, and removed if it stays empty.
-
-    Yields:
-        Why the file system cannot lock; "" if it can.
+    Yields why the file system cannot lock; "" if it can.
     """
     check_writable(folder)
     is_new = not folder.exists()
-    with contextlib.ExitStack() as locks:
+    try:
+        with contextlib.ExitStack() as locks:
+            with disk_errors(f"{str(folder)!r} cannot be written"):
+                folder.mkdir(parents=True, exist_ok=True)
+                why_not = locks.enter_context(_lock(folder / _LOCK, is_shared=bool(clip)))
+                if clip:
+                    locks.enter_context(_lock(folder / f"{_LOCK}-{_checksum(clip)}"))
+            yield why_not
+    finally:
         if is_new:
-            locks.callback(_remove_if_empty, folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            why_not = locks.enter_context(_lock(folder / _LOCK, is_shared=bool(clip)))
-            if clip:
-                locks.enter_context(_lock(folder / f"{_LOCK}-{_checksum(clip)}"))
-        except OSError as error:
-            raise OutputError(f"{str(folder)!r} cannot be written: {reason(error)}") from error
-        yield why_not
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -124,21 +123,22 @@ def check_writable(folder: Path) -> None:
     removes the files that killed writers left in it.
     """
     try:
-        _probe(Path(os.path.realpath(folder)))
+        existing = Path(os.path.realpath(folder))
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            raise NotADirectoryError("it, or a folder above it, is a file")
+        with tempfile.TemporaryFile(dir=existing) as probe:
+            probe.write(b"svdpp")
         remove_abandoned(folder)
-    except (FileExistsError, NotADirectoryError) as error:
-        what = f"cannot write into {str(folder)!r}: it, or a folder above it, is a file"
-        raise OutputError(what) from error
     except (OSError, ValueError) as error:
         raise OutputError(f"cannot write into {str(folder)!r}: {reason(error)}") from error
 
 
 def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
     """Check that `atomic_output` can replace what exists at `name`."""
-    try:
+    with disk_errors(f"{name!r} cannot be written"):
         _check_place(Path(os.path.realpath(name)), files)
-    except OSError as error:
-        raise OutputError(f"{name!r} cannot be written: {reason(error)}") from error
 
 
 def sync(path: Path) -> None:
@@ -196,20 +196,6 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
         except OSError as error:
             return descriptor, reason(error)
         os.close(descriptor)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-
-
-def _probe(folder: Path) -> None:
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise NotADirectoryError
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.write(b"svdpp")
 
 
 def _check_place(path: Path, files: re.Pattern[str] | None) -> None:

@@ -1,7 +1,6 @@
 """Clips on disk: writes and reads frames and metadata, by ffmpeg and Pillow; knows no torch.
 
-A clip is read back and its frames are counted before it gets its final name. Frames are numpy
-uint8, shape (F, H, W, 3), RGB.
+Frames are numpy uint8, shape (F, H, W, 3), RGB.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
 _MAX_LOG = 2**16
 # Exact rounding; without it swscale changes colours by one or two levels.
-EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
-QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
+_EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+_QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 
 
@@ -68,8 +67,9 @@ def write_clip(
 ) -> str:
     """Write one clip completely or not at all; an existing clip stays until then.
 
+    It is read back, and its frames are counted, before it gets its name.
+
     Args:
-        frames: uint8, shape (F, H, W, 3), RGB.
         output: path and format. `mp4` is H.264, yuv420p, bt709; `gif` and `webp` loop forever (gif
             has times in 1/100 s, at most 50 frames a second); `frames` is a folder of 00000.png and
             so on, which replaces a folder only if that has no other files.
@@ -102,11 +102,10 @@ def check_output(output: OutputConfig) -> None:
 
 
 def read_frames(path: Path, format: VideoFormat) -> Frames:
-    """Every frame of a clip, uint8, shape (F, H, W, 3), RGB.
+    """Every frame of a clip.
 
     gif and webp store successive equal frames as one longer frame. It is repeated as often as its
-    duration contains the greatest common divisor of all durations. If all frames are equal, only
-    one is returned.
+    duration contains the greatest common divisor of all durations; if all are equal, it is one.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -139,14 +138,10 @@ def clip_path(
     template: str = CLIP_NAME,
     index: int = 1,
 ) -> Path:
-    """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
+    """The clip's path by `template`, with the fields name, seed and index, from 1.
 
-    Separators and control characters become `_`, and the stem is cut so that the name has at most
-    `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
-
-    Args:
-        template: of the name without its suffix, with the fields name, seed and index.
-        index: of the clip in the request, from 1.
+    Separators and control characters in the stem become `_`, and it is cut so that the name has at
+    most `MAX_NAME_BYTES` in UTF-8. So two stems can give one path; the caller must check for that.
     """
 
     def named(stem: str) -> str:
@@ -160,15 +155,13 @@ def clip_path(
 
 def find_ffmpeg() -> str:
     """Path of the ffmpeg that imageio-ffmpeg contains or finds."""
-    try:
-        import imageio_ffmpeg
+    import imageio_ffmpeg  # 50 ms
 
+    with contextlib.suppress(RuntimeError):  # it has none
         executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
-    except (ImportError, RuntimeError):
-        executable = None
-    if executable is None:
-        raise OutputError("mp4 needs ffmpeg, which was not found", "pip install imageio-ffmpeg")
-    return executable
+        if executable is not None:
+            return executable
+    raise OutputError("mp4 needs ffmpeg, which was not found", "pip install imageio-ffmpeg")
 
 
 def file_sha256(path: Path) -> str:
@@ -230,15 +223,12 @@ def _ffmpeg(
     seconds: float,
     files: tuple[int, ...] = (),
 ) -> bytes:
-    """Run ffmpeg with `frames` as stdin and return its stdout; MediaFailure if it fails.
-
-    It inherits the open `files`.
-    """
+    """Run ffmpeg with `frames` as stdin and the open `files`; return its stdout."""
     # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
     # terminal's Ctrl-C, so the run can end it in order.
     try:
         done = subprocess.run(
-            [find_ffmpeg(), *QUIET, *arguments],
+            [find_ffmpeg(), *_QUIET, *arguments],
             input=b"" if frames is None else frames.data.cast("B"),  # a view: no copy of the clip
             capture_output=True,
             timeout=seconds,
@@ -247,22 +237,20 @@ def _ffmpeg(
         )
     except subprocess.TimeoutExpired:
         raise MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
+    # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
+    # 65 on). The errno is better than the last line of stderr, which is often a consequence.
+    if done.returncode > 256 - ord("A"):
+        raise MediaFailure(f"ffmpeg failed: {os.strerror(256 - done.returncode)}")
     if done.returncode:
-        last = done.stderr[-_MAX_LOG:].decode(errors="replace").strip().rpartition("\n")[2]
-        raise MediaFailure(_why_ended(done.returncode, last))
+        raise _failure(done.returncode, done.stderr.strip().rpartition(b"\n")[2])
     return done.stdout
 
 
-def _why_ended(code: int, line: str, *, by_errno: bool = True) -> str:
-    if code < 0:
-        return f"ffmpeg was ended by {signal.Signals(-code).name}"
-    # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
-    # 65 on). The errno is better than the last line of stderr, which is often a consequence.
-    if by_errno and code > 256 - ord("A"):
-        return f"ffmpeg failed: {os.strerror(256 - code)}"
+def _failure(code: int, line: bytes) -> MediaFailure:
     # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
-    line = without_controls(re.sub(r"^(\[[^]]*\] *)+", "", line.strip()))[:200]
-    return f"ffmpeg ended with {code}: {line or 'no reason given'}"
+    text = re.sub(r"^(\[[^]]*\] *)+", "", line.decode(errors="replace").strip())
+    reason = without_controls(text)[:200] or "no reason given"
+    return MediaFailure(f"ffmpeg ended with {code}: {reason}")
 
 
 def _source(path: Path) -> list[str]:
@@ -279,20 +267,18 @@ def _encode_mp4(
         raise MediaFailure(f"mp4 needs even sides, not {width}x{height}")
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
     source += ["-framerate", str(fps), "-i", "pipe:0"]
-    filters = f"{EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
+    filters = f"{_EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
     tags = ["-movflags", "use_metadata_tags+faststart", "-metadata", f"{_KEY}={text}"]
     target = [*codec, *tags, "-f", "mp4", f"file:{path}"]
     seconds = _WRITE_SECONDS + count
-    if sound is None:
-        _ffmpeg(["-y", *source, *target], frames, seconds=seconds)
-        return
     with tempfile.TemporaryFile() as file:  # because stdin has the frames
-        samples, rate = sound
-        file.write(np.ascontiguousarray(samples, "<i2").data)
-        file.seek(0)
-        source += ["-f", "s16le", "-ar", str(rate), "-ac", str(samples.shape[1])]
-        source += ["-i", f"pipe:{file.fileno()}", "-c:a", "aac", "-b:a", "192k"]
+        if sound is not None:
+            samples, rate = sound
+            file.write(np.ascontiguousarray(samples, "<i2").data)
+            file.seek(0)
+            source += ["-f", "s16le", "-ar", str(rate), "-ac", str(samples.shape[1])]
+            source += ["-i", f"pipe:{file.fileno()}", "-c:a", "aac", "-b:a", "192k"]
         _ffmpeg(["-y", *source, *target], frames, seconds=seconds, files=(file.fileno(),))
 
 
@@ -316,17 +302,12 @@ def _check_sound(path: Path, sound: Sound) -> None:
 def ppm_frames(
     source: Sequence[str], *, seconds: float, files: tuple[int, ...] = ()
 ) -> Iterator[Image.Image]:
-    """The frames that ffmpeg decodes, one at a time; it inherits the open `files`.
-
-    Raises:
-        TimeoutError: it does not end within `seconds`.
-        MediaFailure: it fails.
-    """
+    """The frames that ffmpeg, which inherits the open `files`, decodes within `seconds`."""
     # As PPM, because its header gives the size of each frame.
-    output = ["-map", "0:v:0", "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
+    output = ["-map", "0:v:0", "-vf", _EXACT_SCALE, "-fps_mode", "passthrough"]
     output += ["-pix_fmt", "rgb24", "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
     with subprocess.Popen(
-        [find_ffmpeg(), *QUIET, *source, *output],
+        [find_ffmpeg(), *_QUIET, *source, *output],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -352,10 +333,9 @@ def ppm_frames(
             timer.cancel()
             process.kill()
     if code == -signal.SIGKILL and time.monotonic() >= deadline:
-        raise TimeoutError(f"ffmpeg did not end within {seconds:.0f} s")
+        raise MediaFailure(f"ffmpeg did not end within {seconds:.0f} s")
     if code:
-        first = log.decode(errors="replace").partition("\n")[0]
-        raise MediaFailure(_why_ended(code, first, by_errno=False))
+        raise _failure(code, log.partition(b"\n")[0])
 
 
 def _frame_ms(format: VideoFormat, fps: int) -> int:

@@ -16,8 +16,7 @@ from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.resolve import ClipWork, check_memory, memory_of_devices, resolved_for
 from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
-from svdpp.media.image import Photo
-from svdpp.media.inputs import ClipInput
+from svdpp.media.inputs import ClipInput, Photo
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import Costs
 from svdpp.serve.job import LATENTS, Job

@@ -24,10 +24,17 @@ from PIL import Image
 from svdpp.errors import InputError, SvdppError
 from svdpp.launch.process_lifetime import end_with_parent, helper_command, signals_blocked
 from svdpp.media import output_files
-from svdpp.media.image import FORMATS, MAX_PIXELS, Photo, demuxer_of, read_bytes, read_photo
-from svdpp.media.inputs import read_video
+from svdpp.media.inputs import (
+    FORMATS,
+    MAX_PIXELS,
+    Photo,
+    demuxer_of,
+    read_bytes,
+    read_photo,
+    read_video,
+)
 
-# Of the process that decodes an image. The largest images that `media.image` takes, 50 million
+# Of the process that decodes an image. The largest images that `media.inputs` takes, 50 million
 # pixels, need up to 1.1 GB and 3 seconds.
 #: Of address space.
 MAX_BYTES = 2 * 2**30

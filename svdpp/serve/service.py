@@ -20,7 +20,7 @@ from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.media.image import MAX_PIXELS
+from svdpp.media.inputs import MAX_PIXELS
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
 from svdpp.serve.database import AwayError

@@ -22,7 +22,7 @@ from svdpp.config.files import read_small_file
 from svdpp.driver.jobs import MANIFEST
 from svdpp.errors import InputError, RequestError
 from svdpp.launch.process_lifetime import temp_folder
-from svdpp.media import image as photos
+from svdpp.media import inputs as photos
 from svdpp.media import video
 from svdpp.media.inputs import SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames

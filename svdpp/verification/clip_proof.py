@@ -225,7 +225,7 @@ def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]])
             local_files_only=settings.local_files_only,
             loras=tuple(Lora(**each) for each in metadata.get("lora", ())),
         ),
-        sampling=recorded_sampling(dict(metadata)),
+        sampling=recorded_sampling(metadata),
         device=_gpu_for(metadata, gpus()) if metadata["device"] == "cuda" else "cpu",
         num_threads=metadata["num_threads"],
         deterministic=metadata["deterministic"],

@@ -31,7 +31,7 @@ from svdpp.plan.layout import Roles
 from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model, run_rank, wait_for_stop
-from svdpp.worker.reporter import Reporter
+from svdpp.worker.side_threads import Reporter
 from svdpp.worker.tensor_files import (
     TensorStore,
     audio_hashes,

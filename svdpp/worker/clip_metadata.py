@@ -60,9 +60,7 @@ def clip_metadata(
     Paths are relative to the JSON's folder or to the user's home, so that the JSON does not reveal
     the user's name.
     """
-    folder, photo = Path(output.path).parent, made_from.photo
-    sampling = config.sampling
-    prompts = {"prompt": made_from.prompt, "negative_prompt": made_from.negative_prompt}
+    folder, photo, sampling = Path(output.path).parent, made_from.photo, config.sampling
     metadata = {
         "schema_version": SCHEMA_VERSION,
         "family": sampling.family,
@@ -76,26 +74,21 @@ def clip_metadata(
         "weights_fingerprint": checkpoint.fingerprint,
         "variant": config.model.variant,
         **_loras(checkpoint),
-        "dtype": config.model.dtype,
-        "memory_opt": config.model.memory_opt,
-        "channels_last": config.model.channels_last,
+        **_fields(config.model, "dtype", "memory_opt", "channels_last"),
         "device": config.device.partition(":")[0],
-        "world_size": config.world_size,
-        "split": config.split,
-        "replicas": config.replicas,
-        "decoders": config.decoders,
-        "cfg_parallel": config.cfg_parallel,
-        "decode_ranks": config.decode_ranks,
-        "num_threads": config.num_threads,
-        "deterministic": config.deterministic,
-        **({} if sampling.family == "svd" else prompts),
-        **{name: getattr(sampling, name) for name in sampling_fields(sampling.family)},
-        "format": output.format,
-        "crf": output.crf,
+        **_fields(config, "world_size", "split", "replicas", "decoders", "cfg_parallel"),
+        **_fields(config, "decode_ranks", "num_threads", "deterministic"),
+        **({} if sampling.family == "svd" else _fields(made_from, *_PROMPTED)),
+        **_fields(sampling, *sampling_fields(sampling.family)),
+        **_fields(output, "format", "crf"),
         "versions": versions() | ({"peft": version("peft")} if checkpoint.loras else {}),
         "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
+
+
+def _fields(values: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(values, name) for name in names}
 
 
 def of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[str, Any]:
@@ -114,8 +107,8 @@ def _videos(made_from: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _loras(checkpoint: Checkpoint) -> dict[str, Any]:
-    found = [asdict(file.lora) for file in checkpoint.loras]
-    named = [{**each, "name": recorded_name(each["name"])} for each in found]
+    loras = [asdict(file.lora) for file in checkpoint.loras]
+    named = [{**lora, "name": recorded_name(lora["name"])} for lora in loras]
     return {"lora": named} if named else {}
 
 
@@ -189,36 +182,23 @@ class _ClipMetadata(BaseModel):
         return name
 
 
-class _SvdMetadata(_ClipMetadata):
-    family: Literal["svd"] = "svd"
-    input: str
-    input_sha256: _Sha256
-    decode_chunk_size: int
-
-
-class _PromptedMetadata(_ClipMetadata):
-    prompt: str
-    negative_prompt: str | None
+# What is special in the metadata of SVD, and of the families with prompts.
+_SVD = {"input": str, "input_sha256": _Sha256, "decode_chunk_size": int}
+_PROMPTED = {"prompt": str, "negative_prompt": str | None}
 
 
 def _of_family(family: str) -> type[_ClipMetadata]:
-    base: type[_ClipMetadata] = _SvdMetadata if family == "svd" else _PromptedMetadata
-    types = get_type_hints(SAMPLING_CLASSES[family])
-    known = {*base.model_fields, "from_image"}
-    own: dict[str, Any] = {
-        name: (types[name], ...) for name in sampling_fields(family) if name not in known
-    }
-    if SAMPLING_CLASSES[family].videos:
-        own |= {"videos": (dict[str, str], ...), "videos_sha256": (dict[str, _Sha256], ...)}
-    return create_model(f"_{family}", __base__=base, **own)
+    kind = SAMPLING_CLASSES[family]
+    types, known = get_type_hints(kind), {*_ClipMetadata.model_fields, "from_image"}
+    own: dict[str, Any] = {name: types[name] for name in sampling_fields(family)}
+    own = {name: hint for name, hint in own.items() if name not in known}
+    own |= _SVD if family == "svd" else _PROMPTED
+    own |= {"videos": dict[str, str], "videos_sha256": dict[str, _Sha256]} if kind.videos else {}
+    fields: dict[str, Any] = {name: (hint, ...) for name, hint in own.items()}
+    return create_model(f"_{family}", __base__=_ClipMetadata, **fields)
 
 
 _METADATA = {family: _of_family(family) for family in SAMPLING_CLASSES}
-
-
-def read_clip_metadata(path: Path) -> dict[str, Any]:
-    """A clip's JSON, checked, with its unknown fields."""
-    return checked_clip_metadata(parse_clip_json(path), f"{str(path)!r} is not a clip's JSON")
 
 
 def parse_clip_json(path: Path) -> Any:
@@ -255,7 +235,7 @@ def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
-def recorded_sampling(metadata: dict[str, Any]) -> SamplingConfig:
+def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
     """The sampling options in a clip's JSON."""
     names = ("family", *sampling_fields(metadata["family"]))
     return sampling_from({name: metadata[name] for name in names})

@@ -1,24 +1,24 @@
-"""A rank's device: taking it, its memory, and the torch settings on which its bits depend."""
+"""A rank's device: its settings, on which bits depend, its memory, and the profile of a clip."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from svdpp.comm import streams
 from svdpp.config import PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError, first_line, is_out_of_memory
 from svdpp.launch import gpus, process_group
-from svdpp.launch.gpus import available_bytes, gib_text
 from svdpp.launch.world import World
+from svdpp.media import output_files
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 
@@ -28,16 +28,11 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
-        streams.use_device(device)
+        with out_of_memory_named(None):
+            streams.use_device(device)
     except (AssertionError, RuntimeError) as error:
-        reason = first_line(error)
-        if "out of memory" in reason:
-            raise OutOfMemoryError(
-                f"{name} has too little free memory for a CUDA context (about 0.5 GB)",
-                "nvidia-smi shows which processes hold its memory",
-            ) from error
         raise RequestError(
-            f"{name} cannot be used: {reason}", "svdpp doctor shows which devices work"
+            f"{name} cannot be used: {first_line(error)}", "svdpp doctor shows which devices work"
         ) from error
     apply_settings(num_threads=config.num_threads, device=name, deterministic=config.deterministic)
     return device
@@ -85,9 +80,7 @@ class MemoryPressure:
         return self._count > before
 
     def _events(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        stats = torch.cuda.memory_stats(self._device)
+        stats = torch.cuda.memory_stats(self._device) if self._device.type == "cuda" else {}
         return int(stats.get("num_alloc_retries", 0)) + int(stats.get("num_ooms", 0))
 
 
@@ -129,12 +122,8 @@ def status_bytes(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-_HOST_ASKED = re.compile(r"you tried to allocate (\d+) bytes")
-_CUDA_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMG]iB)")
-_CUDA_FREE = re.compile(r"of which ([\d.]+ [KMG]iB) is free")
-
-#: What takes memory in an action, in loading, or in a reference, and which option lowers it.
-MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
+# What takes memory in an action, in loading, or in a reference, and which option lowers it.
+_MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "a smaller --height and --width lower it"),
     Kind.DENOISE: (
         "a denoising step",
@@ -153,7 +142,7 @@ MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
 def out_of_memory_named(
     doing: Action | Literal["reference"] | None, decode_chunk_size: int | None = None
 ) -> Iterator[None]:
-    """Raises `OutOfMemoryError` for any error by which torch or Python reports a lack of memory.
+    """Raises `OutOfMemoryError` for any error that reports a lack of memory.
 
     `doing` is the current work, None while the model loads.
     """
@@ -165,32 +154,20 @@ def out_of_memory_named(
         if not is_out_of_memory(error):
             raise
         kind = doing.kind if isinstance(doing, Action) else doing
-        part, knob = MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
+        part, knob = _MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
         if kind is Kind.DECODE and decode_chunk_size is not None:
             part += f", {decode_chunk_size} at a time"
-        sizes = _asked_and_free(str(error))
-        known = ": {asked} asked for, {free} free".format_map(sizes) if sizes else ""
-        raise OutOfMemoryError(f"out of memory while {part}{known}", knob, details=sizes) from error
-
-
-def _asked_and_free(text: str) -> dict[str, str]:
-    if host := _HOST_ASKED.search(text):
-        return {"asked": gib_text(int(host[1])), "free": gib_text(available_bytes())}
-    requested, free = _CUDA_ASKED.search(text), _CUDA_FREE.search(text)
-    return {"asked": requested[1], "free": free[1]} if requested and free else {}
+        raise OutOfMemoryError(f"out of memory while {part}: {first_line(error)}", knob) from error
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
     """Sets what the bits depend on in this process. Call it before any work on the device.
 
     By default torch keeps its own settings, so that a clip equals the one of a plain diffusers
-    script on that device. With these settings a forward pass repeats its bits; `svdpp verify`
-    proves it.
+    script on that device with `torch.set_num_threads(num_threads)`: their number determines the
+    order in which sums are rounded.
 
     Args:
-        num_threads: intra-op threads. The number determines the order in which sums are rounded. A
-            script gets the same bits with `torch.set_num_threads(num_threads)`.
-        device: `cpu` or a CUDA device.
         deterministic: torch's strict mode. Operations without a deterministic kernel raise an error
             (https://docs.pytorch.org/docs/stable/notes/randomness.html), and TF32 is off.
     """
@@ -227,3 +204,39 @@ def _gpu_conditions(device: str) -> dict[str, Any]:
         "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         "driver": gpus.driver_version(),
     }
+
+
+class ClipProfiler:
+    """Profiles this rank's compute actions of one clip, and writes the trace.
+
+    It takes the second clip that the rank denoises, because the first meets cold caches; the first
+    if there is only one. The profiler slows this clip down.
+    """
+
+    def __init__(self, path: Path, device: str) -> None:
+        self._path = path
+        activities = [ProfilerActivity.CPU]
+        if device.startswith("cuda"):
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._first: Action | None = None
+        self._last: Action | None = None
+
+    def expect(self, actions: Sequence[Action]) -> None:
+        """Chooses the clip among the coming actions; only the first choice counts."""
+        clips = list(dict.fromkeys(a.clip for a in actions if a.kind is Kind.DENOISE))
+        if self._first is None and clips:
+            chosen = clips[min(1, len(clips) - 1)]
+            compute = [action for action in actions if action.clip == chosen and action.is_compute]
+            self._first, self._last = compute[0], compute[-1]
+
+    @contextlib.contextmanager
+    def over(self, action: Action) -> Iterator[None]:
+        """Profiles from the start of the clip's first action to the end of its last."""
+        if action == self._first:
+            self._profile.start()
+        yield
+        if action == self._last:
+            self._profile.stop()
+            with output_files.atomic_output(str(self._path), ".json") as temporary:
+                self._profile.export_chrome_trace(str(temporary))

@@ -1,18 +1,14 @@
-"""The messages between ranks and their parent, one JSON text each."""
+"""The messages between ranks and their parent, one JSON text each.
+
+For the form of an `error` see `errors.error_to_dict`.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Base64Bytes,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-)
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
@@ -70,20 +66,21 @@ class Cancel(_Message):
     clip: int
 
 
-Command = Work | Stop | Cancel
+class Event(_Message):
+    """A rank to its parent."""
 
 
-class Started(_Message):
+class Started(Event):
     """The rank has its device; sent before it loads the model."""
 
     device: str
     uuid: str | None
     """Of the GPU; None on the CPU."""
     conditions: dict[str, Any]
-    """What bits depend on besides the request; see `worker.device.conditions_of`."""
+    """See `worker.device.conditions_of`."""
 
 
-class Heartbeat(_Message):
+class Heartbeat(Event):
     """Sent every second by a separate thread, whatever the rank is doing."""
 
     action: ActionField | None = None
@@ -102,7 +99,7 @@ class Heartbeat(_Message):
     """Before `Joined`: the rank it is opening a link to; -1 if none."""
 
 
-class Joined(_Message):
+class Joined(Event):
     """The rank's links are open, and it is ready for work."""
 
     device: str
@@ -111,7 +108,7 @@ class Joined(_Message):
     """Seconds by which the rank's monotonic clock is ahead of rank 0's, on another host."""
 
 
-class StepDone(_Message):
+class StepDone(Event):
     """One denoising step is done."""
 
     clip: int
@@ -119,7 +116,7 @@ class StepDone(_Message):
     seconds: float
 
 
-class ActionDone(_Message):
+class ActionDone(Event):
     """One ENCODE, DENOISE or DECODE is done. Times are by the machine's monotonic clock."""
 
     action: ActionField
@@ -129,11 +126,9 @@ class ActionDone(_Message):
     """Seconds of waiting since the previous action: for a packet, or for a slow neighbour."""
     waits: dict[WaitCause, float] = Field(default_factory=dict)
     """`waited` by its causes."""
-    cpu_seconds: float = 0.0
-    """CPU time of the rank's process from `start` to `end`, all threads together."""
 
 
-class TransferDone(_Message):
+class TransferDone(Event):
     """One packet has been received or sent; see `comm.transport.Transfer`."""
 
     direction: Literal["recv", "send"]
@@ -142,42 +137,11 @@ class TransferDone(_Message):
     peer: int
     num_bytes: int
     seconds: float
-    """From the header to the last byte, measured at this end."""
     waited: float = 0.0
-    """For a send: seconds before that, until the receiver took the header."""
     end: float
 
 
-class GpuSample(_Message):
-    """What NVML says of the rank's GPU, which other processes may use too; None if it does not."""
-
-    when: float
-    """By the rank's monotonic clock."""
-    utilisation: float | None = None
-    """Part of the last second in which a kernel ran, 0 to 1."""
-    memory_bytes: int | None = None
-    """In use by all processes."""
-    watts: float | None = None
-    celsius: float | None = None
-    sm_mhz: float | None = None
-    throttled: int = 0
-    """For how many reasons the clock is lower than it could be."""
-
-    def counters(self) -> dict[str, dict[str, float]]:
-        """The known values for a trace: name of the counter, then values by unit."""
-        mib = None if self.memory_bytes is None else self.memory_bytes / 2**20
-        known = {
-            "gpu load": ("percent", None if self.utilisation is None else 100 * self.utilisation),
-            "gpu memory": ("MiB", mib),
-            "gpu power": ("W", self.watts),
-            "gpu temperature": ("C", self.celsius),
-            "gpu clock": ("MHz", self.sm_mhz),
-            "gpu throttle reasons": ("count", self.throttled),
-        }
-        return {name: {unit: value} for name, (unit, value) in known.items() if value is not None}
-
-
-class ClipDone(_Message):
+class ClipDone(Event):
     """A clip is finished, and its file, if requested, is written."""
 
     clip: int
@@ -186,7 +150,7 @@ class ClipDone(_Message):
     """Hashes, video file and JSON together, in the writer's thread."""
 
 
-class PromptCut(_Message):
+class PromptCut(Event):
     """A prompt is longer than the model reads."""
 
     clip: int
@@ -194,14 +158,13 @@ class PromptCut(_Message):
     """The end that is cut off."""
 
 
-class CheckpointLost(_Message):
+class CheckpointLost(Event):
     """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
 
     error: dict[str, Any]
-    """See `errors.error_to_dict`."""
 
 
-class StoredTensor(_Message):
+class StoredTensor(Event):
     """A tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
     name: str
@@ -209,70 +172,47 @@ class StoredTensor(_Message):
     data: Base64Bytes
 
 
-class ImageReady(_Message):
-    """The rank has prepared the image of a clip that is submitted later."""
+class ImageReady(Event):
+    """The rank has prepared, in `seconds`, the image of a clip that is submitted later."""
 
     image: str | None
     seconds: float
-    """That it took."""
 
 
-class ClipFailed(_Message):
+class ClipFailed(Event):
     """A clip is lost; the rank goes on with the others."""
 
     clip: int
     error: dict[str, Any]
-    """See `errors.error_to_dict`."""
 
 
-class ClipDropped(_Message):
+class ClipDropped(Event):
     """The last rank of a lost or cancelled clip has done with it, as all others have before."""
 
     clip: int
 
 
-class Failed(_Message):
+class Failed(Event):
     """The rank cannot go on and ends."""
 
     error: dict[str, Any]
-    """See `errors.error_to_dict`."""
     traceback: str
     action: ActionField | None
     step: int
 
 
-class Finished(_Message):
+class Finished(Event):
     """The rank has done all its work after `Stop`, and has received every packet sent to it.
 
     A rank that ends without it has failed.
     """
 
     allocated_bytes: int | None = None
-    """Peak of the bytes in tensors; see `worker.device`."""
     reserved_bytes: int | None = None
-    """Peak of all bytes."""
+    """The peaks of bytes in tensors and of all bytes; see `worker.device.peak_bytes`."""
 
 
-Event = (
-    Heartbeat
-    | Started
-    | Joined
-    | StepDone
-    | ActionDone
-    | TransferDone
-    | GpuSample
-    | StoredTensor
-    | ImageReady
-    | CheckpointLost
-    | PromptCut
-    | ClipDone
-    | ClipFailed
-    | ClipDropped
-    | Failed
-    | Finished
-)
-
-_CLASSES = {kind.__name__: kind for kind in get_args(Command | Event)}
+_CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base.__subclasses__()}
 
 
 def parse(message: bytes) -> Any:

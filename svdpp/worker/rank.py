@@ -1,20 +1,32 @@
-"""The life of one rank: device, model, links, then the parent's commands until it says stop."""
+"""The life of one rank: device, model, links, then the parent's commands until it says stop.
+
+A launcher's rank other than 0 is connected to rank 0, and ends with it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import queue
+import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
 from svdpp.comm.transport import Transport
 from svdpp.config import PipelineConfig
-from svdpp.launch import process_group
-from svdpp.launch.group import Channel, RankContext
-from svdpp.launch.world import is_member
+from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
+from svdpp.launch import joined, process_group, process_lifetime
+from svdpp.launch.group import END, Channel, Clock, Entry, RankContext
+from svdpp.launch.joined import Terms
+from svdpp.launch.world import World, is_member
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel
@@ -22,6 +34,7 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.device import (
+    ClipProfiler,
     conditions_of,
     gpu_uuid,
     out_of_memory_named,
@@ -30,18 +43,30 @@ from svdpp.worker.device import (
 )
 from svdpp.worker.messages import (
     Cancel,
+    Event,
+    Failed,
     Finished,
+    Heartbeat,
     Joined,
     Started,
     Stop,
     Work,
+    describe_position,
     parse,
 )
-from svdpp.worker.reporter import PROFILED_RANK, ClipProfiler, Reporter
-from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
-from svdpp.worker.stage import PipelineStage
-from svdpp.worker.steps import RankTools
+from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter, Reporter
+from svdpp.worker.stage import PipelineStage, RankTools
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
+
+_POLL_SECONDS = 1.0
+# The only rank that is on the parent's machine even under torchrun.
+_PROFILED_RANK = 0
+
+# A launcher shows the output of the rank that fails first. That should be rank 0, which prints the
+# error, so other ranks wait this long before they exit.
+_EXIT_DELAY_SECONDS = 2.0
+_REPORT_SECONDS = 4.0
+_SIGNAL_REPORT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +108,6 @@ def run_rank(
     reporter.start()
     try:
         device = take_device(config, context.world)
-        if (uuid := gpu_uuid(str(device))) is not None:
-            reporter.sample_gpu(uuid)
         work(device, reporter)
     except BaseException as error:
         reporter.failed(error)
@@ -111,11 +134,11 @@ def _prepared_stage(
     device: torch.device,
     inbox: Inbox,
 ) -> PipelineStage:
-    """The rank's stage, for which `Joined` is reported: the model is loaded, links are open."""
+    """The rank's stage, once its model is loaded and its links are open."""
     config, rank, name = setup.config, context.world.rank, str(device)
     conditions = conditions_of(config, setup.checkpoint, name)
     reporter.send(Started(device=name, uuid=gpu_uuid(name), conditions=conditions))
-    reporter.measure_memory(name)
+    reporter.device = name
     reporter.phase("loading the model")
     begun = time.monotonic()
     with out_of_memory_named(None):
@@ -138,22 +161,20 @@ def _prepared_stage(
         folder = LatentCheckpoints(Path(setup.latents_folder), conditions)
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
     profiler = None
-    if setup.profile_path is not None and rank == PROFILED_RANK:
+    if setup.profile_path is not None and rank == _PROFILED_RANK:
         profiler = ClipProfiler(Path(setup.profile_path), name)
     tools = RankTools(
         rank=rank,
         device=device,
         transport=transport,
         reporter=reporter,
+        clip_writer=ClipWriter(reporter, conditions, device, tensor_store, host=context.host),
+        checkpoint_writer=checkpoint_writer,
+        profiler=profiler,
         is_cancelled=inbox.is_cancelled,
         tensor_store=tensor_store,
     )
-    writer = ClipWriter(reporter, conditions, device, tensor_store, host=context.host)
-    return PipelineStage(
-        *(tools, model, writer, config.sampling),
-        checkpoint_writer=checkpoint_writer,
-        profiler=profiler,
-    )
+    return PipelineStage(tools, model, config.sampling)
 
 
 def _connected_transport(
@@ -200,17 +221,15 @@ def load_model(
 class ActionQueue:
     """One rank's actions, in the order in which it performs them.
 
-    A list that begins with a RECV is added as if it had been built as one list with the
-    one before by `build_schedule`: that RECV moves before the work of the last clip, if this work
-    has not begun. So clips that are submitted one at a time overlap like those of one list. The
-    order of a rank's RECVs does not change.
+    A list that begins with a RECV is added as `build_schedule` would have built one list of both:
+    that RECV moves before the work of the last clip, if this work has not begun. So clips that are
+    submitted one at a time overlap like those of one list.
     """
 
     def __init__(self) -> None:
         self._actions: deque[Action] = deque()
 
     def __bool__(self) -> bool:
-        """Whether actions are left."""
         return bool(self._actions)
 
     def holds(self, clip: int) -> bool:
@@ -237,9 +256,6 @@ class ActionQueue:
                 break
             index -= 1
         return index
-
-
-_POLL_SECONDS = 1.0
 
 
 class Inbox:
@@ -298,3 +314,177 @@ class Inbox:
             case _:
                 pass  # this rank has done its part of the cancelled clip
         return True
+
+
+# --- ranks that a launcher started ----------------------------------------------------------------
+
+
+def serve_joined(
+    entry: Entry,
+    argument: Any,
+    terms: Terms,
+    *,
+    device: str,
+    observers: Sequence[Callable[[int, Event], None]],
+    say: Callable[[str, bool], None],
+    ignores_signals: bool = False,
+) -> None:
+    """Runs `entry` as a rank other than 0 of a launcher's world.
+
+    Returns only if all work succeeded; otherwise the process exits. `observers` get this rank's
+    events. For `say` see `Pipeline.serve`. With `ignores_signals` the rank survives signals that
+    its launcher also sends to rank 0, which ends the run in its own time.
+    """
+    process_lifetime.end_with_parent()
+    if ignores_signals:
+        process_lifetime.ignore_signals()
+    else:
+        process_lifetime.exit_on_signals(_exit_on_signal)
+    _, store = process_group.open_store(terms.world, terms.start_timeout)
+    connection, endpoint = joined.connect(store, terms.hello(), terms)
+    clock = _compared_clock(connection, terms.start_timeout)
+    parent = _ParentLink(connection, endpoint.host, terms, device, observers, say)
+    _parents[:] = [parent]
+    while parent.receive(_EXIT_DELAY_SECONDS) is None:
+        pass  # until rank 0 lets all ranks begin; if the connection is lost, the process exits
+    context = RankContext(
+        terms.world,
+        terms.backend,
+        parent,
+        join=lambda: process_group.join_store(terms.world, terms.backend, store, endpoint.token),
+        host=socket.gethostname(),
+        clock=clock,
+    )
+    try:
+        entry(context, argument)
+    except BaseException as error:
+        # The entry has reported the error, and rank 0 normally ends this process before that.
+        time.sleep(_REPORT_SECONDS)
+        process_lifetime.exit_process(exit_code_of(error))
+    parent.disconnect()
+
+
+def _compared_clock(connection: Connection, seconds: float) -> Clock:
+    try:
+        return joined.compare_clocks(connection, time.monotonic() + seconds)
+    except (OSError, EOFError) as error:
+        hint = "check whether it has ended, is stopped, or its host is down"
+        raise RankError("rank 0 does not answer", hint) from error
+
+
+def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
+    """Reports to rank 0 why this rank cannot start; returns whether rank 0 could be reached."""
+    terms = Terms(world=world, start_timeout=timeout, peer_timeout=timeout)
+    try:
+        _, store = process_group.open_store(world, timeout)
+        joined.connect(store, terms.hello(error), terms)
+    except (RankError, RequestError):
+        return False
+    return True
+
+
+# The link in use, for the thread that handles signals.
+_parents: list[_ParentLink] = []
+
+
+def _exit_on_signal(number: int) -> NoReturn:
+    for parent in _parents:
+        parent.report_signal(number)
+    process_lifetime.exit_with_signal_code(number)
+
+
+class _ParentLink(Channel):
+    """A joined rank's channel to rank 0; its thread ends this process if rank 0 says so or goes."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        host_of_rank_0: str,
+        terms: Terms,
+        device: str,
+        observers: Sequence[Callable[[int, Event], None]],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        super().__init__(connection)
+        self._observers, self._say = observers, say
+        self._world, self._peer_timeout = terms.world, terms.peer_timeout
+        self._name = f"rank {terms.world.rank} ({device} of {socket.gethostname()})"
+        self._rank_0 = f"rank 0 ({host_of_rank_0})"
+        self._heartbeat = Heartbeat()
+        self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._is_disconnected = self._has_timed_out = False
+        threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        event = parse(message)
+        if isinstance(event, Heartbeat):
+            self._heartbeat = event
+        for observer in self._observers:
+            observer(self._world.rank, event)
+        with self._lock:
+            try:
+                super().send(message)
+            except OSError as error:
+                # The kernel says once that nothing reaches the other host; after that, a read only
+                # finds the end of the data.
+                self._has_timed_out |= not isinstance(error, ConnectionError)
+                raise
+
+    def receive(self, timeout: float) -> bytes | None:
+        with contextlib.suppress(queue.Empty):
+            return self._commands.get(timeout=timeout)
+        return None
+
+    def disconnect(self) -> None:
+        self._is_disconnected = True
+        with socket.socket(fileno=self.connection.fileno()) as own:
+            with contextlib.suppress(OSError):
+                own.shutdown(socket.SHUT_WR)  # rank 0 first reads the messages still in flight
+            own.detach()
+
+    def report_signal(self, number: int) -> None:
+        """Reports the signal that ends this process to rank 0, if that succeeds at once."""
+        if self._is_disconnected:
+            return
+        action, step = self._heartbeat.action, self._heartbeat.step
+        failed = Failed(
+            error=error_to_dict(Interrupted(number)), traceback="", action=action, step=step
+        )
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                super(_ParentLink, self).send(failed.to_bytes())
+
+        thread = threading.Thread(target=send, name="report-signal", daemon=True)
+        thread.start()
+        thread.join(_SIGNAL_REPORT_SECONDS)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self.connection.recv_bytes()
+                if message.startswith(END):
+                    self._end(**json.loads(message[1:]))
+                self._commands.put(message)
+        except (EOFError, OSError) as error:
+            reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
+            with self._lock:  # a send in another thread may learn it first
+                if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
+                    reason = f"{self._rank_0} is gone"
+            self._exit_without_rank_0(reason)
+        except Exception as error:  # without this thread the process would never end
+            self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
+
+    def _end(self, code: int, error: str | None) -> NoReturn:
+        if error is not None:  # rank 0 has told the user
+            self._say(f"{self._name} ends with the run: {error}", False)
+            time.sleep(_EXIT_DELAY_SECONDS)
+        process_lifetime.exit_process(code)
+
+    def _exit_without_rank_0(self, reason: str) -> None:
+        if not self._is_disconnected:
+            where = describe_position(self._heartbeat.action, self._heartbeat.step)
+            self._say(f"{reason}: {self._name} ends{where}", True)
+            if self._world.local_rank:  # the launcher ends all ranks of a host after the first one
+                time.sleep(_EXIT_DELAY_SECONDS)
+            process_lifetime.exit_process(RankError.exit_code)

@@ -1,8 +1,12 @@
-"""The threads beside the denoising: images read ahead, clips and latent checkpoints written."""
+"""What runs beside a rank's work: reports to the parent, images read ahead, files written."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -15,14 +19,27 @@ import torch
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.streams import Mark, SideStream, mark
+from svdpp.comm.transport import Transfer
 from svdpp.config import ClipRequest, SamplingConfig
-from svdpp.errors import OutputError
+from svdpp.errors import OutputError, error_to_dict
+from svdpp.launch.group import Channel
 from svdpp.media import output_files, video
 from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, Audio, Prepared, Source
-from svdpp.worker.messages import ClipDone, ClipJob
-from svdpp.worker.reporter import Reporter
+from svdpp.plan.actions import Action
+from svdpp.worker.device import bytes_in_use
+from svdpp.worker.messages import (
+    CheckpointLost,
+    ClipDone,
+    ClipFailed,
+    ClipJob,
+    Event,
+    Failed,
+    Heartbeat,
+    StoredTensor,
+    TransferDone,
+)
 from svdpp.worker.tensor_files import (
     LatentCheckpoints,
     TensorStore,
@@ -30,6 +47,98 @@ from svdpp.worker.tensor_files import (
     keep_result,
     tensor_sha256,
 )
+
+# --- reports --------------------------------------------------------------------------------------
+
+_HEARTBEAT_SECONDS = 1.0
+
+
+class Reporter:
+    """Sends a rank's events to the parent; any thread may call it.
+
+    `other_host` is the rank's host, named in the errors of clips, if it is not that of rank 0.
+    """
+
+    def __init__(self, channel: Channel, other_host: str = "") -> None:
+        self.device = ""
+        """Whose memory heartbeats report, once the rank has it."""
+        self.writers: list[BoundedExecutor] = []
+        """Heartbeats report whether one of them is busy."""
+        self._channel = channel
+        self._other_host = other_host
+        self._now = Heartbeat()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Starts the heartbeats."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the heartbeats."""
+        self._stopped.set()
+        self._thread.join()
+
+    def send(self, event: Event) -> None:
+        """Sends one event."""
+        self._channel.send(event.to_bytes())
+
+    def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
+        """Sets what heartbeats report; sends one at once if the action or the waiting changes."""
+        before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
+        if (action, waiting) != (before.action, before.waiting):
+            self.send(self._heartbeat())
+
+    def phase(self, phase: str, peer: int = -1) -> None:
+        """Sets what heartbeats report before the rank has joined."""
+        self._now = Heartbeat(phase=phase, peer=peer)
+        self.send(self._now)
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Reports a clip's packet that was received or sent; steps and decodes include others."""
+        values = transfer._asdict()
+        if values.pop("channel") == "clips":
+            self.send(TransferDone(**values))
+
+    def tensor(self, name: str, data: bytes) -> None:
+        """Sends a file of the tensor store to the parent, which keeps it."""
+        self.send(StoredTensor(name=name, data=base64.b64encode(data)))
+
+    def clip_failed(self, clip: int, error: BaseException) -> None:
+        """Reports that `clip` alone is lost."""
+        known = error_to_dict(error)
+        if self._other_host:
+            known["message"] = f"on {self._other_host}: {known['message']}"
+        self.send(ClipFailed(clip=clip, error=known))
+
+    def failed(self, error: BaseException) -> None:
+        """Reports the error that ends the rank, and what it was doing."""
+        self.send(
+            Failed(
+                error=error_to_dict(error),
+                traceback="".join(traceback.format_exception(error)),
+                action=self._now.action,
+                step=self._now.step,
+            )
+        )
+
+    def _heartbeat(self) -> Heartbeat:
+        memory = None
+        if self.device:
+            with contextlib.suppress(OSError, RuntimeError):  # a heartbeat matters more
+                memory = bytes_in_use(self.device)
+        writing = any(writer.is_busy() for writer in self.writers)
+        return self._now.model_copy(update={"writing": writing, "memory_bytes": memory})
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError):  # the parent is gone, and this process ends with it
+            while True:
+                self.send(self._heartbeat())
+                if self._stopped.wait(_HEARTBEAT_SECONDS):
+                    return
+
+
+# --- files ----------------------------------------------------------------------------------------
 
 # A slow disk holds the rank back instead of filling its memory.
 _MAX_WAITING = 2
@@ -39,7 +148,6 @@ class BoundedExecutor:
     """Makes calls in one thread, in order; the thread makes the rank's device its current one.
 
     An error that a call raises is reported as the rank's, and waiting for the call raises it.
-    Heartbeats report whether it is busy.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
@@ -48,7 +156,7 @@ class BoundedExecutor:
         self._reporter = reporter
         self._device = device
         self._stream = SideStream(device)
-        reporter.add_writer(self.is_busy)
+        reporter.writers.append(self)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
         """Queues one call; blocks while two others are queued."""
@@ -104,28 +212,27 @@ class ClipWriter(BoundedExecutor):
         decoded: torch.Tensor | None = None,
         audio: Audio | None = None,
     ) -> None:
-        """Queues a clip, on the device or the host; blocks while two are queued.
-
-        The request's output says where files go. The frames (F, H, W, 3) are uint8; None: write
-        none.
-        """
+        """Queues a clip, on the device or the host, with its frames, uint8 (F, H, W, 3), if any."""
         self.submit(self._write_or_lose, job, packet, decoded, audio, mark(self._device))
 
-    def _write_or_lose(self, job: ClipJob, *rest: Any) -> None:
+    def _write_or_lose(self, job: ClipJob, *clip: Any) -> None:
+        begun = time.monotonic()
         try:
-            self._write(job, *rest)
+            metadata = self._written(job, *clip)
         except OutputError as error:
             self._reporter.clip_failed(job.clip, error)
+            return
+        seconds = time.monotonic() - begun
+        self._reporter.send(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
 
-    def _write(
+    def _written(
         self,
         job: ClipJob,
         packet: Packet,
         decoded: torch.Tensor | None,
         audio: Audio | None,
         ready: Mark,
-    ) -> None:
-        begun = time.monotonic()
+    ) -> dict[str, Any]:
         frames: Frames | None = None
         if decoded is not None:
             frames = self._stream.to_host(decoded, ready).numpy()
@@ -156,15 +263,14 @@ class ClipWriter(BoundedExecutor):
             sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, sound=sound)
             metadata = {**metadata, "file_sha256": sha256}
             output_files.write_json(Path(output.json_path), metadata)
-        seconds = time.monotonic() - begun
-        self._reporter.send(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
+        return metadata
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Writes latent checkpoints in a thread beside the denoising.
+    """Writes latent checkpoints.
 
-    A checkpoint that cannot be written, because the disk is full, ends nothing: its clip goes on.
-    The first one is reported, and again the first one after one that could be written.
+    One that cannot be written, because the disk is full, ends nothing: its clip goes on. The first
+    one is reported, and again the first one after one that could be written.
     """
 
     def __init__(self, folder: LatentCheckpoints, device: torch.device, reporter: Reporter) -> None:
@@ -173,7 +279,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._is_losing = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queues a packet, whose tensors must not change any more; blocks while two are queued."""
+        """Queues a packet, whose tensors must not change any more."""
         self.submit(self._save, key, packet, mark(self._device))
 
     def _save(self, key: str, packet: Packet, ready: Mark) -> None:
@@ -188,8 +294,10 @@ class LatentCheckpointWriter(BoundedExecutor):
         except OutputError as error:
             if not self._is_losing:
                 self._is_losing = True
-                self._reporter.checkpoint_lost(error)
+                self._reporter.send(CheckpointLost(error=error_to_dict(error)))
 
+
+# --- images ---------------------------------------------------------------------------------------
 
 #: What a prepared image depends on.
 _Image = tuple[tuple[Any, ...], SamplingConfig | None]

@@ -1,78 +1,101 @@
-"""The execution of one rank's actions; only here do the model and the transport meet."""
+"""The execution of one rank's actions; only here do the model and the transport meet.
+
+The steps of a DENOISE are checked one by one, and the ranks of a pair exchange predictions.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 
 import torch
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
-from svdpp.comm.transport import Channel, PendingPacket
+from svdpp.comm.streams import Readback
+from svdpp.comm.transport import Channel, PendingPacket, Transport
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, Audio, Prepared, Source, VideoModel
+from svdpp.models.base import LATENTS, PREDICTION, Audio, Prepared, Source, Tensors, VideoModel
 from svdpp.plan.actions import Action, Kind
-from svdpp.worker.device import out_of_memory_named
+from svdpp.worker.device import ClipProfiler, MemoryPressure, out_of_memory_named
 from svdpp.worker.messages import (
     ActionDone,
     ClipDropped,
     ClipJob,
     ImageReady,
     PromptCut,
+    StepDone,
     WaitCause,
     Work,
 )
-from svdpp.worker.reporter import ClipProfiler
 from svdpp.worker.side_threads import (
     ClipWriter,
     LatentCheckpointWriter,
     PhotoReader,
+    Reporter,
 )
-from svdpp.worker.steps import Denoising, NotWantedError, RankTools
+from svdpp.worker.tensor_files import TensorStore, solver_history
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
 _MODELS_KEPT = 8
 
 
+class NotWantedError(Exception):
+    """The clip was cancelled, or the other rank of the pair has dropped it."""
+
+
+@dataclass(kw_only=True)
+class RankTools:
+    """What all actions of a rank work with."""
+
+    rank: int
+    device: torch.device
+    transport: Transport
+    reporter: Reporter
+    clip_writer: ClipWriter
+    checkpoint_writer: LatentCheckpointWriter | None = None
+    profiler: ClipProfiler | None = None
+    is_cancelled: Callable[[int], bool] = lambda _: False
+    """Whether the parent needs nothing more of a clip."""
+    tensor_store: TensorStore | None = None
+    """For latents and predictions to verify."""
+    memory_pressure: MemoryPressure = field(init=False)
+    _copies: streams.SideStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory_pressure = MemoryPressure(self.device)
+        self._copies = streams.SideStream(self.device)
+
+    def check_wanted(self, clip: int) -> None:
+        """Raises NotWantedError if the parent needs nothing more of `clip`."""
+        if self.is_cancelled(clip):
+            raise NotWantedError
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A complete copy in host memory."""
+        return self._copies.to_host(tensor.contiguous(), streams.mark(self.device))
+
+
 class PipelineStage:
-    """One rank's share of every clip.
+    """One rank's share of every clip; assumes nothing of its actions but their order.
 
-    It performs its actions in order and assumes nothing else: neither that its steps are one
-    range, nor that a step of a clip belongs to one rank.
-
-    `model` has the parts that the actions need; `sampling` is of the clips whose requests have
-    none.
+    `model` has the parts that they need; `sampling` is of the clips whose requests have none.
     """
 
-    def __init__(
-        self,
-        tools: RankTools,
-        model: VideoModel,
-        clip_writer: ClipWriter,
-        sampling: SamplingConfig,
-        *,
-        checkpoint_writer: LatentCheckpointWriter | None = None,
-        profiler: ClipProfiler | None = None,
-    ) -> None:
-        self._tools = tools
+    def __init__(self, tools: RankTools, model: VideoModel, sampling: SamplingConfig) -> None:
+        self._tools, self._model, self._sampling = tools, model, sampling
         self._transport, self._reporter = tools.transport, tools.reporter
-        self._device = tools.device
-        self._clip_writer = clip_writer
-        self._model = model
-        self._sampling = sampling
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._photos = PhotoReader(self._prepare, model.device)
-        self._checkpoint_writer = checkpoint_writer
-        self._profiler = profiler
         self._jobs: dict[int, ClipJob] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
@@ -91,20 +114,17 @@ class PipelineStage:
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
-        if self._profiler is not None:
-            self._profiler.expect(work.actions)
+        if self._tools.profiler is not None:
+            self._tools.profiler.expect(work.actions)
 
     def perform(self, action: Action) -> None:
-        """Performs one action.
+        """Performs one action; raises what concerns the rank, which cannot go on afterwards.
 
-        An error that concerns one clip is reported, and a tombstone packet takes the clip's place;
-        other clips are not affected.
-
-        Raises:
-            SvdppError: an error that concerns the rank, which cannot go on afterwards.
+        An error that concerns one clip is reported, and a tombstone takes its packet's place.
         """
         self._reporter.at(action)
-        profiled = nullcontext() if self._profiler is None else self._profiler.over(action)
+        profiler = self._tools.profiler
+        profiled = nullcontext() if profiler is None else profiler.over(action)
         chunk = self._sampling_of(action).decode_chunk_size
         with out_of_memory_named(action, chunk), profiled:
             self._performers[action.kind](action)
@@ -118,9 +138,9 @@ class PipelineStage:
         """Waits until every packet has left and every clip is written."""
         with self._waiting(None):
             self._transport.drain()
-            self._clip_writer.finish()
-            if self._checkpoint_writer is not None:
-                self._checkpoint_writer.finish()
+            self._tools.clip_writer.finish()
+            if self._tools.checkpoint_writer is not None:
+                self._tools.checkpoint_writer.finish()
         self._photos.close()
         self._transport.close()
 
@@ -151,25 +171,24 @@ class PipelineStage:
             with self._timed(action):
                 model = self._model_of(self._sampling_of(action))
                 packet.tensors = model.encode(prepared, request)
-                streams.wait_for_queue(self._device)
+                streams.wait_for_queue(self._tools.device)
             if request.prompt is not None and (cut := model.removed_text(request.prompt)):
                 self._reporter.send(PromptCut(clip=action.clip, text=cut))
 
     def _load(self, action: Action) -> None:
-        assert self._checkpoint_writer is not None, f"{action} without latent checkpoints"
+        writer = self._tools.checkpoint_writer
+        assert writer is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
             self._tools.check_wanted(action.clip)
             key = self._jobs[action.clip].request.latents_key
             assert key is not None, f"{action} without a key"
-            self._packets[action.clip] = self._checkpoint_writer.folder.load(
-                key, action.clip, action.start, self._device
-            )
+            place = key, action.clip, action.start, self._tools.device
+            self._packets[action.clip] = writer.folder.load(*place)
 
     def _recv(self, action: Action) -> None:
-        self._pending[action.clip] = self._transport.post_receive(
-            action.clip, action.start, action.peer, _channel_of(action)
-        )
+        ends = action.clip, action.start, action.peer, _channel_of(action)
+        self._pending[action.clip] = self._transport.post_receive(*ends)
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
@@ -187,7 +206,7 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
-        writer, key = self._checkpoint_writer, self._jobs[action.clip].request.latents_key
+        writer, key = self._tools.checkpoint_writer, self._jobs[action.clip].request.latents_key
         if writer is not None and key is not None and not packet.tombstone:
             with self._waiting(action, "send"):
                 writer.put(key, packet)
@@ -209,7 +228,7 @@ class PipelineStage:
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
-            streams.wait_for_queue(self._device)
+            streams.wait_for_queue(self._tools.device)
             packet.memory_pressure |= self._tools.memory_pressure.rose()
 
     def _return(self, action: Action) -> None:
@@ -221,11 +240,9 @@ class PipelineStage:
 
     def _gather(self, action: Action) -> None:
         packet = self._packet(action)
-        pending = self._transport.post_receive(
-            action.clip, action.start, action.peer, _channel_of(action)
-        )
+        self._recv(action)
         with self._waiting(action):
-            part = pending.wait()
+            part = self._pending.pop(action.clip).wait()
         packet.memory_pressure |= part.memory_pressure
         packet.compute_seconds += part.compute_seconds
         if part.tombstone:
@@ -233,8 +250,8 @@ class PipelineStage:
         if packet.tombstone:
             return
         with self._timed(action):
-            both = [self._frames[action.clip], part.tensors[_FRAMES]]
-            self._frames[action.clip] = torch.cat(both)
+            frames = [self._frames[action.clip], part.tensors[_FRAMES]]
+            self._frames[action.clip] = torch.cat(frames)
 
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
@@ -242,7 +259,7 @@ class PipelineStage:
             packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
             with self._waiting(action, "writer"):
                 job, frames = self._jobs[action.clip], self._frames.get(action.clip)
-                self._clip_writer.put(job, packet, frames, self._audio.get(action.clip))
+                self._tools.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
         else:
             self._reporter.send(ClipDropped(clip=action.clip))
         self._forget(action.clip)
@@ -267,8 +284,7 @@ class PipelineStage:
         assert sampling is not None
         return sampling
 
-    def _prepare(self, source: Source, sampling: SamplingConfig) -> Prepared:
-        """Prepares an image or a video; runs in the reader's thread."""
+    def _prepare(self, source: Source, sampling: SamplingConfig) -> Prepared:  # in a thread
         return self._model_of(sampling).prepare(source)
 
     def _model_of(self, sampling: SamplingConfig) -> VideoModel:
@@ -279,8 +295,8 @@ class PipelineStage:
 
     def _forget(self, clip: int) -> None:
         del self._packets[clip]
-        for values in (self._frames, self._audio):
-            values.pop(clip, None)
+        self._frames.pop(clip, None)
+        self._audio.pop(clip, None)
         if clip not in self._helps:
             del self._jobs[clip]
 
@@ -297,19 +313,12 @@ class PipelineStage:
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
         """Reports the time of a compute action and the wait before it; adds it to the clip's."""
-        start, cpu_start = time.monotonic(), time.process_time()
+        start = time.monotonic()
         yield
-        end, cpu_end = time.monotonic(), time.process_time()
+        end, waited = time.monotonic(), sum(self._waits.values())
         self._packets[action.clip].compute_seconds += end - start
         self._reporter.send(
-            ActionDone(
-                action=action,
-                start=start,
-                end=end,
-                waited=sum(self._waits.values()),
-                waits=self._waits,
-                cpu_seconds=cpu_end - cpu_start,
-            )
+            ActionDone(action=action, start=start, end=end, waited=waited, waits=self._waits)
         )
         self._waits = {}
 
@@ -324,3 +333,140 @@ class PipelineStage:
 
 def _channel_of(action: Action) -> Channel:
     return "clips" if action.frames is None else "decode"
+
+
+# --- the steps of a clip --------------------------------------------------------------------------
+
+
+class Denoising:
+    """One DENOISE; if its action has a peer, the `Partner` of the model's call.
+
+    The ranks of a pair send each other one message at each step until one drops the clip.
+    """
+
+    def __init__(self, tools: RankTools, action: Action, packet: Packet) -> None:
+        self._tools, self._action, self._packet = tools, action, packet
+        self._is_paired = action.peer >= 0
+        self.branch = int(self._is_paired and tools.rank > action.peer)
+        self._next: int | None = action.start
+        self._pending: PendingPacket | None = None
+
+    def run(self, model: VideoModel) -> None:
+        """Does the steps, each of them checked; the packet then has the result."""
+        tools, action, packet = self._tools, self._action, self._packet
+        tools.reporter.at(action, action.start)
+        checks = StepChecks(tools.device, tools.rank, self._report_step)
+
+        def after_step(step: int, latent: torch.Tensor) -> None:
+            checks.add(step, latent)
+            self._before_step(step + 1)
+
+        self._before_step(action.start)
+        partner = self if self._is_paired else None
+        steps = action.start, action.end
+        packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
+        checks.finish()
+        packet.memory_pressure |= tools.memory_pressure.rose()
+        if self.branch == 0:  # both ranks of a pair have the same latent
+            self._keep_latent()
+
+    def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
+        """The other rank's prediction of `step`, for this rank's, which `evaluate` computes."""
+        tools, clip = self._tools, self._action.clip
+        pending = self._expected(step)  # before this rank's own evaluation
+        tensors = evaluate()
+        self._packet.memory_pressure |= tools.memory_pressure.rose()
+        self._send(step, tensors)
+        packet = self._arrived(step, pending)
+        self._packet.memory_pressure |= packet.memory_pressure
+        self._next = None if packet.tombstone else step + 1
+        if packet.tombstone:
+            raise NotWantedError
+        if tools.tensor_store is not None:
+            prediction = tools.on_host(next(iter(packet.tensors.values())))
+            name = f"step{step}_branch{1 - self.branch}"
+            tools.tensor_store.keep(clip, name, {PREDICTION: prediction})
+        return packet.tensors
+
+    def drop(self) -> None:
+        """Tells the other rank, in place of the next prediction, that this one drops the clip."""
+        if not self._is_paired or self._next is None or self._next == self._action.end:
+            return
+        pending = self._expected(self._next)
+        self._send(self._next, None)
+        self._arrived(self._next, pending)
+
+    def _expected(self, step: int) -> PendingPacket:
+        """The message of `step`; begins to receive it, unless an evaluation that failed has."""
+        if self._pending is None:
+            clip, peer = self._action.clip, self._action.peer
+            self._pending = self._tools.transport.post_receive(clip, step, peer, "predictions")
+        return self._pending
+
+    def _arrived(self, step: int, pending: PendingPacket) -> Packet:
+        self._tools.reporter.at(self._action, step, waiting=True)  # part of the step's time
+        packet = pending.wait()
+        self._tools.reporter.at(self._action, step)
+        self._pending = None
+        return packet
+
+    def _send(self, step: int, tensors: Tensors | None) -> None:
+        packet = Packet(self._action.clip, step, 0.0, tensors or {}, tombstone=tensors is None)
+        packet.memory_pressure = self._packet.memory_pressure
+        self._tools.transport.send(packet, self._action.peer, "predictions")
+
+    def _before_step(self, step: int) -> None:
+        """Ends the action if its clip is not wanted any more; notes the step that follows."""
+        if step == self._action.end:
+            return
+        tools, action = self._tools, self._action
+        tools.check_wanted(action.clip)
+        tools.reporter.at(action, step)
+
+    def _report_step(self, step: int, seconds: float) -> None:
+        done = StepDone(clip=self._action.clip, step=step, seconds=seconds)
+        self._tools.reporter.send(done)
+
+    def _keep_latent(self) -> None:
+        tools, tensors = self._tools, self._packet.tensors
+        if tools.tensor_store is not None:
+            kept = {LATENTS: tensors[LATENTS], **solver_history(tensors)}
+            on_host = {name: tools.on_host(tensor) for name, tensor in kept.items()}
+            tools.tensor_store.keep(self._action.clip, f"step{self._action.end}", on_host)
+
+
+class StepChecks:
+    """Checks each step of one DENOISE; on CUDA one step late, so that the device never idles.
+
+    `on_done` gets each step that passed, and its seconds on the device.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, on_done: Callable[[int, float], None]
+    ) -> None:
+        self._device = device
+        self._rank = rank
+        self._on_done = on_done
+        self._last = Readback(device)
+        self._queued: deque[tuple[int, Readback, Readback]] = deque()
+
+    def add(self, step: int, latent: torch.Tensor) -> None:
+        """Queues the check of the latent after `step`, and reads the checks that are due."""
+        now = Readback(self._device, torch.isfinite(latent).all())
+        self._queued.append((step, self._last, now))
+        self._last = now
+        self._read(keep=1 if self._device.type == "cuda" else 0)
+
+    def finish(self) -> None:
+        """Waits for all checks."""
+        self._read(keep=0)
+
+    def _read(self, keep: int) -> None:
+        while len(self._queued) > keep:
+            step, before, after = self._queued.popleft()
+            if not after.wait():
+                raise NotFiniteError(
+                    f"the latent is not finite after step {step}, done by rank {self._rank}",
+                    "check the weights, or use --dtype bf16 or fp32, which have a larger range",
+                )
+            self._on_done(step, after.seconds_since(before))

@@ -26,13 +26,10 @@ _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
 class LatentCheckpoints:
-    """A folder of packets, each named by a key and the number of steps done.
+    """A folder of packets, each named by the number of steps done, and by a key.
 
-    The key is a hash of everything that the latent's bits depend on, so a request never gets the
-    packet of another one.
-
-    `conditions` are what bits depend on besides the request; `load` refuses a packet written
-    under other ones.
+    The key is a hash of everything in the request that bits depend on. `conditions` are what they
+    depend on besides: `load` refuses a packet written under other ones.
     """
 
     def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
@@ -42,7 +39,7 @@ class LatentCheckpoints:
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
         """Writes `packet`, whose tensors are on the CPU; removes those of earlier steps.
 
-        `load` leaves the tensors named in `in_host_memory` on the CPU.
+        `load` leaves the tensors named in `in_host_memory` there.
         """
         metadata = {
             "schema_version": _SCHEMA_VERSION,
@@ -85,25 +82,18 @@ class LatentCheckpoints:
             "conditions": (metadata["conditions"], self._conditions),
             "sha256": (_sha256(tensors), metadata["sha256"]),
         }
-        for name, (actual, needed) in pairs.items():
-            if actual != needed:
-                raise InputError(
-                    f"the latent checkpoint {path.name!r} does not fit: its {name} are {actual}, "
-                    f"not {needed}",
-                    hint,
-                )
+        for name, (found, needed) in pairs.items():
+            if found != needed:
+                unfit = f"does not fit: its {name} are {found}, not {needed}"
+                raise InputError(f"the latent checkpoint {path.name!r} {unfit}", hint)
         stays = metadata["in_host_memory"]
         placed = {
             name: tensor if name in stays else tensor.to(device) for name, tensor in tensors.items()
         }
-        return Packet(
-            clip,
-            step,
-            float(metadata["begun_at"]),
-            placed,
-            memory_pressure=bool(metadata["memory_pressure"]),
-            compute_seconds=float(metadata["compute_seconds"]),
-        )
+        packet = Packet(clip, step, float(metadata["begun_at"]), placed)
+        packet.memory_pressure = bool(metadata["memory_pressure"])
+        packet.compute_seconds = float(metadata["compute_seconds"])
+        return packet
 
 
 def path_of(folder: Path, key: str, step: int) -> Path:
@@ -145,20 +135,22 @@ def _reason(error: Exception) -> str:
 def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(name.encode() + _bytes_of(tensors[name]))
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """The sha256 of a CPU tensor's contiguous little-endian bytes, in its dtype."""
+    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
 # --- for comparison -----------------------------------------------------------------------------
 
 _STORED = re.compile(r"clip\d+_(step\d+(_branch\d)?|audio|frames)", re.ASCII)
-
-
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """The sha256 of a CPU tensor's contiguous little-endian bytes, in its dtype."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def audio_hashes(audio: Audio | None) -> dict[str, Any]:
@@ -174,8 +166,7 @@ class TensorStore:
     The names are `step7` (the latent after seven steps, and a multistep solver's history),
     `step7_branch0` (what step 7 predicts for a branch of the guidance), `frames` and `audio`.
 
-    `send` gets each file's name and content, for another process to pass to `put`; None: files
-    are written to `folder`, which exists.
+    `send`, if given, gets each file's name and content, for another process to pass to `put`.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:

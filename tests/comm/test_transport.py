@@ -1,4 +1,4 @@
-"""Packets between real processes arrive complete and in order, wait, or are refused."""
+"""Packets arrive complete and in order, wait, or are refused; errors name the right rank."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from svdpp.comm.packet import Packet
-from svdpp.comm.transport import Transfer, Transport
-from svdpp.errors import TransportError
+from svdpp.comm.transport import Transfer, Transport, translated_errors
+from svdpp.errors import (
+    BrokenLinkError,
+    DeviceError,
+    OutOfMemoryError,
+    RankError,
+    TransportError,
+)
 from svdpp.launch.group import RankContext
 from svdpp.plan.schedule import connect_rounds
 from tests.processes import run_ranks
-
-pytestmark = pytest.mark.processes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -77,6 +82,7 @@ def _relay(context: RankContext, clips: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.processes
 def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
     first, middle, last = run_ranks(_relay, 3, 5)
     assert [r["equal"] for r in (first, middle, last)] == [5, 5, 5]
@@ -103,6 +109,7 @@ def _slow_receiver(context: RankContext) -> list[float]:
     return [begin]
 
 
+@pytest.mark.processes
 @pytest.mark.timing
 def test_a_slow_rank_holds_back_the_one_before_it() -> None:
     sent_after, (begin,) = run_ranks(_slow_receiver, 2)
@@ -123,16 +130,11 @@ def _mismatch(context: RankContext, clip: int, next_step: int) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize(
-    ("clip", "next_step", "words"),
-    [(8, 4, "clip: sent 7, expected 8"), (7, 5, "next step: sent 4, expected 5")],
-)
-def test_a_packet_that_is_not_the_expected_one_is_refused(
-    clip: int, next_step: int, words: str
-) -> None:
-    # gloo would accept each of these without an error, or abort the process.
-    sender, receiver = run_ranks(_mismatch, 2, clip, next_step)
-    assert words in receiver
+@pytest.mark.processes
+def test_a_packet_that_is_not_the_expected_one_is_refused() -> None:
+    # gloo would accept it without an error, or abort the process.
+    sender, receiver = run_ranks(_mismatch, 2, 7, 5)
+    assert "next step: sent 4, expected 5" in receiver
     assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")
 
 
@@ -148,6 +150,7 @@ def _leaver(context: RankContext) -> str:
     return "accepted"
 
 
+@pytest.mark.processes
 def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
     words = run_ranks(_leaver, 2, timeout=30)[1]
     assert words.startswith("could not receive clip 0 at step 1 from rank 0: ")
@@ -175,6 +178,7 @@ def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
     return {"found": found, "wire": wire}
 
 
+@pytest.mark.processes
 def test_a_pair_sends_one_prediction_for_each_step_and_direction() -> None:
     results = run_ranks(_exchange, 2, 3)
     for rank, result in enumerate(results):
@@ -184,3 +188,59 @@ def test_a_pair_sends_one_prediction_for_each_step_and_direction() -> None:
             ["predictions", kind, step, 60] for kind in ("recv", "send") for step in range(3)
         ]
         assert result["wire"] == [clip, *exchanged]
+
+
+# --- exceptions of gloo, NCCL and CUDA ------------------------------------------------------------
+
+# As torch 2.13 and NCCL 2.27 print them (ProcessGroupNCCL.cpp, NCCLUtils.cpp).
+NCCL_UNHANDLED = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, \
+unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
+NCCL_XID = NCCL_UNHANDLED.replace("2 'out of memory'", "719 'unspecified launch failure'")
+NCCL_REMOTE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, \
+remote process exited or there was a network error, NCCL version 2.27.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting.
+Last error:
+socketProgress: Connection closed by remote peer host0<51234>"""
+XID = """CUDA error: an illegal memory access was encountered
+Search for `cudaErrorIllegalAddress' in the documentation for more information.
+CUDA kernel errors might be asynchronously reported at some other API call."""
+NO_MEMORY = XID.replace("an illegal memory access was encountered", "out of memory")
+ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB"
+GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "words"),
+    [
+        (RuntimeError(GLOO), BrokenLinkError, "Connection closed by peer"),
+        (RuntimeError(""), BrokenLinkError, "RuntimeError"),
+        (
+            dist.DistBackendError(NCCL_REMOTE),
+            BrokenLinkError,
+            "last error: socketProgress: Connection closed by remote peer host0",
+        ),
+        (dist.DistBackendError(NCCL_XID), DeviceError, "CUDA error: unspecified launch failure"),
+        (dist.DistBackendError(NCCL_UNHANDLED), OutOfMemoryError, "out of memory in NCCL"),
+        (torch.OutOfMemoryError(ALLOCATOR), OutOfMemoryError, "out of memory: "),
+        (torch.AcceleratorError(NO_MEMORY), OutOfMemoryError, "out of memory: "),
+        (torch.AcceleratorError(XID), DeviceError, "an illegal memory access was encountered"),
+        (BrokenLinkError("clip: sent 7, expected 8"), BrokenLinkError, "clip: sent 7, expected 8"),
+    ],
+)
+def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind) as caught, translated_errors("send clip 3 to rank 1"):
+        raise raised
+    assert type(caught.value) is kind
+    assert "could not send clip 3 to rank 1" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_gpu_that_fails_is_its_ranks_own_fault() -> None:
+    """The parent treats a `BrokenLinkError` as a consequence of another rank's failure."""
+    assert issubclass(DeviceError, RankError)
+    assert not issubclass(DeviceError, BrokenLinkError)
+    assert DeviceError.exit_code == 6
+    assert OutOfMemoryError.exit_code == 4

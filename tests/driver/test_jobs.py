@@ -31,8 +31,7 @@ from svdpp.driver.jobs import (
 )
 from svdpp.errors import RequestError
 from svdpp.media import output_files, video
-from svdpp.media.image import Photo, read_photo
-from svdpp.media.inputs import ClipInput
+from svdpp.media.inputs import ClipInput, Photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here

@@ -14,8 +14,7 @@ from svdpp.config import ClipRequest, OutputConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
-from svdpp.media.image import fit_photo, read_photo
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_photos, fit_photo, read_photo
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.verification.reference import run_reference
 from svdpp.worker.tensor_files import tensor_sha256

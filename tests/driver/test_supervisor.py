@@ -26,7 +26,6 @@ from svdpp.worker.messages import (
     Event,
     Failed,
     Finished,
-    GpuSample,
     Heartbeat,
     Joined,
     StepDone,
@@ -152,15 +151,6 @@ def test_all_is_well_while_ranks_progress_or_have_no_work(
 ) -> None:
     liveness = _liveness()
     assert {_hear(liveness, second, events(second)) for second in range(500)} == {None}
-
-
-def test_samples_of_a_gpu_are_no_sign_of_life() -> None:
-    liveness = _liveness()
-    for second in range(12):
-        sample = GpuSample(when=float(second))
-        stall = _hear(liveness, second, {0: COMPUTING, 1: sample, 2: COMPUTING})
-    assert stall is not None
-    assert (stall.rank, stall.silent) == (1, True)
 
 
 def test_a_rank_that_waited_long_has_all_its_time_once_it_begins() -> None:

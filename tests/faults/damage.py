@@ -17,9 +17,8 @@ from svdpp.comm.packet import FIELDS, Header, Packet
 from svdpp.comm.transport import Transport
 from svdpp.models.base import LATENTS, Tensors, VideoModel
 from svdpp.plan.actions import Action
-from svdpp.worker.reporter import Reporter
-from svdpp.worker.stage import PipelineStage
-from svdpp.worker.steps import Denoising
+from svdpp.worker.side_threads import Reporter
+from svdpp.worker.stage import Denoising, PipelineStage
 from svdpp.worker.tensor_files import solver_history
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from svdpp.driver.memory import estimate_parts
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.resolve import estimate_parts, resolve
+from svdpp.driver.resolve import resolve
 from svdpp.plan.schedule import Schedule
 from svdpp.verification.verify import VerificationResult, verify
 from svdpp.worker.messages import Event, Finished, StepDone
@@ -75,6 +76,7 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
         assert all(0.9 <= ratio <= 1.1 for ratio in ratios), ratios
 
 
+@pytest.mark.full
 def test_a_rank_alone_takes_diffusers_own_time_for_a_step(
     machine: Machine, report: Report, full_size: Path
 ) -> None:

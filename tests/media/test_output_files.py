@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,13 @@ import pytest
 
 from svdpp.errors import OutputError, RequestError
 from svdpp.media import output_files
-from svdpp.media.output_files import atomic_output, check_writable, locked, write_json
+from svdpp.media.output_files import (
+    atomic_output,
+    check_free,
+    check_writable,
+    locked,
+    write_json,
+)
 
 METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
 FILE, FOLDER = None, re.compile("[a-z]")
@@ -72,6 +79,52 @@ def test_the_old_stays_when_the_block_fails(
         assert caught.value.hint == hint
     assert content(place) == "a"
     assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+def test_it_gets_the_umask_and_links_are_followed(
+    tmp_path: Path, files: re.Pattern[str] | None
+) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    put(real, "a", files)
+    link.symlink_to(real)
+    put(link, "b", files)
+    assert link.is_symlink()
+    assert content(real) == "b"
+    umask = os.umask(0)
+    os.umask(umask)
+    bits = 0o666 if files is FILE else 0o777
+    assert stat.S_IMODE(real.stat().st_mode) == bits & ~umask
+
+
+@pytest.mark.parametrize("files", [FILE, FOLDER])
+def test_places_that_cannot_be_written(tmp_path: Path, files: re.Pattern[str] | None) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("years of work")
+    os.mkfifo(tmp_path / "fifo")
+    other = "something else has that name"
+    places = {
+        str(tmp_path / "file" / "x"): "File exists",
+        str(tmp_path / "file" / "below" / "x"): "Not a directory",
+        str(tmp_path / "fifo"): other,
+        str(tmp_path / "folder"): other if files is FILE else "other files, such as 'thesis.txt'",
+        "/dev/null": other,
+        "/proc/x": "",
+        str(tmp_path / "a\0b"): "null",
+        str(tmp_path / ("x" * 300)): "File name too long",
+        **({} if files is FILE else {str(tmp_path / "file"): other}),
+    }
+    for name, cause in places.items():
+        with pytest.raises(OutputError) as caught:
+            put(Path(name), "a", files)
+        assert caught.value.message.startswith(f"{name!r} cannot be written: ")
+        assert cause in caught.value.message
+    with pytest.raises(OutputError, match=other):
+        check_free(str(tmp_path / "fifo"), files)
+    check_free(str(tmp_path / "nothing yet"), files)
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "file", "folder"]
+    assert (tmp_path / "folder" / "thesis.txt").read_text() == "years of work"
 
 
 def test_write_json(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 
 from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.media import output_files, video
-from svdpp.media.image import read_photo
-from svdpp.media.inputs import ClipInput
+from svdpp.media.inputs import ClipInput, read_photo
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import PHOTO

@@ -20,8 +20,7 @@ from svdpp.config import (
     WanSampling,
 )
 from svdpp.config.clip import latents_key, parameters_sha256
-from svdpp.media.image import read_photo
-from svdpp.media.inputs import ClipInput
+from svdpp.media.inputs import ClipInput, read_photo
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.form import Capabilities
 from svdpp.worker.clip_metadata import clip_metadata, weights_identity

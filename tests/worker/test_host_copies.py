@@ -24,9 +24,9 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
 from svdpp.worker import side_threads, stage, tensor_files
-from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.messages import CheckpointLost, ClipJob, Work
 from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
-from svdpp.worker.steps import RankTools
+from svdpp.worker.stage import RankTools
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
 from tests.driver.dummies import config
 
@@ -118,13 +118,16 @@ def test_a_rank(tmp_path: Path) -> None:
     written = Mock()
     kept = TensorStore(tmp_path)
     checkpoints = LatentCheckpoints(tmp_path / "checkpoints", {})
-    rank = stage.PipelineStage(
-        RankTools(rank=0, device=CPU, transport=link, reporter=reporter, tensor_store=kept),
-        _model(),
-        ClipWriter(written, {}, CPU, kept),
-        SvdSampling(),
+    tools = RankTools(
+        rank=0,
+        device=CPU,
+        transport=link,
+        reporter=reporter,
+        clip_writer=ClipWriter(written, {}, CPU, kept),
         checkpoint_writer=LatentCheckpointWriter(checkpoints, CPU, reporter),
+        tensor_store=kept,
     )
+    rank = stage.PipelineStage(tools, _model(), SvdSampling())
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DENOISE c0 1:2", "DECODE c0 @2", "FINISH c0 @2"
     sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"
     requests = ClipRequest(seed=0), ClipRequest(seed=0, latents_key="0" * 64)
@@ -133,8 +136,9 @@ def test_a_rank(tmp_path: Path) -> None:
     for text in texts + sent:
         rank.perform(Action.parse(text))
     rank.finish()
-    for bad in (written.clip_failed, written.failed, reporter.failed, reporter.checkpoint_lost):
+    for bad in (written.clip_failed, written.failed, reporter.failed):
         assert not bad.called, bad.call_args
+    assert not any(isinstance(sent.args[0], CheckpointLost) for sent in reporter.send.mock_calls)
     (done,) = written.send.call_args.args
     assert done.metadata["latents_sha256"] == tensor_sha256(kept.load(0, "step2")[LATENTS])
     assert done.metadata["frames_sha256"]

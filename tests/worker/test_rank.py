@@ -1,11 +1,13 @@
-"""A rank's commands: actions in order, cancellations at once, an end that waits for others."""
+"""A rank's commands, in order; its end, which waits for others; the weights that it loads."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +16,13 @@ from hypothesis import strategies as st
 from svdpp.config import (
     SAMPLING_CLASSES,
     ClipRequest,
+    ModelConfig,
+    PipelineConfig,
+    SvdSampling,
+    WanSampling,
     own_params,
 )
+from svdpp.driver.pipeline import Pipeline
 from svdpp.launch.group import Channel, RankContext
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action
@@ -34,7 +41,9 @@ from svdpp.worker.messages import (
     parse,
 )
 from svdpp.worker.rank import ActionQueue, Inbox
-from tests.driver.dummies import config
+from tests.driver.dummies import config, pids
+from tests.models.builders import save_tiny_checkpoint
+from tests.models.tiny_families import save_tiny_wan
 from tests.plan.plans import layouts
 from tests.plan.schedule_check import check_receives, check_schedule
 
@@ -160,3 +169,52 @@ def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.Monkey
     module.rank_main(context, module.RankSetup(config=config(1, steps=1), checkpoint=None))
     assert left == [0]
     assert not any(isinstance(event, Failed) for event in parent.said)
+
+
+# --- what ranks load ------------------------------------------------------------------------------
+
+
+def _mapped(pid: int, folder: Path) -> dict[str, Counter[str]]:
+    """PSS and RSS of a process in bytes, by the subfolder of `folder` whose files it maps."""
+    found: dict[str, Counter[str]] = {"Pss": Counter(), "Rss": Counter()}
+    for region in psutil.Process(pid).memory_maps():
+        path = Path(region.path)
+        if path.is_relative_to(folder):
+            found["Pss"][path.parent.name] += region.pss
+            found["Rss"][path.parent.name] += region.rss
+    return found
+
+
+@pytest.mark.processes
+def test_each_rank_maps_the_weights_of_its_own_parts_alone(tmp_path: Path) -> None:
+    folder = save_tiny_checkpoint(tmp_path / "model")
+    config = PipelineConfig(
+        world_size=3,
+        model=ModelConfig(name=str(folder)),
+        sampling=SvdSampling(num_inference_steps=3, num_frames=2, height=64, width=64),
+    )
+    with Pipeline(config) as pipeline:
+        parts = [set(_mapped(pid, folder)["Pss"]) for pid in pids(pipeline)]
+    assert parts == [{"image_encoder", "vae", "unet"}, {"unet"}, {"vae", "unet"}]
+
+
+@pytest.mark.processes
+def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
+    folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875, dtype=torch.bfloat16, width=8)
+    config = PipelineConfig(
+        world_size=4,
+        split="balanced",
+        model=ModelConfig(name=str(folder), dtype="bf16"),
+        sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
+    )
+    with Pipeline(config) as pipeline:
+        held = [roles.experts for roles in pipeline.config.layout.roles]
+        ranks = [_mapped(pid, folder) for pid in pids(pipeline)]
+    assert held == [{0}, {0}, {1}, {1}]
+    for part, holders in (("transformer", ranks[:2]), ("transformer_2", ranks[2:])):
+        assert [part in rank["Rss"] for rank in ranks] == [rank in holders for rank in ranks]
+        pss = sum(rank["Pss"][part] for rank in holders)
+        most = max(rank["Rss"][part] for rank in holders)
+        assert most > 0
+        # A rank may not have touched all pages; two copies would be twice the larger one.
+        assert pss == pytest.approx(most, rel=0.1)

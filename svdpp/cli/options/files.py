@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from svdpp.config import SamplingConfig
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.media.image import Photo
-    from svdpp.media.inputs import ClipInput
+    from svdpp.media.inputs import ClipInput, Photo
 
 _SUFFIXES = (".mp4", ".gif", ".webp")
 _OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")

@@ -1,19 +1,83 @@
-"""Photographs are read one ahead, in order, and a bad one fails only its own clip."""
+"""Beside a rank's work: heartbeats and reports, images read one ahead, calls made in order."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 from PIL import Image
 
+from svdpp.comm import streams
 from svdpp.config import ClipRequest, SamplingConfig, SvdSampling
 from svdpp.errors import InputError
 from svdpp.media import inputs as files
-from svdpp.worker.side_threads import PhotoReader
+from svdpp.plan.actions import Action
+from svdpp.worker import side_threads
+from svdpp.worker.messages import ClipFailed, Heartbeat, parse
+from svdpp.worker.side_threads import BoundedExecutor, PhotoReader, Reporter
+
+Sent = TypeVar("Sent")
+
+
+def _next(sent: queue.Queue[bytes], kind: type[Sent]) -> Sent:
+    """The next event of that kind."""
+    while not isinstance(event := parse(sent.get(timeout=60.0)), kind):
+        pass
+    return event
+
+
+def _no_file(device: str) -> int:
+    raise OSError(24, f"too many open files for {device}")
+
+
+def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat goes out even if memory cannot be read: without it the rank counts as dead."""
+    sent: queue.Queue[bytes] = queue.Queue()
+    reporter = Reporter(Mock(send=sent.put))
+    reporter.at(Action.parse("ENCODE c0 @0"))
+    assert _next(sent, Heartbeat).memory_bytes is None
+    reporter.device = "cpu"
+    reporter.at(Action.parse("DENOISE c0 0:2"))
+    assert (_next(sent, Heartbeat).memory_bytes or 0) > 2**20
+    monkeypatch.setattr(side_threads, "bytes_in_use", _no_file)
+    reporter.start()
+    assert _next(sent, Heartbeat) == Heartbeat(action="DENOISE c0 0:2")
+    reporter.stop()
+
+
+@pytest.mark.parametrize(
+    ("other_host", "message"), [("", "no such file"), ("host1", "on host1: no such file")]
+)
+def test_a_lost_clip_names_a_host_that_is_not_rank_0s(other_host: str, message: str) -> None:
+    channel = Mock()
+    Reporter(channel, other_host).clip_failed(3, InputError("no such file"))
+    (sent,) = channel.send.call_args.args
+    assert parse(sent) == ClipFailed(
+        clip=3, error={"type": "InputError", "message": message, "hint": ""}
+    )
+
+
+def test_each_thread_beside_the_work_takes_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, took = torch.device("cuda:1"), dict[str, torch.device]()
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda d: took.update({threading.current_thread().name: d})
+    )
+    monkeypatch.setattr(side_threads, "SideStream", Mock())
+    executor, names = BoundedExecutor("writer", gpu, Mock()), list[str]()
+    executor.submit(lambda: names.append(threading.current_thread().name))
+    executor.finish()
+    assert took == {names[0]: gpu}
+    link = streams.one_thread("to-1", gpu)
+    assert took[link.submit(lambda: threading.current_thread().name).result()] == gpu
+
+
+# --- images ---------------------------------------------------------------------------------------
 
 SAMPLING = SvdSampling(height=16, width=24, num_frames=2)
 CPU = torch.device("cpu")
