@@ -18,7 +18,7 @@ from svdpp.plan.costs import Costs
 from svdpp.worker import tensor_files
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 
 pytestmark = pytest.mark.processes
 

@@ -15,11 +15,11 @@ from svdpp.errors import RequestError
 from svdpp.media.image import fit_photo, read_photo
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import frames_sha256, read_frames
-from svdpp.verification.reference import run_reference
+from svdpp.verification.verify import run_reference
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.driver.dummies import config
-from tests.models.diffusers_pipeline import latents_and_frames
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
+from tests.models.range_checks import latents_and_frames
 
 PHOTO = str(example_photos()[0])
 

@@ -19,7 +19,7 @@ from svdpp.plan.costs import Costs
 from svdpp.verification.verify import verify
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 from tests.models.tiny_families import save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,7 +21,7 @@ from tests.driver.dummies import clips
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 
 
 def _demo(folder: Path, num_clips: int) -> tuple[PipelineConfig, list[ClipRequest]]:

@@ -16,7 +16,7 @@ from svdpp.media.inputs import example_photos
 from tests.cli.shell import python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 
 KEY = hashlib.sha256(b"clip").hexdigest()
 

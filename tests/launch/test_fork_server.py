@@ -71,7 +71,7 @@ def test_a_server_outlives_the_thread_and_the_folder_it_was_started_in(tmp_path:
 _START_RANKS = """
 import os
 from svdpp import Pipeline
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 
 if __name__ == "__main__":
     before = dict(os.environ)

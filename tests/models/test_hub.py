@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import huggingface_hub
 import pytest
 from diffusers import WanTransformer3DModel
-from loguru import logger
 
 from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.driver.memory import check_memory
@@ -306,30 +305,6 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> N
         resolve(wrong)
     assert wan.requested
     assert not _weights(wan.requested)
-
-
-@pytest.mark.parametrize("is_quiet", [True, False])
-def test_a_download_is_announced(
-    wan: type[Hub], monkeypatch: pytest.MonkeyPatch, is_quiet: bool
-) -> None:
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", str(int(is_quiet)))
-    passed, download = [], huggingface_hub.snapshot_download
-
-    def spy(*args: Any, **options: Any) -> Any:
-        passed.append(options["tqdm_class"])
-        return download(*args, **options)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", spy)
-    told: list[str] = []
-    sink = logger.add(lambda message: told.append(message.strip()), format="{message}")
-    for _ in range(2):  # the second time everything is cached
-        resolve(CONFIG)
-    logger.remove(sink)
-    parts = "text_encoder, transformer, transformer_2, vae"
-    assert told == [f"fetching {parts} of 'org/tiny' from 127.0.0.1"]
-    assert wan.requested
-    silent = files._Silent  # for configs
-    assert passed == [silent, silent, silent if is_quiet else None]
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(

@@ -16,12 +16,17 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
-from svdpp.verification.whole_call import Reference
-from tests.models.diffusers_pipeline import latents_and_frames, run_reference
-from tests.models.range_checks import check_every_cut, ranks, read_folder
+from svdpp.verification.reference import Reference
+from tests.models.builders import save_tiny_lora
+from tests.models.range_checks import (
+    check_every_cut,
+    latents_and_frames,
+    ranks,
+    read_folder,
+    run_reference,
+)
 from tests.models.test_rows import CASES, Rows
 from tests.models.tiny_families import save_tiny, save_tiny_wan
-from tests.models.tiny_loras import save_tiny_lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
