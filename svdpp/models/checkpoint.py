@@ -227,9 +227,7 @@ class Checkpoint:
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the checkpoint of `model`, downloads missing files of a hub model, and checks it.
 
-    It reads only configs and, with `weights`, safetensors headers of all components. A name that is
-    neither `demo` nor a folder is a hub id; the settings of the hub's library (HF_HOME,
-    HF_HUB_OFFLINE, a login) apply.
+    It reads only configs and, with `weights`, safetensors headers of all components.
     """
     with _located(model) as local:
         if local is not None and model.revision is not None:

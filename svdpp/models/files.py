@@ -137,8 +137,7 @@ def read_json(folder: Path, name: str) -> JsonFile:
 def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
 
-    All configs, and the weights of `components`: safetensors of one variant. Each process downloads
-    what it needs; the hub's library locks a file that another one downloads.
+    All configs, and the weights of `components`: safetensors of one variant.
     """
     with _hub_errors(model):
         folder = _configs(model.name, model.revision, model.local_files_only)
@@ -256,8 +255,7 @@ def _weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
 def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
     """The files with a component's weights that the libraries read: one, or the shards of an index.
 
-    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
-    diffusers 0.42 and transformers 5.23). `variant` is such as `fp16`; None: plain names.
+    If there are both, diffusers reads the index and transformers the file.
     """
     paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
     names = sorted(f"{component}/{path.name}" for path in paths)
@@ -290,11 +288,7 @@ def read_safetensors_header(path: Path) -> Header:
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
-    """SHA-256 of the headers of `files` and of bytes from the middle of each tensor.
-
-    It takes milliseconds. A copy of the folder has the same fingerprint. A folder with other
-    weights has another one.
-    """
+    """SHA-256 of the headers of `files` and of bytes from the middle of each tensor."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")

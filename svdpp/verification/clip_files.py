@@ -203,10 +203,8 @@ class ClipCheck:
 def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:
     """Compares a clip's file, which may be missing, with its metadata and recomputed frames.
 
-    PNG frames are lossless, so their pixels must be the recorded ones. The other formats are
-    lossy: their pixels are compared with the recomputed frames, encoded here with the same
-    settings. The same encoder gives equal pixels, another version similar ones. The sound of an mp4
-    is compared likewise. `frames` are uint8, shape (F, H, W, 3).
+    PNG frames are lossless, so their pixels must be the recorded ones. Other formats are compared
+    with `frames` (F, H, W, 3), and the sound of an mp4 with `sound`, as encoded here.
     """
     recorded, found = clip.metadata["file_sha256"], None
     if not os.path.exists(clip.path):

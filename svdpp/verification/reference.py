@@ -29,7 +29,6 @@ from svdpp.models.engine.load import (
     apply_memory_options,
     dtype_of,
     load_loras,
-    set_up,
     silence_libraries,
 )
 from svdpp.models.engine.model import audio_of, call_arguments
@@ -60,7 +59,8 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
         if checkpoint is None:
             reference = _DummyReference(setup.config, device)
         else:
-            reference = Reference(checkpoint, setup.config.model, device)
+            from_image = sampling.from_image
+            reference = Reference(checkpoint, setup.config.model, device, from_image=from_image)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
     recorder = _Recorder(setup, device, reporter)
     for clip, request in enumerate(setup.requests):
@@ -170,9 +170,26 @@ class _DummyReference:
 class Reference:
     """diffusers' unmodified pipeline, as a user of diffusers loads it, on one device."""
 
-    def __init__(self, checkpoint: Checkpoint, model: ModelConfig, device: str) -> None:
-        self._checkpoint, self._model, self._device = checkpoint, model, device
-        self._loaded: tuple[bool, Any] | None = None
+    def __init__(
+        self, checkpoint: Checkpoint, model: ModelConfig, device: str, *, from_image: bool
+    ) -> None:
+        silence_libraries()
+        self._checkpoint, dtype = checkpoint, model.dtype
+        dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
+        cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
+        with library_errors("the pipeline"):
+            self.pipe: Any = cls.from_pretrained(
+                checkpoint.folder,
+                dtype={"default": dtype_of(checkpoint, "", dtype), **dtypes},
+                variant=checkpoint.variant,
+                use_safetensors=True,
+                local_files_only=True,
+            )
+        self.pipe.set_progress_bar_config(disable=True)
+        self.pipe.to(device)
+        load_loras(self.pipe, checkpoint)
+        for part in {"vae", *checkpoint.row.denoisers} & self.pipe.components.keys():
+            apply_memory_options(checkpoint, part, getattr(self.pipe, part), model)
 
     def run(
         self,
@@ -188,11 +205,8 @@ class Reference:
         `source` is fitted to the frame's shape, and `sampling` resolved. `after_step` is called
         with each step's index, and its latent, the solver's history and the predictions.
         """
-        checkpoint, row = self._checkpoint, self._checkpoint.row
-        pipe = self._pipe(source is not None)
-        set_up(pipe, checkpoint, sampling)
-        device = row.generator_device(checkpoint, sampling, self._device)
-        generator = torch.Generator(device).manual_seed(request.seed)
+        pipe, row = self.pipe, self._checkpoint.row
+        arguments = call_arguments(pipe, self._checkpoint, sampling, request, source)
         steps = _Steps(pipe, row, before_steps, after_step)
         callback = step_callback(pipe, steps.end)
         with ExitStack() as patches:
@@ -201,37 +215,8 @@ class Reference:
                 patches.enter_context(replaced(pipe.scheduler, step=step))
             for module in filter(None, (getattr(pipe, part, None) for part in row.denoisers)):
                 patches.enter_context(replaced(module, forward=steps.forward(module.forward)))
-            output = pipe(
-                **call_arguments(pipe, checkpoint, sampling, request, source, generator),
-                **callback,
-                output_type="pil",
-            )
+            output = pipe(**arguments, **callback, output_type="pil")
         return steps.latent, stack_frames(output.frames[0]), audio_of(pipe, output.get("audio"))
-
-    def _pipe(self, from_image: bool) -> Any:
-        """The pipeline as a user of diffusers loads it; kept for the next clips."""
-        if self._loaded is not None and self._loaded[0] == from_image:
-            return self._loaded[1]
-        self._loaded = None  # frees its memory
-        silence_libraries()
-        checkpoint, dtype = self._checkpoint, self._model.dtype
-        dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
-        cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
-        with library_errors("the pipeline"):
-            pipe = cls.from_pretrained(
-                checkpoint.folder,
-                dtype={"default": dtype_of(checkpoint, "", dtype), **dtypes},
-                variant=checkpoint.variant,
-                use_safetensors=True,
-                local_files_only=True,
-            )
-        pipe.set_progress_bar_config(disable=True)
-        pipe.to(self._device)
-        load_loras(pipe, checkpoint)
-        for part in {"vae", *checkpoint.row.denoisers} & pipe.components.keys():
-            apply_memory_options(checkpoint, part, getattr(pipe, part), self._model)
-        self._loaded = from_image, pipe
-        return pipe
 
 
 class _Steps:

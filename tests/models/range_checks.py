@@ -217,7 +217,7 @@ def whole_clip(
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
     """The same and the sound."""
     checkpoint = find_checkpoint(model)
-    reference = Reference(checkpoint, model, "cpu")
+    reference = Reference(checkpoint, model, "cpu", from_image=image is not None)
     return run_reference(reference, checkpoint.resolve(sampling), request, image)
 
 

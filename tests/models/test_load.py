@@ -98,17 +98,6 @@ def test_memory_opt_turns_on_chunking_in_the_unet(tiny: Path) -> None:
         assert {each._chunk_size for each in blocks} == {size}
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-@pytest.mark.parametrize(("dtype", "mapped"), [("fp32", True), ("bf16", False)])
-def test_weights_in_the_dtype_of_the_file_stay_mapped(tiny: Path, dtype: str, mapped: bool) -> None:
-    unet = parts_of(tiny, "X", dtype=dtype).unet
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if line.endswith(str(tiny / UNET))]
-    ranges = [(int(start, 16), int(stop, 16)) for start, stop in spans]
-    within = [any(a <= each.data_ptr() < b for a, b in ranges) for each in unet.parameters()]
-    assert all(within) if mapped else not any(within)
-
-
 @pytest.mark.long
 def test_loading_prints_nothing() -> None:
     code = """

@@ -69,8 +69,8 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
     """Latents and frames of the whole call; the LoRAs are loaded as diffusers' manual says."""
     model = ModelConfig(name=str(folder))
-    reference: Any = Reference(read_folder(folder), model, "cpu")
-    pipe, names = reference._pipe(False), ["first", "second"][: len(loras)]
+    reference = Reference(read_folder(folder), model, "cpu", from_image=False)
+    pipe, names = reference.pipe, ["first", "second"][: len(loras)]
     for lora, name in zip(loras, names, strict=True):
         options = {"load_into_transformer_2": True} if lora.expert == "low" else {}
         pipe.load_lora_weights(lora.name, adapter_name=name, **options)

@@ -89,14 +89,6 @@ def new_pipeline(
     return pipe
 
 
-def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
-    """Gives the pipeline the scheduler of a clip, and its guider, if it has one, the scale."""
-    pipe.scheduler = checkpoint.new_scheduler(sampling)
-    if (guider := getattr(pipe, "guider", None)) is not None:
-        scale = {"guidance_scale": sampling.guidance_scale}
-        pipe.guider = type(guider).from_config({**guider.config, **scale})
-
-
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
@@ -235,11 +227,8 @@ def new_module(cls: Any, folder: Path) -> Any:
 
 
 def fp32_parameters(module: torch.nn.Module) -> list[str]:
-    """The parameters that the libraries load in float32 although the module has another dtype.
-
-    diffusers keeps what a class lists in `_keep_in_fp32_modules`, transformers does so only for
-    float16 (`load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23).
-    """
+    """The parameters that the libraries load in float32 although the module has another dtype."""
+    # `load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23
     dtype = torch.get_default_dtype()
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if dtype == torch.float32 or (dtype != torch.float16 and not _is_diffusers(type(module))):

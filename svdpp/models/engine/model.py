@@ -18,7 +18,7 @@ from svdpp.errors import NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import Branches, RangeCall
-from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
+from svdpp.models.engine.load import load_pipeline, new_pipeline
 from svdpp.models.engine.records import Node, replaced, structure_of
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
@@ -135,12 +135,10 @@ class EngineModel:
         self, request: ClipRequest, source: Source | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
         """A call that has ended, and the pipeline's result."""
-        pipe, checkpoint, sampling = self._pipe, self._checkpoint, self._sampling
-        set_up(pipe, checkpoint, sampling)
-        device = self._row.generator_device(checkpoint, sampling, str(self.device))
-        generator = torch.Generator(device).manual_seed(request.seed)
+        pipe = self._pipe
+        arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
+        generator = arguments["generator"]
         call = RangeCall(pipe=pipe, row=self._row, generator=generator, end=end, **of_call)
-        arguments = call_arguments(pipe, checkpoint, sampling, request, source, generator)
         return call, call.run({**arguments, "output_type": "pt" if end is None else "latent"})
 
     def _later_call(
@@ -171,10 +169,17 @@ def call_arguments(
     sampling: Any,
     request: ClipRequest,
     source: Source | None,
-    generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Arguments of `__call__` for one clip; without those whose default it takes."""
+    """Arguments of `__call__` for one clip, without those whose default it takes.
+
+    Gives the pipeline the clip's scheduler, and its guider, if it has one, the scale.
+    """
     row = checkpoint.row
+    pipe.scheduler = checkpoint.new_scheduler(sampling)
+    if (guider := getattr(pipe, "guider", None)) is not None:
+        scale = {"guidance_scale": sampling.guidance_scale}
+        pipe.guider = type(guider).from_config({**guider.config, **scale})
+    device = row.generator_device(checkpoint, sampling, str(pipe.device))
     if isinstance(source, Image.Image) and row.size_from_image:
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     accepted = inspect.signature(type(pipe).__call__).parameters
@@ -182,7 +187,7 @@ def call_arguments(
         **{name: vars(sampling).get(_RENAMED.get(name, name)) for name in accepted},
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
         **(source if isinstance(source, dict) else {row.image_argument: source}),
-        "generator": generator,
+        "generator": torch.Generator(device).manual_seed(request.seed),
     }
     known = {name: value for name, value in given.items() if value is not None}
     return {**known, **row.arguments(sampling)}
