@@ -31,22 +31,8 @@ from svdpp.models.base import (
     Partner,
     Tensors,
 )
-from svdpp.models.engine.records import (
-    Node,
-    Packer,
-    Records,
-    changed_state,
-    component_methods,
-    copied,
-    describe,
-    differ,
-    own_methods,
-    replaced,
-    snapshot,
-    tensors_in,
-    unpack,
-    zeros,
-)
+from svdpp.models.engine import records
+from svdpp.models.engine.records import Node, Packer, replaced, tensors_in, unpack
 from svdpp.models.engine.rows import Row
 
 
@@ -81,7 +67,7 @@ class RangeCall:
         # No method of this object, which would keep the packet after the call.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
-        self._records = Records(self.row, self._unpacked, self.generator, given)
+        self._records = records.Records(self.row, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -110,7 +96,7 @@ class RangeCall:
         before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
-        if differ(before, _global_states(self._device)):
+        if records.differ(before, _global_states(self._device)):
             problem = "draws random numbers from torch's global generator: no two runs are equal"
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it runs another number of steps than asked for"
@@ -167,7 +153,7 @@ class RangeCall:
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
         if place not in self._zeros:
-            self._zeros[place] = zeros(known[place], self._device)
+            self._zeros[place] = records.zeros(known[place], self._device)
         return self._zeros[place]
 
     def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -175,7 +161,7 @@ class RangeCall:
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
-            self._schedulers.append((scheduler, snapshot(scheduler)))
+            self._schedulers.append((scheduler, records.snapshot(scheduler)))
         self._stepped = True
         if self._index < self.start:
             result = self._phantom_step(scheduler, place)
@@ -185,7 +171,7 @@ class RangeCall:
                 self.branches.end_step(self._index)
             result = real(*args, **kwargs)
         travels = self.end is not None and place >= self.row.results_in_latents
-        self._results.append((place, result, copied(result) if travels else None))
+        self._results.append((place, result, records.copied(result) if travels else None))
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
@@ -243,21 +229,21 @@ class RangeCall:
 
     def _pack(self) -> None:
         if self.given is None:
-            records, step = self._records.packed(self._packer), None
+            recorded, step = self._records.packed(self._packer), None
         else:
             # Often the result of `step` itself.
             latents = self._packer.pack(self._reached(), LATENTS)
             step = {"latents": latents, **self._packed_step()}
-            records = self._records.passed_on(self.received, self._packer.tensors)
-        self._structure = {"records": records, "step": step}
+            recorded = self._records.passed_on(self.received, self._packer.tensors)
+        self._structure = {"records": recorded, "step": step}
 
     def _packed_results(self, name: str) -> list[list[Node]]:
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before in self._results:
             if before is None:
-                results[place].append(describe(result))
+                results[place].append(records.describe(result))
                 continue
-            is_changed = differ(tensors_in(before), tensors_in(result))
+            is_changed = records.differ(tensors_in(before), tensors_in(result))
             place_name = f"{name}.{place}.{len(results[place])}"
             results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
@@ -267,11 +253,11 @@ class RangeCall:
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             name = f"{STATE}.{place}" if place else STATE
-            states.append(self._packer.pack(changed_state(before, scheduler), name))
+            states.append(self._packer.pack(records.changed_state(before, scheduler), name))
         return {
             "chunks": chunks,
             "states": states,
-            "outputs": [describe(each) for each in self._outputs],
+            "outputs": [records.describe(each) for each in self._outputs],
             "generators": self._packer.pack([self.generator.get_state()], GENERATOR),
         }
 
@@ -282,7 +268,7 @@ class RangeCall:
         pipe = self.pipe
         with ExitStack() as stack:
             stack.enter_context(replaced(pipe, progress_bar=self.progress_bar))
-            for name in own_methods(pipe.__class__):
+            for name in records.own_methods(pipe.__class__):
                 method = self._records.wrapped(name, getattr(pipe, name))
                 stack.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
@@ -303,7 +289,7 @@ class RangeCall:
                 del scheduler._range_call  # and with it the packet
 
     def _recording(self, part: str, component: Any) -> Any:
-        methods = component_methods(component).items()
+        methods = records.component_methods(component).items()
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
@@ -371,7 +357,7 @@ class Branches:
             return self._first
         if branch == 1 and is_first:
             known = self._outputs
-            self._first = zeros(known[0], self._device) if known else real(*args, **kwargs)
+            self._first = records.zeros(known[0], self._device) if known else real(*args, **kwargs)
             return self._first
         own, other = self._exchange(step, lambda: real(*args, **kwargs))
         if is_first:

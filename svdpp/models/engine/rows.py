@@ -177,11 +177,7 @@ def _check_ltx(checkpoint: Any, sampling: LtxSampling) -> None:
 
 
 def ltx_generator_device(checkpoint: Any, sampling: LtxSampling, device: str) -> str:
-    """The device of a clip's generator: the CPU wherever diffusers accepts one.
-
-    `LTXImageToVideoPipeline` draws the decoder's noise by `torch.randn` on the pipeline's device,
-    which takes no generator of the CPU.
-    """
+    """The CPU, but where `LTXImageToVideoPipeline` draws noise by `torch.randn` on the device."""
     return device if sampling.from_image and checkpoint.decode_draws else "cpu"
 
 
@@ -192,10 +188,7 @@ def _ltx2_facts(configs: Configs) -> Facts:
 
 
 def _ltx2_arguments(sampling: Any) -> dict[str, Any]:
-    """The block of LTX-2's spatio-temporal guidance in a list; the image as it is.
-
-    By default diffusers compresses the image by H.264 first, for which it needs PyAV.
-    """
+    # By default diffusers compresses the image by H.264 first, for which it needs PyAV.
     has_stg = sampling.stg_scale > 0 or sampling.audio_stg_scale > 0
     blocks = [sampling.stg_block] if has_stg else None
     image = {"image_crf": 0} if sampling.from_image else {}
@@ -283,10 +276,7 @@ def _check_kandinsky5(_: Any, sampling: Any) -> None:
 
 
 def _all_steps(sampling: Any) -> dict[str, int]:
-    """Steps of which the pipeline leaves out the first, as many as `strength` says.
-
-    The steps of a clip are those that run.
-    """
+    """All steps; the pipeline leaves out the first ones, and a clip's are those that run."""
     steps, strength = sampling.num_inference_steps, sampling.strength
     fewest = max(steps, int(steps / strength) - 1)
     found = (total for total in itertools.count(fewest) if int(total * strength) >= steps)
