@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,19 @@ import numpy as np
 import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion import (
+    _resize_with_antialiasing,
+)
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
 from svdpp.media.inputs import fit_photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import EngineModel, load_model, to_bytes
+from svdpp.models.engine.model import EngineModel, load_model, resize_for_clip, to_bytes
 from svdpp.plan.layout import Roles
-from svdpp.verification.whole_call import stack_frames
+from svdpp.verification.reference import stack_frames
 from tests.models.builders import save_tiny_checkpoint
-from tests.models.diffusers_pipeline import latents_and_frames
-from tests.models.range_checks import check_every_cut, nothing, ranks
+from tests.models.range_checks import check_every_cut, latents_and_frames, nothing, ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,3 +119,51 @@ def test_frames_become_bytes_as_diffusers_makes_them() -> None:
     pixels[0, 0, :2] = (torch.arange(128).view(2, 64) + 0.5) / 255
     theirs = stack_frames(VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels)))
     assert np.array_equal(to_bytes(pixels).numpy(), theirs)
+
+
+# The resize for CLIP has the bits of diffusers' own, in a small part of its time and memory.
+
+
+def _image(width: int, height: int) -> Image.Image:
+    noise = np.random.default_rng(width * height).integers(0, 256, (height, width, 3))
+    return Image.fromarray(noise.astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        *((131, 97), (16, 256), (64, 64), (223, 225), (224, 224), (256, 256), (257, 257)),
+        *((449, 447), (500, 300), (1024, 576), (333, 700), (200, 3000), (1201, 1025)),
+        pytest.param((4000, 3000), marks=pytest.mark.long),
+    ],
+)
+def test_the_bits_are_those_of_diffusers_with_any_number_of_threads(size: tuple[int, int]) -> None:
+    """So on CUDA threads do not matter: the rest of a clip is computed on the device."""
+    image, before, found = _image(*size), torch.get_num_threads(), list[torch.Tensor]()
+    for num_threads in (1, 2, 5):
+        torch.set_num_threads(num_threads)
+        # As `_encode_image` of diffusers calls it.
+        pixels = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(image))
+        found += [_resize_with_antialiasing(pixels * 2.0 - 1.0, (224, 224)), resize_for_clip(image)]
+    torch.set_num_threads(before)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+_PEAK = """
+import resource
+from PIL import Image
+from svdpp.models.engine.model import resize_for_clip
+resize_for_clip(Image.new("RGB", (600, 400)))
+image = Image.new("RGB", (6000, 4000))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+resize_for_clip(image)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.long
+def test_24_megapixels_take_less_than_a_quarter_of_a_gibibyte() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", _PEAK], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert int(answer.stdout) < 2**18, "KiB; diffusers' own takes 3.7 GiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,10 @@ from svdpp.media.inputs import (
     check_inputs,
     example_photos,
     in_turn,
-    numbered_prompt,
 )
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import percentile
-from svdpp.verification.reference import run_reference
+from svdpp.verification.verify import run_reference
 
 SCHEMA_VERSION = 4
 
@@ -136,7 +135,7 @@ class Bench:
         # This many clips reach every rank: all replicas, and all decoders of each.
         num_routes = 1 if case == ONE_DEVICE else config.replicas * config.decoders
         num_warmups = self.asked.measure.warmups * num_routes
-        warmups = [_warm_up(self.requests[i % len(self.requests)]) for i in range(num_warmups)]
+        warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
         clips = [*warmups, *self.requests]
         trace = Trace(config.world_size, first_clip=num_warmups)
         schedule = config.layout.schedule(len(clips))
@@ -177,13 +176,7 @@ def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     seeds, count = asked.measure.seeds, asked.workload.clips
     if config.model.is_dummy:
         return in_turn([ClipInput()], seeds, count)
-    requests = in_turn(_inputs(asked.workload, config.sampling), seeds, count)
-    if asked.workload.prompts is None and isinstance(config.sampling, PromptedSampling):
-        return [
-            replace(request, prompt=numbered_prompt(EXAMPLE_PROMPT, clip + 1))
-            for clip, request in enumerate(requests)
-        ]
-    return requests
+    return in_turn(_inputs(asked.workload, config.sampling), seeds, count)
 
 
 def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
@@ -192,7 +185,8 @@ def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:
         given = workload.images or [str(path) for path in example_photos()]
         images = check_inputs(given, sampling.video_frames)
-    prompts: Sequence[str | None] = workload.prompts or [None]
+    example = EXAMPLE_PROMPT if isinstance(sampling, PromptedSampling) else None
+    prompts: Sequence[str | None] = workload.prompts or [example]
     still = check_inputs([str(example_photos()[0])])[0]
     videos = tuple((name, still) for name in sampling.videos)
     return [
@@ -200,11 +194,6 @@ def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
         for image in images
         for prompt in prompts
     ]
-
-
-def _warm_up(request: ClipRequest) -> ClipRequest:
-    """`request` with another prompt, because a rank encodes equal ones once."""
-    return request if request.prompt is None else replace(request, prompt=f"{request.prompt} again")
 
 
 def differing(rounds: Sequence[Round]) -> list[str]:

@@ -112,5 +112,5 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         "inputs": takes[checkpoint.image_use],
         "components": list(checkpoint.weighted),
         "experts": checkpoint.num_experts,
-        "schedulers": [checkpoint.scheduler.name],
+        "schedulers": [checkpoint.scheduler_class],
     }

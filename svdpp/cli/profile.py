@@ -55,7 +55,6 @@ def profile(
     memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
     cores, so the costs hold for this number of ranks and threads. Other commands read the file by
     --costs.
-    Each clip has its own prompt, because a rank encodes equal prompts once.
     """
     request = PipelineRequest(options=options, num_clips=None, launched=launched)
     config = request.with_a_step_each().resolve()[0]

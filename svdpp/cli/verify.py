@@ -84,11 +84,10 @@ def verify(
 
     log.open(console, launched)
     inputs = options.inputs or []
-    clips, passed_over = find_clips([] if options.as_family else inputs)
+    clips = find_clips([] if options.as_family else inputs)
     if clips:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            console.info(*(f"{path} is skipped: it is not a clip" for path in passed_over))
             _verify_clips(console, clips, options)
         return
     if options.image is not None:

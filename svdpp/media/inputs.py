@@ -223,17 +223,12 @@ def example_photos() -> list[Path]:
     return sorted(_FOLDER.glob("*.jpg"))
 
 
-def numbered_prompt(prompt: str, number: int) -> str:
-    """`prompt` for one of several clips; they differ, because a rank encodes equal ones once."""
-    return f"{prompt}, take {number}"
-
-
 def example_requests(
     config: PipelineConfig, num_clips: int, *, seed: int = 0, prompt: str | None = None
 ) -> list[ClipRequest]:
     """Clips with all that the model needs: the first image, a prompt, or both.
 
-    Each has its own seed and, if the model takes prompts, its own prompt: `prompt` or an example.
+    Each has its own seed; if the model takes prompts, all have `prompt` or an example.
     """
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)
@@ -247,7 +242,7 @@ def example_requests(
             seed=seed + clip,
             image=image,
             videos={} if image is None else dict.fromkeys(sampling.videos, image),
-            prompt=numbered_prompt(text, clip + 1) if takes_prompts else None,
+            prompt=text if takes_prompts else None,
         )
         for clip in range(num_clips)
     ]

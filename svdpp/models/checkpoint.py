@@ -1,16 +1,17 @@
-"""Finding a checkpoint, and what the engine asks of it; knows no torch.
+"""Finding a checkpoint, checking its configs, and what the engine asks of it; knows no torch.
 
-A checkpoint is untrusted. The values of its configs are checked against limits, and every error is
-a `ModelError` that names the file.
+A checkpoint is untrusted: sizes in its configs are bounded, code is refused, and every error is a
+`ModelError` that names the file.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,26 +27,21 @@ from svdpp.config import (
 from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_sides, own_params
 from svdpp.errors import ModelError, RequestError
-from svdpp.models.engine.configs import (
-    Configs,
-    JsonFile,
-    SchedulerConfig,
-    has_weights,
-    library_errors,
-    read_json,
-    short_repr,
-)
-from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, REFUSED, ROWS, Row
+from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, ROWS, Facts, Row
 from svdpp.models.files import (
     MODEL_HINT,
     Header,
+    JsonFile,
     LoraFile,
     check_loras,
     commit_of,
     download,
     find_lora,
     fingerprint,
+    library_errors,
+    read_json,
     read_safetensors_header,
+    short_repr,
     show_name,
     weight_files,
 )
@@ -74,13 +70,14 @@ class Checkpoint:
     """As in its sampling parameters."""
     classes: tuple[tuple[str, str], ...]
     """Each component and its class; the scheduler is not among them."""
-    scheduler: SchedulerConfig
+    scheduler_class: str
+    scheduler_config: Mapping[str, Any] = field(hash=False)
     size_multiple: tuple[int, int]
     """Height and width of a frame are multiples of these."""
     model_frames: int = 1
     """Frames of a clip whose request does not say how many."""
-    fixed_frames: int | None = None
-    """The only number of frames that the model makes; None: any."""
+    frames: tuple[int, int, str]
+    """The fewest and most of a clip, and why."""
     image_sizes: tuple[int, int] | None = None
     """Of clips from an image: the side of a square one, and the unit of sides; None: any."""
     image_use: Use
@@ -178,16 +175,12 @@ class Checkpoint:
                 f"{self.label} is of the family {self.family}, not {sampling.family}"
             )
         sampling = sampling.resolved(model_frames=self.model_frames)
-        require(
-            self.fixed_frames in (None, sampling.frames),
-            f"{self.label} makes clips of {self.fixed_frames} frames, not {sampling.frames}",
-        )
         check_sides(sampling, self.size_multiple)
         kind: Any = type(sampling)
         for name in own_params(kind).keys() & {*self.unused_parameters}:
             is_default = getattr(sampling, name) == getattr(kind, name)
             require(is_default, f"--param {name} has no effect on {self.label}")
-        fewest, most, why = self.row.frames
+        fewest, most, why = self.frames
         require(
             fewest <= sampling.frames <= most,
             f"--frames must be {fewest} to {most}, {why}, got {sampling.frames}",
@@ -197,14 +190,18 @@ class Checkpoint:
 
     def weight_files(self, part: str) -> Mapping[Path, Header]:
         """The files with a component's weights, and the header of each."""
-        names = weight_files(self.folder, part, self.variant)
-        return {self.folder / name: read_safetensors_header(self.folder / name) for name in names}
+        paths = [self.folder / name for name in weight_files(self.folder, part, self.variant)]
+        headers = {path: read_safetensors_header(path) for path in paths}
+        dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
+        if quantised := sorted(dtypes & _QUANTISED):
+            raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
+        return headers
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
         import diffusers  # seconds
 
-        name, values = self.scheduler.name, dict(self.scheduler.values)
+        name, values = self.scheduler_class, dict(self.scheduler_config)
         if (shift := getattr(sampling, "flow_shift", None)) is not None:
             values["flow_shift" if "flow_shift" in values or "UniPC" in name else "shift"] = shift
         with library_errors("scheduler", self):
@@ -223,16 +220,14 @@ class Checkpoint:
         """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
         if self.boundary_ratio is None:
             return None
-        boundary = self.boundary_ratio * self.scheduler.values.get("num_train_timesteps", 1000)
+        boundary = self.boundary_ratio * self.scheduler_config.get("num_train_timesteps", 1000)
         return int((self.timesteps(sampling) >= boundary).sum())  # as in `WanPipeline.__call__`
 
 
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Finds the checkpoint of `model`, downloads missing files of a hub model, and checks it.
 
-    It reads only configs and, with `weights`, safetensors headers of all components. A name that is
-    neither `demo` nor a folder is a hub id; the settings of the hub's library (HF_HOME,
-    HF_HUB_OFFLINE, a login) apply.
+    It reads only configs and, with `weights`, safetensors headers of all components.
     """
     with _located(model) as local:
         if local is not None and model.revision is not None:
@@ -286,9 +281,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
         yield local
     except ModelError as error:
         hint = "copy or download the folder again, or --model demo"
-        if model.name == DEMO_MODEL:
-            hint = "reinstall svdpp, which includes the demo model"
-        elif local is None:
+        if local is None:
             hint = f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
         message = f"model {show_name(model.name)}: {error.message}"
         raise ModelError(message, error.hint or hint) from error
@@ -298,28 +291,74 @@ def _local_folder(name: str) -> Path | None:
     """The folder that `name` refers to; None if it can only be a hub id."""
     if name == DEMO_MODEL:
         return _ASSETS / "demo-model"
-    path, shown = os.path.expanduser(name), show_name(name)
+    path = os.path.expanduser(name)
     if os.path.isdir(path):
         return Path(path).resolve()
-    if name.lower() in (DEMO_MODEL, DUMMY_MODEL):
-        raise ModelError(f"there is no model {shown}", f"--model {name.lower()}")
     is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
     if is_path or name.count("/") > 1:
-        raise ModelError(f"there is no folder {shown}", MODEL_HINT)
+        raise ModelError(f"there is no folder {show_name(name)}", MODEL_HINT)
     return None
 
 
-# 2. Check its contents.
+# 2. Check its configs.
+
+
+class Configs:
+    """The configs of one checkpoint's components, checked for a family's row."""
+
+    def __init__(self, folder: Path, index: JsonFile, row: Row) -> None:
+        self.index = index
+        self._folder = folder
+        _refuse_code(folder)
+        #: The class of each component.
+        self.classes = _classes_of(index, row)
+        for part in sorted(row.required - self.classes.keys()):
+            raise index.error(f"the component {part} is missing")
+        self.scheduler_class = _entry(index, "scheduler")[1]
+        if self.scheduler_class not in row.schedulers:
+            named, proven = short_repr(self.scheduler_class), " and ".join(row.schedulers)
+            raise index.error(
+                f"the scheduler {named} is not supported: this family's steps are proven with "
+                f"{proven}"
+            )
+        self.scheduler = self._checked("scheduler/scheduler_config.json")
+        for key, reason in _REFUSED_OF_SCHEDULERS.items():
+            self.scheduler.refuse(key, reason)
+        parts = filter(has_weights, self.classes)
+        self._configs = {part: self._checked(f"{part}/config.json") for part in parts}
+
+    def _checked(self, name: str) -> JsonFile:
+        config = read_json(self._folder, name)
+        for key, value in config.values.items():
+            if _CODE_KEYS.search(key):
+                raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
+            values = value if isinstance(value, list) else [value]
+            largest = max((size for size in values if type(size) is int), default=0)
+            for names, limit in _LIMITS:
+                if names.fullmatch(key) and largest > limit:
+                    raise config.error(f"{key} is {short_repr(value)}: above {limit}")
+        return config
+
+    def of(self, part: str, **defaults: Any) -> JsonFile:
+        """The config of one component, with its class's defaults for keys that it lacks."""
+        config = self._configs[part]
+        return JsonFile(config.label, {**defaults, **config.values})
+
+
+def has_weights(part: str) -> bool:
+    """Whether a component has weights; tokenizers, processors and guiders have none."""
+    return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
 
 
 def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
     index, family = _read_index(folder, model.family)
-    row, kind = ROWS[family], SAMPLING_CLASSES[family]
+    row, unit = ROWS[family], SAMPLING_CLASSES[family].side_unit
     configs = Configs(folder, index, row)
     from_image = index.values["_class_name"] in (row.image, *row.also)
-    facts = {
+    facts: Facts = {
         "image_use": "optional" if row.both else "needed" if from_image else "refused",
-        "size_multiple": (kind.side_unit, kind.side_unit),
+        "size_multiple": (unit, unit),
+        "frames": row.frames,
         **row.facts(configs),
     }
     checkpoint = Checkpoint(
@@ -329,7 +368,8 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
         variant=model.variant,
         family=family,
         classes=tuple(configs.classes.items()),
-        scheduler=configs.scheduler,
+        scheduler_class=configs.scheduler_class,
+        scheduler_config=configs.scheduler.values,
         **facts,
     )
     check_loras(model, checkpoint)
@@ -343,9 +383,8 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
     index = read_json(folder, _INDEX_FILE)
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
-        reason = REFUSED.get(str(name), "svdpp does not run")
         raise index.error(
-            f"the pipeline is {short_repr(name)}, which {reason}",
+            f"the pipeline is {short_repr(name)}, which svdpp does not run",
             "svdpp models lists those that it runs",
         )
     family = FAMILIES[name]
@@ -358,5 +397,75 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
     )
 
 
+def _classes_of(index: JsonFile, row: Row) -> dict[str, str]:
+    classes = {}
+    for part in sorted(row.parts):
+        library, name = _entry(index, part)
+        if name is None:
+            continue
+        if library not in _LIBRARIES:  # diffusers would import it
+            raise index.error(f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}")
+        if not re.fullmatch(_CLASSES.get(part.removesuffix("_2"), row.denoiser), str(name)):
+            raise index.error(f"the {part} is of class {short_repr(name)}, which is not supported")
+        classes[part] = name
+    return classes
+
+
+def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
+    """Library and class of a component; the class is None if the checkpoint does not have it."""
+    entry = index.values.get(part)
+    if isinstance(entry, list) and len(entry) == 2:
+        return entry[0], entry[1]
+    return _LIBRARIES[0], entry
+
+
+def _refuse_code(folder: Path) -> None:
+    for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):  # adapters name repositories
+        for path in sorted(folder.glob(pattern)):
+            name = short_repr(path.relative_to(folder).as_posix())
+            raise ModelError(
+                f"the folder contains {name}, but {_NO_CODE}",
+                "remove the file if the weights do not need it",
+            )
+
+
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
+#: Weights of these dtypes need scales.
+_QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
+_REFUSED_OF_SCHEDULERS = {
+    "stochastic_sampling": "draws noise in every step from torch's global generator",
+    "use_beta_sigmas": "needs scipy",
+    "solver_p": "is another scheduler, whose state no packet carries",
+}
+#: The last one is a folder of pipelines of diffusers, with classes of its own.
+_LIBRARIES = ("diffusers", "transformers", "ltx2")
+_PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
+_CLASSES = {
+    "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
+    r"Qwen2(_5_)?VLProcessor",
+    "text_encoder": r"(U?MT5|T5)EncoderModel|CLIPTextModel|LlamaModel|Qwen2_5_VLTextModel|"
+    r"(Llava|Gemma3|Qwen2_5_VL)ForConditionalGeneration",
+    "image_encoder": r"CLIPVisionModel(WithProjection)?|SiglipVisionModel",
+    "image_processor": _PROCESSORS,
+    "feature_extractor": _PROCESSORS,
+    "vae": r"AutoencoderKL\w*",
+    "audio_vae": r"AutoencoderKLLTX2Audio",
+    "connectors": r"LTX2TextConnectors",
+    "vocoder": r"LTX2Vocoder(WithBWE)?",
+    "guider": r"ClassifierFreeGuidance",  # others keep a momentum, which no packet carries
+}
+_NO_CODE = "svdpp runs no code from a checkpoint"
+#: Config keys that make the libraries load other code or weights: attn_implementation can name a
+#: kernel on the hub, transformers_weights another file.
+_CODE_KEYS = re.compile(
+    r"auto_map|custom_pipeline|quantization_config|_implementation|use_kernels|kernel_(config|mapping)|transformers_weights"
+)
+# Sizes that determine memory. For comparison, Wan 2.2 A14B has 40 layers, and LTX-2 a text width of
+# 3840.
+_LIMITS = (
+    (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks"), 1024),
+    (re.compile(r"num_train_timesteps"), 100_000),
+    (re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff"), 2**18),
+)

@@ -1,7 +1,7 @@
-"""The files of a model: downloads from the hub, weights and their headers, LoRAs; knows no torch.
+"""The files of a model, which are untrusted: downloads, configs, weights, LoRAs; knows no torch.
 
-Reads no whole tensor. No message contains a token, or a URL that may contain one. `checkpoint`
-checks the configs, and adds the model's name to the errors.
+Reads no whole tensor. What the libraries raise becomes a `ModelError`, in which is no token, and no
+URL that may contain one. `checkpoint` adds the model's name.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ import importlib.util
 import json
 import os
 import re
+import reprlib
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import tqdm
-from loguru import logger
 from safetensors import SafetensorError, safe_open
 
 from svdpp.config import Lora, ModelConfig
-from svdpp.errors import ModelError, RequestError
-from svdpp.models.engine.configs import JsonFile, check_not_pointer, read_json, short_repr
+from svdpp.errors import ModelError, RequestError, first_line, is_out_of_memory
 from svdpp.redaction import redact, redact_tokens
 
 #: Hint for a name that is not a model.
@@ -37,18 +35,14 @@ MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or de
 
 #: Configs of all families, and tokenizers; a few megabytes.
 _CONFIG_PATTERNS = [
-    "model_index.json",
-    "*/config.json",
-    "*/scheduler_config.json",
-    "*/preprocessor_config.json",
-    "tokenizer/*",
-    "tokenizer_2/*",
-    "guider/*",
+    *("model_index.json", "*/config.json", "*/scheduler_config.json"),
+    *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "guider/*"),
 ]
 
 #: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
+_MAX_CONFIG_BYTES = 16 * 2**20
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
 _WEIGHTS_HINT = (
@@ -59,38 +53,106 @@ _WEIGHTS_HINT = (
 # What diffusers writes: the file of a folder, or of a repository, that is named alone.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+_REPR.maxlevel = 2
 
-# 1. The hub.
+
+def short_repr(value: object) -> str:
+    """The repr of an untrusted value, shortened to one line."""
+    return _REPR.repr(value)
+
+
+def show_name(name: str) -> str:
+    """A model's name for messages: short, on one line, without home folder and tokens."""
+    return short_repr(redact(name))
+
+
+@contextmanager
+def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
+    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
+    label = f"{checkpoint.label}: " if checkpoint else ""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(label + error.message, error.hint) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
+
+
+# 1. Configs.
+
+
+@dataclass(frozen=True)
+class JsonFile:
+    """A JSON object, and the label of its file for messages."""
+
+    label: str
+    values: Mapping[str, Any]
+
+    def error(self, message: str, hint: str = "") -> ModelError:
+        """A `ModelError` whose message begins with the file's label."""
+        return ModelError(f"{self.label}: {message}", hint)
+
+    def count(self, key: str, largest: int) -> int:
+        """The integer at `key`; ModelError if it is not from 1 to `largest`."""
+        value = self.values.get(key)
+        if type(value) is not int or not 1 <= value <= largest:
+            raise self.error(f"{key} is {short_repr(value)}, not an integer from 1 to {largest}")
+        return value
+
+    def require(self, key: str, expected: object, reason: str) -> None:
+        """ModelError if the value at `key` is not `expected`."""
+        if (value := self.values.get(key)) != expected:
+            raise self.error(f"{key} is {short_repr(value)} but must be {expected}, {reason}")
+
+    def refuse(self, key: str, reason: str) -> None:
+        """ModelError if `key` is set, or one of a list."""
+        value = self.values.get(key)
+        if any(value) if isinstance(value, list) else value:
+            raise self.error(f"{key} is not supported: it {reason}")
+
+
+def read_json(folder: Path, name: str) -> JsonFile:
+    """Reads the JSON object in a file of a checkpoint."""
+    if not (folder / name).is_file():  # also a pipe, which would never end
+        raise ModelError(f"{name} is missing")
+    try:
+        with (folder / name).open("rb") as file:
+            values = json.loads(file.read(_MAX_CONFIG_BYTES))
+    except OSError as error:
+        raise ModelError(f"{name} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:  # also of a longer file
+        raise ModelError(f"{name} does not hold valid JSON") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{name} does not hold a JSON object")
+    return JsonFile(name, values)
+
+
+# 2. The hub.
 
 
 def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
 
-    All configs, and the weights of `components`: safetensors of one variant. Each process downloads
-    what it needs; the hub's library locks a file that another one downloads.
+    All configs, and the weights of `components`: safetensors of one variant.
     """
-    from huggingface_hub import constants
-
-    with _typed_errors(model):
+    with _hub_errors(model):
         folder = _configs(model.name, model.revision, model.local_files_only)
     absent = [part for part in components if not _has_weights(folder, part, model.variant)]
     if absent:
-        what, host = show_name(model.name), urlsplit(constants.ENDPOINT).hostname
-        # Shown by the command line too, which otherwise shows only the log that a user asks for.
-        logger.bind(is_remark=True).info("fetching {} of {} from {}", ", ".join(absent), what, host)
-        # The library reads the variable only when it is imported.
-        is_quiet = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "1"
-        bar = _Silent if is_quiet else None
         patterns = [*chain(*(_weight_names(part, model.variant) for part in absent))]
         revision = commit_of(folder) or model.revision
-        with _typed_errors(model, absent):
-            _fetch(model.name, revision, model.local_files_only, patterns, bar)
+        with _hub_errors(model, absent):
+            _fetch(model.name, revision, model.local_files_only, patterns, bar=None)
     return folder
 
 
 @functools.cache
 def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
-    """A process keeps to the commit that it finds first, and asks the hub for it only once."""
+    # Once in a process, which so keeps to one commit.
     return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, _Silent)
 
 
@@ -121,13 +183,8 @@ def commit_of(snapshot: Path) -> str | None:
     return snapshot.name if re.fullmatch(r"[0-9a-f]{40}", snapshot.name) else None
 
 
-def show_name(name: str) -> str:
-    """A model's name for messages: short, on one line, without home folder and tokens."""
-    return short_repr(redact(name))
-
-
 @contextmanager
-def _typed_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
+def _hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
     """Converts the errors of the hub's library to ModelError.
 
     The messages do not quote the library's, which contain URLs and advice for other programs.
@@ -180,7 +237,7 @@ def _message_and_hint(
     )
 
 
-# 2. Weights.
+# 3. Weights.
 
 
 def _weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
@@ -198,8 +255,7 @@ def _weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
 def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
     """The files with a component's weights that the libraries read: one, or the shards of an index.
 
-    If there are both, diffusers reads the index and transformers the file (`from_pretrained` of
-    diffusers 0.42 and transformers 5.23). `variant` is such as `fp16`; None: plain names.
+    If there are both, diffusers reads the index and transformers the file.
     """
     paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
     names = sorted(f"{component}/{path.name}" for path in paths)
@@ -232,11 +288,7 @@ def read_safetensors_header(path: Path) -> Header:
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
-    """SHA-256 of the headers of `files` and of bytes from the middle of each tensor.
-
-    It takes milliseconds. A copy of the folder has the same fingerprint. A folder with other
-    weights has another one.
-    """
+    """SHA-256 of the headers of `files` and of bytes from the middle of each tensor."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
@@ -251,16 +303,11 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
 
 
 def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """A file's header as it is, and parsed."""
     label = f"{path.parent.name}/{path.name}"
     try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            check_not_pointer(start + file.read(64), label)
-            # The library checks that the tensors fill the file without gaps.
-            with safe_open(path, framework="np"):
-                file.seek(8)
-                header = file.read(int.from_bytes(start, "little"))
+        # The library checks that the tensors fill the file without gaps.
+        with path.open("rb") as file, safe_open(path, framework="np"):
+            header = file.read(int.from_bytes(file.read(8), "little"))
     except OSError as error:
         raise ModelError(f"{label} cannot be read ({error.strerror or error})") from error
     except SafetensorError as error:
@@ -271,7 +318,7 @@ def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
     return header, entries
 
 
-# 3. LoRAs.
+# 4. LoRAs.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +326,7 @@ class LoraFile:
     """A LoRA whose file has been found and checked."""
 
     lora: Lora
-    """With the file's hash, and its absolute path or its commit on the """
+    """With the file's hash, and its absolute path or its commit on the hub."""
     path: Path
 
     @property
@@ -357,7 +404,6 @@ def _sha256(path: Path, size: int, modified: int) -> str:
 
 
 def _download_lora(lora: Lora, local_files_only: bool) -> Path:
-    """The file in the hub's cache."""
     from huggingface_hub import hf_hub_download
 
     owner, _, rest = lora.name.partition("/")
@@ -367,5 +413,5 @@ def _download_lora(lora: Lora, local_files_only: bool) -> Path:
         raise ModelError("there is no such file", hint)
     given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
     source = ModelConfig(name=f"{owner}/{repository}", **given)
-    with _typed_errors(source):
+    with _hub_errors(source):
         return Path(hf_hub_download(source.name, file or _LORA_FILE, **given))

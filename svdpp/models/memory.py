@@ -23,12 +23,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError, first_line
 from svdpp.models.base import Prepared, Tensors
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
-from svdpp.models.engine.configs import has_weights
 from svdpp.models.engine.model import EngineModel, blank_source
-from svdpp.models.engine.records import component_methods, replaced
-from svdpp.models.engine.values import tensors_in
+from svdpp.models.engine.records import component_methods, replaced, tensors_in
 from svdpp.models.files import lora_bytes, show_name
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles

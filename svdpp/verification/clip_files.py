@@ -26,6 +26,7 @@ from svdpp.media import inputs as photos
 from svdpp.media import video
 from svdpp.media.inputs import SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
+from svdpp.models.files import short_repr
 from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
 
@@ -46,40 +47,31 @@ class ClipOnDisk:
     """The same, checked, with defaults for missing fields."""
 
 
-def find_clips(inputs: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """The clips that `inputs` name, each once, by its JSON or else by its file.
-
-    Returns:
-        The clips, none if `inputs` are images; and the JSON and video files that are passed over
-        because they are not clips.
-    """
-    found: dict[Path, Path] = {}  # with the input that names it
-    passed_over, images = list[Path](), list[Path]()
+def find_clips(inputs: Sequence[str]) -> list[Path]:
+    """The clips that `inputs` name, each once, by its JSON or else by its file; none of images."""
+    found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
         if path.name == MANIFEST:  # as in out/*
-            passed_over.append(path)
-        elif os.path.isdir(path) and not _is_frames_folder(path):
-            clips, others = _clips_in(path)
-            if clips:
-                found.update((_preferred(clip), path) for clip in clips)
-                passed_over += others
-            elif (path / MANIFEST).exists():
+            continue
+        if os.path.isdir(path) and not _is_frames_folder(path):
+            clips = _clips_in(path)
+            if not clips and (path / MANIFEST).exists():
                 raise InputError(f"there is no clip in the folder {str(path)!r}")
-            else:
-                images.append(path)
+            found += map(_preferred, clips)
+            images += [] if clips else [path]
         elif path.suffix in (".json", ".mp4") or _is_clip(path):  # also if it is missing
-            found[_preferred(path)] = path
+            found.append(_preferred(path))
         else:
             images.append(path)
     if images and found:
         raise RequestError(
-            f"{str(next(iter(found.values())))!r} is a finished clip, {str(images[0])!r} is not: "
-            "they are verified in different ways",
+            f"{str(found[0])!r} is a finished clip, {str(images[0])!r} is not: they are verified "
+            "in different ways",
             "verify them in two commands",
         )
-    if passed_over and not found:
-        raise InputError(f"{str(passed_over[0])!r} is a run's manifest, not a clip")
-    return list(found), passed_over
+    if inputs and not (images or found):
+        raise InputError(f"{inputs[0]!r} is a run's manifest, not a clip")
+    return list(dict.fromkeys(found))
 
 
 def read_clip(path: Path) -> ClipOnDisk:
@@ -94,26 +86,23 @@ def read_clip(path: Path) -> ClipOnDisk:
 
 
 def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
-    """The image, or a further video, that a clip was made from, found by its sha256.
+    """The image, or the further video of a name, that a clip was made from, found by its sha256.
 
-    Args:
-        clip: its metadata has the file's path and hash.
-        image: the file, or a folder that holds it; None searches the recorded path, then
-            the images beside the clip.
-        video: name of the video; "" for the image.
+    `image` is the file, or a folder that holds it; None searches the recorded path, then beside the
+    clip.
     """
     metadata, folder = clip.metadata, clip.path.parent
     suffixes: tuple[str, ...] = SUFFIXES
     if video:
         wanted, path = metadata["videos_sha256"][video], metadata["videos"].get(video, video)
         suffixes += VIDEO_SUFFIXES
-        kind, hint = video, "--image FOLDER names the folder of all inputs"
+        hint = "--image FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
             image = None  # it names the image alone
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
-        kind, hint = "image", "--image PATH names it"
-    recorded, name = located_path(path, folder), clip.path.name
+        hint = "--image PATH names it"
+    recorded = located_path(path, folder)
     if image is None:
         candidates = [recorded, folder / recorded.name, *_files_in(folder, suffixes)]
     else:
@@ -121,14 +110,11 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
     for found in dict.fromkeys(candidates):
         if _sha256(found) == wanted:
             return found
-    where = recorded if image is None else image
-    if os.path.isfile(where):
-        what = f"{str(where)!r} is not the {kind} that {name!r} was made from"
-    elif image is None:
-        what = f"{str(where)!r}, the {kind} of {name!r}, is missing"
-    else:
-        what = f"there is no {kind} of {name!r} at {str(where)!r}"
-    raise InputError(what, f"{hint}; its sha256 is {wanted}")
+    where = str(recorded if image is None else image)
+    raise InputError(
+        f"the {video or 'image'} of {clip.path.name!r} is not at {where!r}",
+        f"{hint}; its sha256 is {wanted}",
+    )
 
 
 def _of_json(path: Path) -> ClipOnDisk:
@@ -146,10 +132,8 @@ def _is_clip(path: Path) -> bool:
     """Whether `path` is a clip's JSON, even if damaged, or a file with a clip's metadata."""
     try:
         if path.suffix != ".json":
-            is_video = path.suffix in _VIDEOS or os.path.isdir(path)
+            is_video = path.suffix in _VIDEOS or _is_frames_folder(path)
             return is_video and "latents_sha256" in video.read_metadata(path)
-        if path.name == MANIFEST:
-            return False
         named = path.with_suffix("")
         if named.suffix in _VIDEOS or _is_frames_folder(named):
             return True
@@ -158,16 +142,12 @@ def _is_clip(path: Path) -> bool:
         return False
 
 
-def _clips_in(folder: Path) -> tuple[list[Path], list[Path]]:
+def _clips_in(folder: Path) -> list[Path]:
     try:
         names = sorted(folder.iterdir())
     except OSError as error:
         raise InputError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
-    kinds = (".json", *_VIDEOS)
-    entries = [path for path in names if path.suffix in kinds or _is_frames_folder(path)]
-    clips = [path for path in entries if _is_clip(path)]
-    others = [path for path in entries if path not in clips and path.suffix in (".json", ".mp4")]
-    return clips, [path for path in others if path.name != MANIFEST]
+    return [path for path in names if path.name != MANIFEST and _is_clip(path)]
 
 
 def _preferred(path: Path) -> Path:
@@ -223,10 +203,8 @@ class ClipCheck:
 def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:
     """Compares a clip's file, which may be missing, with its metadata and recomputed frames.
 
-    PNG frames are lossless, so their pixels must be the recorded ones. The other formats are
-    lossy: their pixels are compared with the recomputed frames, encoded here with the same
-    settings. The same encoder gives equal pixels, another version similar ones. The sound of an mp4
-    is compared likewise. `frames` are uint8, shape (F, H, W, 3).
+    PNG frames are lossless, so their pixels must be the recorded ones. Other formats are compared
+    with `frames` (F, H, W, 3), and the sound of an mp4 with `sound`, as encoded here.
     """
     recorded, found = clip.metadata["file_sha256"], None
     if not os.path.exists(clip.path):
@@ -256,17 +234,11 @@ def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:
     inside, beside = video.read_metadata(clip.path), embedded_part(clip.raw)
     different = (name for name in (*beside, *inside) if inside.get(name) != beside.get(name))
     if (name := next(different, None)) is not None:
-        inside_says, beside_says = (_short(values, name) for values in (inside, beside))
+        inside_says, beside_says = (short_repr(values.get(name)) for values in (inside, beside))
         yield f"the metadata inside says {name} {inside_says}, the JSON {beside_says}"
 
 
-def _short(values: Mapping[str, Any], name: str) -> str:
-    text = repr(values[name]) if name in values else "nothing"
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 def _compare_lossless(clip: ClipOnDisk) -> tuple[str, list[str]]:
-    """A sentence about the file's pixels, and what is wrong."""
     pixels = video.read_frames(clip.path, "frames")
     if video.frames_sha256(pixels) == clip.metadata["frames_sha256"]:
         return "lossless: its pixels are the recorded frames, bit for bit", []

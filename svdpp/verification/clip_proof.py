@@ -27,8 +27,8 @@ from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.files import show_name
-from svdpp.verification import reference
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
+from svdpp.verification.verify import run_reference
 from svdpp.worker.clip_metadata import recorded_sampling
 from svdpp.worker.messages import ClipDone, Event
 from svdpp.worker.tensor_files import TensorStore
@@ -135,7 +135,7 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
                 files[index] = executor.submit(_check_file, tasks[index].clip, folder, index)
 
         try:
-            reference.run_reference(
+            run_reference(
                 tasks[0].config,
                 [task.request for task in tasks],
                 tensor_folder=folder,

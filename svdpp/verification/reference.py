@@ -1,36 +1,46 @@
-"""The reference: diffusers' unmodified pipeline, one clip at a time, on one device.
+"""The process of the reference: diffusers' unmodified pipeline, one clip at a time, on one device.
 
-It runs in a separate process, with the ranks' settings, and reports its times as a rank does. For
-the dummy model it is a plain loop over the same network.
+It has the ranks' settings, and reports its times as a rank does. For the dummy model it is a plain
+loop over the same network.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import diffusers
+import numpy as np
 import torch
+from PIL import Image
 
 from svdpp.comm.streams import SideStream, mark
-from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.driver.resolve import check_memory, resolve
-from svdpp.driver.supervisor import Observer, Supervisor
-from svdpp.errors import RequestError
-from svdpp.launch import process_group
-from svdpp.launch.group import RankContext, start_ranks
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.media import video
 from svdpp.media.inputs import read_source
 from svdpp.media.video import Frames
-from svdpp.models.base import LATENTS, PREDICTION, Audio, Tensors
+from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.call import step_callback
+from svdpp.models.engine.load import (
+    apply_memory_options,
+    dtype_of,
+    load_loras,
+    silence_libraries,
+)
+from svdpp.models.engine.model import audio_of, call_arguments
+from svdpp.models.engine.records import Packer, changed_state, replaced, snapshot
+from svdpp.models.engine.rows import Row
+from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
+from svdpp.verification.verify import ReferenceSetup
 from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
-from svdpp.worker.rank import load_model, run_rank, wait_for_stop
+from svdpp.worker.rank import load_model
 from svdpp.worker.side_threads import Reporter
 from svdpp.worker.tensor_files import (
     TensorStore,
@@ -41,83 +51,29 @@ from svdpp.worker.tensor_files import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Setup:
-    config: PipelineConfig
-    checkpoint: Checkpoint | None
-    requests: tuple[ClipRequest, ...]
-    steps: frozenset[int]
-    folder: Path | None
-    predictions: bool
-
-
-def run_reference(
-    config: PipelineConfig,
-    requests: Iterable[ClipRequest],
-    *,
-    steps: Iterable[int] = (),
-    tensor_folder: Path | None = None,
-    observers: Sequence[Observer] = (),
-) -> list[dict[str, Any]]:
-    """Computes each clip sequentially, without writing it; returns the hashes of each.
-
-    Args:
-        config: of the pipelined run; the reference ignores its number of ranks and layout.
-        steps: numbers of steps done after which the latent is kept.
-        tensor_folder: for latents and frames; None keeps neither.
-        observers: called with (0, event) for each event of the reference.
-    """
-    if any(request.sampling is not None for request in requests):
-        raise RequestError("the reference computes no clips with sampling parameters of their own")
-    alone, checkpoint = resolve(config.alone())
-    check_memory(alone, checkpoint, alone.layout.roles)
-    setup = _Setup(
-        config=alone,
-        checkpoint=checkpoint,
-        requests=tuple(requests),
-        steps=frozenset(steps),
-        folder=tensor_folder,
-        predictions=config.cfg_parallel > 1,
-    )
-    hashes: dict[int, dict[str, Any]] = {}
-
-    def collect(rank: int, event: object) -> None:  # noqa: ARG001
-        if isinstance(event, ClipDone):
-            hashes[event.clip] = event.metadata
-
-    process_group.check_devices(alone.device, 1)
-    backend = process_group.choose_backend(alone.device, 1)
-    group = start_ranks(_main, setup, world_size=1, backend=backend, device=alone.device)
-    supervisor = Supervisor(group, alone, collect, *observers)
-    try:
-        supervisor.supervise(lambda: len(hashes) == len(setup.requests))
-    finally:
-        supervisor.kill()
-    return [hashes[clip] for clip in sorted(hashes)]
-
-
-def _main(context: RankContext, setup: _Setup) -> None:
-    def work(device: torch.device, reporter: Reporter) -> None:
-        _compute_all(str(device), reporter, setup)
-        wait_for_stop(context.channel)
-
-    run_rank(context, setup.config, work)
-
-
-def _compute_all(device: str, reporter: Reporter, setup: _Setup) -> None:
-    begun = time.monotonic()
+def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
+    """Computes the clips, and reports each."""
+    begun, checkpoint, sampling = time.monotonic(), setup.checkpoint, setup.config.sampling
+    reference: Reference | _DummyReference
     with out_of_memory_named(None):
-        if setup.checkpoint is None:
-            compute = _dummy(setup, device)
+        if checkpoint is None:
+            reference = _DummyReference(setup.config, device)
         else:
-            compute = _diffusers(setup, setup.checkpoint, device)
+            from_image = sampling.from_image
+            reference = Reference(checkpoint, setup.config.model, device, from_image=from_image)
     reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
     recorder = _Recorder(setup, device, reporter)
     for clip, request in enumerate(setup.requests):
         recorder.begin(clip)
         with out_of_memory_named("reference"):
-            result = compute(request, recorder)
-        recorder.end(*result)
+            made = reference.run(
+                request,
+                read_source(request, sampling),
+                sampling,
+                before_steps=recorder.before_steps,
+                after_step=recorder.after_step,
+            )
+        recorder.end(*made)
 
 
 class _Recorder:
@@ -126,7 +82,7 @@ class _Recorder:
     What it keeps is copied from the device; nothing without a folder.
     """
 
-    def __init__(self, setup: _Setup, device: str, reporter: Reporter) -> None:
+    def __init__(self, setup: ReferenceSetup, device: str, reporter: Reporter) -> None:
         self._setup, self._reporter = setup, reporter
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
@@ -149,10 +105,9 @@ class _Recorder:
         if self._store is not None:
             self._keep(self._store, step, tensors)
 
-    def after_decode(self) -> None:
-        self._report(Action.at(Kind.DECODE, self._clip, self._num_steps), self._now())
-
     def end(self, latent: torch.Tensor, frames: Frames | None, audio: Audio | None) -> None:
+        if frames is not None:
+            self._report(Action.at(Kind.DECODE, self._clip, self._num_steps), self._now())
         audio = audio and Audio(self._on_host(audio.samples), audio.rate)
         if self._store is not None and frames is not None:
             keep_result(self._store, self._clip, frames, audio)
@@ -188,41 +143,136 @@ class _Recorder:
         return time.monotonic()
 
 
-#: Computes a clip: its last latent, frames and audio.
-_Compute = Callable[[ClipRequest, _Recorder], tuple[torch.Tensor, Frames | None, Audio | None]]
+class _DummyReference:
+    """`Reference` for the dummy model."""
 
+    def __init__(self, config: PipelineConfig, device: str) -> None:
+        self._model = load_model(config, None, device, Roles(encode=True, denoise=True))
 
-def _diffusers(setup: _Setup, checkpoint: Checkpoint, device: str) -> _Compute:
-    from svdpp.verification.whole_call import Reference  # imports diffusers: seconds
-
-    reference, sampling = Reference(checkpoint, setup.config.model, device), setup.config.sampling
-
-    def compute(
-        request: ClipRequest, recorder: _Recorder
-    ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        made = reference.run(
-            request,
-            read_source(request, sampling),
-            sampling,
-            before_steps=recorder.before_steps,
-            after_step=recorder.after_step,
+    def run(
+        self,
+        request: ClipRequest,
+        _: Source | None,
+        sampling: SamplingConfig,
+        *,
+        before_steps: Callable[[], None],
+        after_step: Callable[[int, Tensors], None],
+    ) -> tuple[torch.Tensor, None, None]:
+        tensors = self._model.encode({}, request)
+        before_steps()
+        end = sampling.num_inference_steps
+        tensors = self._model.denoise(
+            tensors, 0, end, lambda step, latent: after_step(step, {LATENTS: latent})
         )
-        recorder.after_decode()
-        return made
-
-    return compute
+        return tensors[LATENTS], None, None
 
 
-def _dummy(setup: _Setup, device: str) -> _Compute:
-    model = load_model(setup.config, None, device, Roles(encode=True, denoise=True))
-    num_steps = setup.config.sampling.num_inference_steps
+class Reference:
+    """diffusers' unmodified pipeline, as a user of diffusers loads it, on one device."""
 
-    def compute(request: ClipRequest, recorder: _Recorder) -> tuple[torch.Tensor, None, None]:
-        def after_step(step: int, latent: torch.Tensor) -> None:
-            recorder.after_step(step, {LATENTS: latent})
+    def __init__(
+        self, checkpoint: Checkpoint, model: ModelConfig, device: str, *, from_image: bool
+    ) -> None:
+        silence_libraries()
+        self._checkpoint, dtype = checkpoint, model.dtype
+        dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
+        cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
+        with library_errors("the pipeline"):
+            self.pipe: Any = cls.from_pretrained(
+                checkpoint.folder,
+                dtype={"default": dtype_of(checkpoint, "", dtype), **dtypes},
+                variant=checkpoint.variant,
+                use_safetensors=True,
+                local_files_only=True,
+            )
+        self.pipe.set_progress_bar_config(disable=True)
+        self.pipe.to(device)
+        load_loras(self.pipe, checkpoint)
+        for part in {"vae", *checkpoint.row.denoisers} & self.pipe.components.keys():
+            apply_memory_options(checkpoint, part, getattr(self.pipe, part), model)
 
-        tensors = model.encode({}, request)
-        recorder.before_steps()
-        return model.denoise(tensors, 0, num_steps, after_step)[LATENTS], None, None
+    def run(
+        self,
+        request: ClipRequest,
+        source: Source | None,
+        sampling: SamplingConfig,
+        *,
+        before_steps: Callable[[], None],
+        after_step: Callable[[int, Tensors], None],
+    ) -> tuple[torch.Tensor, Frames, Audio | None]:
+        """Makes one clip by `__call__`; returns its final latent, its frames and its sound.
 
-    return compute
+        `source` is fitted to the frame's shape, and `sampling` resolved. `after_step` is called
+        with each step's index, and its latent, the solver's history and the predictions.
+        """
+        pipe, row = self.pipe, self._checkpoint.row
+        arguments = call_arguments(pipe, self._checkpoint, sampling, request, source)
+        steps = _Steps(pipe, row, before_steps, after_step)
+        callback = step_callback(pipe, steps.end)
+        with ExitStack() as patches:
+            if not callback:
+                step = steps.scheduler_step(pipe.scheduler.step)
+                patches.enter_context(replaced(pipe.scheduler, step=step))
+            for module in filter(None, (getattr(pipe, part, None) for part in row.denoisers)):
+                patches.enter_context(replaced(module, forward=steps.forward(module.forward)))
+            output = pipe(**arguments, **callback, output_type="pil")
+        return steps.latent, stack_frames(output.frames[0]), audio_of(pipe, output.get("audio"))
+
+
+class _Steps:
+    """The steps of one call, those of all its loops; observing them changes no tensor."""
+
+    latent: torch.Tensor
+
+    def __init__(
+        self,
+        pipe: Any,
+        row: Row,
+        before_steps: Callable[[], None],
+        after_step: Callable[[int, Tensors], None],
+    ) -> None:
+        self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
+        self._keeps = row.branches == "calls"
+        self._count = 0
+        self._state: dict[str, Any] = {}
+        self._outputs: list[Any] = []
+
+    def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A denoiser's; its first call is the end of the encode."""
+
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._state:
+                self._state = snapshot(self._pipe.scheduler)
+                self._before_steps()
+            output = real(*args, **kwargs)
+            if self._keeps:
+                self._outputs.append(output)
+            return output
+
+        return forward
+
+    def scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            self.end(None, 0, None, {LATENTS: result[0]})
+            return result
+
+        return step
+
+    def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
+        packer = Packer()
+        packer.pack(changed_state(self._state, self._pipe.scheduler), STATE)
+        for branch, output in enumerate(self._outputs):
+            packer.pack(output, f"{PREDICTION}{branch}")
+        self._outputs.clear()
+        self.latent = values[LATENTS]
+        self._after_step(self._count, {**packer.tensors, LATENTS: self.latent})
+        self._count += 1
+        return {}
+
+
+def stack_frames(images: list[Image.Image]) -> Frames:
+    """Stacks diffusers' list of PIL images to one array (F, H, W, 3) uint8."""
+    return np.stack([np.asarray(image, dtype=np.uint8) for image in images])

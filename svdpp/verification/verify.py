@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,12 +13,18 @@ import torch
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve
-from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
+from svdpp.driver.resolve import check_memory, resolve
+from svdpp.driver.supervisor import Observer, OpenObserver, Supervisor, no_observer
+from svdpp.errors import RequestError
+from svdpp.launch import process_group
+from svdpp.launch.group import RankContext, start_ranks
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.base import LATENTS, PREDICTION, Tensors
-from svdpp.verification.reference import run_reference
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.device import reset_peak
+from svdpp.worker.messages import ClipDone
+from svdpp.worker.rank import run_rank, wait_for_stop
+from svdpp.worker.side_threads import Reporter
 from svdpp.worker.tensor_files import TensorStore, solver_history, tensor_sha256
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -199,17 +205,86 @@ def run_pipelined(
     return conditions
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSetup:
+    """What the process of the reference computes and keeps; see `run_reference`."""
+
+    config: PipelineConfig
+    checkpoint: Checkpoint | None
+    requests: tuple[ClipRequest, ...]
+    steps: frozenset[int]
+    folder: Path | None
+    predictions: bool
+    """Whether it keeps those of each branch of the guidance."""
+
+
+def run_reference(
+    config: PipelineConfig,
+    requests: Sequence[ClipRequest],
+    *,
+    steps: Iterable[int] = (),
+    tensor_folder: Path | None = None,
+    observers: Sequence[Observer] = (),
+) -> list[dict[str, Any]]:
+    """Computes each clip by diffusers in a process of its own; returns the hashes of each.
+
+    Args:
+        config: of the pipelined run; the reference ignores its number of ranks and layout.
+        requests: of the clips; none is written.
+        steps: numbers of steps done after which the latent is kept.
+        tensor_folder: for latents and frames; None keeps neither.
+        observers: called with (0, event) for each event of the reference.
+    """
+    if any(request.sampling is not None for request in requests):
+        raise RequestError("the reference computes no clips with sampling parameters of their own")
+    alone, checkpoint = resolve(config.alone())
+    check_memory(alone, checkpoint, alone.layout.roles)
+    setup = ReferenceSetup(
+        config=alone,
+        checkpoint=checkpoint,
+        requests=tuple(requests),
+        steps=frozenset(steps),
+        folder=tensor_folder,
+        predictions=config.cfg_parallel > 1,
+    )
+    hashes: dict[int, dict[str, Any]] = {}
+
+    def collect(rank: int, event: object) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            hashes[event.clip] = event.metadata
+
+    process_group.check_devices(alone.device, 1)
+    backend = process_group.choose_backend(alone.device, 1)
+    group = start_ranks(_reference_main, setup, world_size=1, backend=backend, device=alone.device)
+    supervisor = Supervisor(group, alone, collect, *observers)
+    try:
+        supervisor.supervise(lambda: len(hashes) == len(setup.requests))
+    finally:
+        supervisor.kill()
+    return [hashes[clip] for clip in sorted(hashes)]
+
+
+def _reference_main(context: RankContext, setup: ReferenceSetup) -> None:
+    def work(device: torch.device, reporter: Reporter) -> None:
+        from svdpp.verification.reference import compute_all  # diffusers: seconds
+
+        compute_all(str(device), reporter, setup)
+        wait_for_stop(context.channel)
+
+    run_rank(context, setup.config, work)
+
+
 def _compare_clip(
     config: PipelineConfig, clip: int, ours: TensorStore, theirs: TensorStore
 ) -> Iterator[Check]:
     num_steps, axes = config.sampling.num_inference_steps, _latent_axes(config)
-    yield from _first_different_prediction(config, ours, theirs, clip)
+    yield from _first_different(_predictions(config, ours, theirs, clip))
     for rank, end in _parts(config, clip):
         place = Place(clip, end, rank)
         our, their = ours.load(clip, f"step{end}"), theirs.load(clip, f"step{end}")
         what: What = "final_latent" if end == num_steps else "latent"
         yield compare_tensors(what, our[LATENTS], their[LATENTS], place, axes)
-        yield from _first_different_history(our, their, place)
+        yield from _first_different(_histories(our, their, place))
     place = Place(clip, num_steps, config.layout.route(clip).ranges[-1].rank)
     for name, axes in _DECODED.items() if config.decodes else ():
         if name == "frames" or theirs.has(clip, name):
@@ -217,37 +292,32 @@ def _compare_clip(
             yield compare_tensors(name, our[name], their[name], place, axes)
 
 
-def _first_different_history(ours: Tensors, theirs: Tensors, place: Place) -> list[Check]:
-    """The first part of the solver's history that differs after a number of steps, if any."""
+def _histories(ours: Tensors, theirs: Tensors, place: Place) -> Iterator[Check]:
     expected = solver_history(theirs)
     for name, tensor in solver_history(ours).items():
         if name in expected:  # else of a copy that the pipeline has made of its scheduler
-            check = compare_tensors("solver_history", tensor, expected[name], place)
-            if not check.equal:
-                return [check]
-    return []
+            yield compare_tensors("solver_history", tensor, expected[name], place)
 
 
-def _first_different_prediction(
+def _predictions(
     config: PipelineConfig, ours: TensorStore, theirs: TensorStore, clip: int
-) -> list[Check]:
-    """The first prediction that differs between the ranks of a pair and the reference, if any."""
+) -> Iterator[Check]:
+    """Compares what the ranks of a pair and the reference have predicted in each step."""
     if config.cfg_parallel == 1 or not theirs.has(clip, "step0_branch0"):
-        return []
+        return
     axes, parts = _latent_axes(config), config.layout.route(clip).ranges
     steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
     for (first_rank, step), branch in itertools.product(steps, (0, 1)):
-        name = f"step{step}_branch{branch}"
-        our, their = ours.load(clip, name)[PREDICTION], theirs.load(clip, name)[PREDICTION]
-        place = Place(clip, step, first_rank + branch)
-        check = compare_tensors("prediction", our, their, place, axes)
-        if not check.equal:
-            return [replace(check, branch=branch)]
-    return []
+        name, place = f"step{step}_branch{branch}", Place(clip, step, first_rank + branch)
+        our, their = (store.load(clip, name)[PREDICTION] for store in (ours, theirs))
+        yield replace(compare_tensors("prediction", our, their, place, axes), branch=branch)
+
+
+def _first_different(checks: Iterator[Check]) -> Iterator[Check]:
+    return itertools.islice((check for check in checks if not check.equal), 1)
 
 
 def _latent_axes(config: PipelineConfig) -> str:
-    """The axes of the model's latents, one letter each; see `CommonSampling.latent_axes`."""
     return "BCFHW" if config.model.is_dummy else config.sampling.latent_axes
 
 

@@ -21,8 +21,7 @@ from svdpp.models.base import Tensors
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
-from tests.models.probe import probe_packet
-from tests.models.range_checks import model_of, nothing, read_folder
+from tests.models.range_checks import model_of, nothing, probe_packet, read_folder
 from tests.models.test_rows import CASES
 from tests.models.tiny_families import save_tiny
 

@@ -17,8 +17,8 @@ from PIL import Image
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.redaction import recorded_path
+from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
-from svdpp.verification.whole_call import stack_frames
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint

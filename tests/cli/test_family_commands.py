@@ -171,10 +171,10 @@ def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> Non
     )
     first, second = example_requests(text, 2, seed=7)
     assert (first.seed, second.seed, first.image) == (7, 8, None)
-    assert first.prompt != second.prompt
+    assert first.prompt == second.prompt == EXAMPLE_PROMPT
     (request,) = example_requests(photo, 1, prompt="a cat")
     assert request.image is not None
-    assert str(request.prompt).startswith("a cat")
+    assert request.prompt == "a cat"
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,7 @@ def bench_of(*arguments: Any, **workload: object) -> Bench:
 
 def test_a_bench_takes_prompts_and_images(folders: dict[str, str], tmp_path: Path) -> None:
     bench = bench_of(tmp_path, "wan", folders, guidance_scale=2.0)
-    assert [each.prompt for each in bench.requests] == [
-        f"{EXAMPLE_PROMPT}, take {number}" for number in (1, 2, 3)
-    ]
+    assert [each.prompt for each in bench.requests] == [EXAMPLE_PROMPT] * 3
     assert [each.seed for each in bench.requests] == [3, 5, 3]
     assert (bench.asked.pipeline.split, bench.config.expert_boundary) == ("balanced", 2)
     assert isinstance(bench.config.sampling, WanSampling)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.shell import ROOT, assert_error, svdpp_here
+from tests.models.builders import save_tiny_lora
 from tests.models.tiny_families import save_tiny_wan
-from tests.models.tiny_loras import save_tiny_lora
 
 SIZES = ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
 ASKED = ("--prompt", "the sea", "--steps", "4", "--world", "2", "--split", "balanced")

@@ -77,7 +77,6 @@ VERIFY = [
 ]
 TRACE = "--latent-shape 1 4 2 8 8 --trace file/t.json"
 OTHERS = [
-    (f"run {PHOTO_} --device cpu --model Demo", 5, "no model 'Demo'\nhint: --model demo\n"),
     (f"run nope.png {_DEMO}", 7, "'nope.png' does not exist"),
     (f"verify nope.png {_DEMO}", 7, "'nope.png' does not exist"),
     (f"run '' {_DEMO}", 7, "''"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from svdpp.config.limits import max_threads
-from svdpp.verification import reference
+from svdpp.verification import clip_proof
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 
 pytestmark = pytest.mark.processes
@@ -43,7 +43,7 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_reference(*_: object, **__: object) -> None:
         raise AssertionError("it was taken for a clip's metadata")
 
-    monkeypatch.setattr(reference, "run_reference", run_reference)
+    monkeypatch.setattr(clip_proof, "run_reference", run_reference)
 
 
 def _edit(path: Path, **changes: Any) -> None:
@@ -113,13 +113,13 @@ def test_one_clip_in_words(out: Path) -> None:
 
 def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line for each clip; one process for each configuration; other files are skipped."""
-    run, computed = reference.run_reference, []
+    run, computed = clip_proof.run_reference, []
 
     def run_reference(config: Any, requests: list[Any], **more: Any) -> object:
         computed.append(len(requests))
         return run(config, requests, **more)
 
-    monkeypatch.setattr(reference, "run_reference", run_reference)
+    monkeypatch.setattr(clip_proof, "run_reference", run_reference)
     _edit(out / "rocket_1.mp4.json", input="gone.jpg", input_sha256="0" * 64)
     paths = [*sorted(Path("out").glob("*.mp4")), *sorted(Path("out").glob("*.json"))]
     answer = svdpp_here("verify", *map(str, paths))
@@ -127,10 +127,9 @@ def test_several_clips_are_loaded_once(out: Path, monkeypatch: pytest.MonkeyPatc
     lines = answer.out.splitlines()
     assert lines[0] == "bitwise equal: out/rocket_0"
     assert lines[1] == "bitwise equal: out/rocket_0.mp4"
-    assert lines[2].startswith("not verified: out/rocket_1.mp4.json: 'out/gone.jpg', the image")
+    assert lines[2].startswith("not verified: out/rocket_1.mp4.json: the image of 'rocket_1.mp4'")
     assert lines[3] == "2 of 3 clips are bitwise equal"
-    assert "out/run.json is skipped: it is not a clip" in answer.err
-    assert "error: 1 of 3 clips not verified: 'out/gone.jpg', the image of" in answer.err
+    assert "error: 1 of 3 clips not verified: the image of 'rocket_1.mp4' is not at" in answer.err
 
 
 def test_a_moved_clip_and_its_photograph(out: Path) -> None:
@@ -140,7 +139,7 @@ def test_a_moved_clip_and_its_photograph(out: Path) -> None:
     shutil.copy(out / "rocket_0.mp4", elsewhere / "mine.mp4")
     (out.parent / "rocket.jpg").rename(out.parent / "moved.jpg")
     lost = svdpp_here("verify", str(elsewhere / "mine.mp4"), "-q")
-    assert_error(lost, 7, "rocket.jpg', the image of 'mine.mp4', is missing", "--image PATH")
+    assert_error(lost, 7, "the image of 'mine.mp4' is not at", "--image PATH")
     named = svdpp_here("verify", str(elsewhere / "mine.mp4"), "--image", "moved.jpg", "-q")
     assert named.code == 0, named
     assert "no sha256 of the file is recorded" in named.out

@@ -17,7 +17,7 @@ from svdpp.diagnostics.doctor import cut_test
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.load import component_class
 from svdpp.verification.verify import Place, VerificationResult, compare_tensors
-from tests.models.test_rows import CASES, KINDS, Case
+from tests.models.test_rows import CASES, KINDS, Case, chosen
 from tests.models.tiny_families import save_tiny
 
 #: What published configs have besides the defaults of diffusers' classes.
@@ -115,7 +115,7 @@ def _check(checkpoint: Checkpoint, sampling: Any, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", chosen(KINDS))
 def test_the_copy_of_every_row_is_equal(tmp_path: Path, name: str) -> None:
     case, folder = _saved(name, tmp_path)
     checkpoint = find_checkpoint(ModelConfig(name=str(folder), family=case.family))

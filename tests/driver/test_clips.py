@@ -36,7 +36,7 @@ from svdpp.worker.tensor_files import LatentCheckpoints, saved_steps
 from tests.driver.dummies import HANG_SECONDS, clips, config, hashes, plain_hashes
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 
 PHOTO = str(example_photos()[0])
 

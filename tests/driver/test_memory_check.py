@@ -15,8 +15,8 @@ from svdpp.driver.resolve import check_memory, resolve
 from svdpp.errors import OutOfMemoryError
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
-from svdpp.verification import reference
-from svdpp.verification.reference import run_reference
+from svdpp.verification import verify
+from svdpp.verification.verify import run_reference
 from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
 
@@ -45,7 +45,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    for module in (ranks, reference):
+    for module in (ranks, verify):
         monkeypatch.setattr(module, "start_ranks", start)
 
 

@@ -28,7 +28,7 @@ from svdpp.verification.verify import Check, verify
 from tests.driver.dummies import clips, hashes, plain_hashes
 from tests.driver.dummies import config as dummy
 from tests.faults.damage import Damage
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -23,7 +23,7 @@ from svdpp.worker.messages import ClipDone, Event, Heartbeat, StepDone
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids, plain_hashes
 from tests.faults.damage import Damage
 from tests.faults.processes import is_there
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 
 pytestmark = pytest.mark.processes
 

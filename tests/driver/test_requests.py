@@ -16,13 +16,13 @@ from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.inputs import example_photos, fit_photo, read_photo
 from svdpp.media.video import frames_sha256, read_frames
-from svdpp.verification.reference import run_reference
+from svdpp.verification.verify import run_reference
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.shell import python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
-from tests.models.diffusers_pipeline import latents_and_frames
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
+from tests.models.range_checks import latents_and_frames
 
 KEY = hashlib.sha256(b"clip").hexdigest()
 

@@ -22,9 +22,8 @@ from svdpp.plan.layout import Roles
 from svdpp.worker.device import conditions_of
 from svdpp.worker.tensor_files import LatentCheckpoints, audio_hashes, tensor_sha256
 from tests.cli.shell import svdpp_here
-from tests.models.diffusers_pipeline import whole_clip
-from tests.models.range_checks import nothing
-from tests.models.test_rows import CASES, FAMILIES, KINDS, SIZES
+from tests.models.range_checks import nothing, whole_clip
+from tests.models.test_rows import CASES, KINDS, SIZES, chosen
 from tests.models.tiny_families import save_tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.processes]
@@ -53,7 +52,7 @@ NAMES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", chosen(KINDS))
 def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     case, (config, request) = CASES[name], _config(name, tmp_path / "model")
     sampling = vars(config.sampling)
@@ -78,7 +77,7 @@ def test_the_command_verifies_two_ranks(tmp_path: Path, name: str) -> None:
     assert ("audio" in kinds) == (name in ("ltx2", "ltx2-image"))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", chosen(KINDS))
 def test_three_ranks_resume_the_clip_of_another_run(tmp_path: Path, name: str) -> None:
     config, request = _config(name, tmp_path / "model")
     config, checkpoint = resolve(config)

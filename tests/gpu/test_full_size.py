@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from svdpp.driver.memory import estimate_parts
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import estimate_parts, resolve
 from svdpp.plan.schedule import Schedule
 from svdpp.verification.verify import VerificationResult, verify
 from svdpp.worker.messages import Event, Finished, StepDone

@@ -50,7 +50,7 @@ _START_RANKS = """
 import os, threading
 from svdpp import Pipeline
 from svdpp.launch import group
-from tests.models.small_svd import small_svd
+from tests.models.builders import small_svd
 
 if __name__ == "__main__":
     before = dict(os.environ)

@@ -8,9 +8,10 @@ from typing import Any
 
 import diffusers
 import torch
+from peft import LoraConfig, get_peft_model_state_dict
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from svdpp.config import ModelConfig
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import silence_libraries
 
@@ -81,3 +82,40 @@ def _image_encoder(embedding_dim: int) -> CLIPVisionModelWithProjection:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "projection_dim": embedding_dim}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 56}
     return CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, **layers))
+
+
+# Owns a small configuration of the demo model, for tests of real clips.
+
+
+def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineConfig:
+    """The demo model over `world_size` ranks, with two frames of 64 x 64."""
+    values = {**sampling_defaults("demo"), "height": 64, "width": 64, "num_frames": 2}
+    return PipelineConfig(
+        world_size=world_size,
+        model=ModelConfig(name="demo"),
+        sampling=SvdSampling(num_inference_steps=steps, **values),
+        **changes,
+    )
+
+
+# Owns small random LoRAs of tiny checkpoints, saved as diffusers does.
+
+
+def save_tiny_lora(checkpoint: Path, file: Path, *, part: str = "transformer", seed: int) -> Path:
+    """Saves a LoRA of one denoiser of `checkpoint` as `file`, and returns its path."""
+    index = json.loads((checkpoint / "model_index.json").read_text())
+    model = getattr(diffusers, index[part][1]).from_pretrained(checkpoint / part)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+        model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=targets))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zeros, before training
+                torch.nn.init.normal_(parameter)
+    getattr(diffusers, index["_class_name"]).save_lora_weights(
+        file.parent,
+        transformer_lora_layers=get_peft_model_state_dict(model),
+        weight_name=file.name,
+        transformer_lora_adapter_metadata=model.peft_config["default"].to_dict(),
+    )
+    return file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch.profiler import ProfilerActivity, profile
 
-from svdpp.config import ClipRequest, ModelConfig
+from svdpp.config import ClipRequest, Dtype, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
-from svdpp.models.base import Source, Tensors
+from svdpp.models.base import LATENTS, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.memory import _HollowModel
 from svdpp.plan.layout import Roles
+from svdpp.verification.reference import Reference
 
 PROMPT = "a cat walks over the grass"
 
@@ -197,3 +200,84 @@ def assert_equal(ours: Tensors, theirs: Tensors) -> None:
 
 def _received(tensors: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+# Owns the reference of tests in one process: diffusers' pipeline as it ships.
+
+
+def latents_and_frames(
+    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Source | None
+) -> tuple[list[torch.Tensor], Frames]:
+    """Latents after each step, and frames, of the pipeline as it ships."""
+    return whole_clip(model, sampling, request, image)[:2]
+
+
+def whole_clip(
+    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Source | None
+) -> tuple[list[torch.Tensor], Frames, Audio | None]:
+    """The same and the sound."""
+    checkpoint = find_checkpoint(model)
+    reference = Reference(checkpoint, model, "cpu", from_image=image is not None)
+    return run_reference(reference, checkpoint.resolve(sampling), request, image)
+
+
+def run_reference(
+    reference: Reference,
+    sampling: SamplingConfig,
+    request: ClipRequest,
+    image: Source | None = None,
+) -> tuple[list[torch.Tensor], Frames, Audio | None]:
+    """Latents after each step, frames and sound."""
+    latents: list[torch.Tensor] = []
+    _, frames, audio = reference.run(
+        request,
+        image,
+        sampling,
+        before_steps=lambda: None,
+        after_step=lambda _, tensors: latents.append(tensors[LATENTS].clone()),
+    )
+    return latents, frames, audio
+
+
+# The memory of a model as torch counts it, and made-up packets, to measure without an encode.
+
+
+def probe_packet(
+    model: EngineModel, *, dtype: Dtype = "fp32", has_stepped: bool = False
+) -> Tensors:
+    """A packet with a real one's shapes, dtypes and devices.
+
+    With `has_stepped` it is one to decode, otherwise one before the first step.
+    """
+    named = ModelConfig(name=model._checkpoint.name, dtype=dtype)
+    hollow = _HollowModel(model._checkpoint, named, model._sampling, on_cpu=True)
+    made = hollow.encode()[0]
+    if has_stepped:
+        made = hollow.denoise(made)[0]
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: tensor
+        if tensor.dtype == torch.uint8  # in host memory in real packets too
+        else torch.randn(tensor.shape, generator=generator).to(model.device, tensor.dtype)
+        for name, tensor in made.items()
+    }
+
+
+def allocated_peak(work: Callable[[], object]) -> int:
+    """Peak of the bytes that torch's CPU allocator allocates during `work`."""
+    with torch.no_grad():
+        work()  # oneDNN creates its kernels in the first run
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            work()
+    live = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    """Bytes of the parameters and buffers of `modules`."""
+    tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+    return sum(tensor.nbytes for tensor in tensors)

@@ -13,7 +13,7 @@ import torch
 
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, Tensors
-from svdpp.models.engine.branches import Branches, half
+from svdpp.models.engine.call import Branches, half
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles

@@ -18,10 +18,9 @@ from transformers import TokenizersBackend
 
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.base import Tensors
-from svdpp.models.engine import load
-from svdpp.models.engine.families import ltx_generator_device
 from svdpp.models.engine.model import EngineModel
-from svdpp.models.engine.values import NotPackableError, Packer, tensors_in, unpack
+from svdpp.models.engine.records import Packer, tensors_in, unpack
+from svdpp.models.engine.rows import ltx_generator_device
 from tests.models.builders import edit_json
 from tests.models.range_checks import Row, nothing, ranks, read_folder, request_of
 from tests.models.test_rows import Rows
@@ -82,34 +81,12 @@ def test_a_fast_tokenizer_saved_by_transformers_5_is_loaded(wan: Row, tmp_path: 
     assert all(torch.equal(packet[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_missing_tokenizer_is_named(
-    rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tokenizer_is_named(rows: Rows, tmp_path: Path) -> None:
     row = rows(LTX)
     folder = Path(shutil.copytree(row.checkpoint.folder, tmp_path / "copy"))
-    rank_for = ranks(read_folder(folder), row.sampling)
-    (folder / "tokenizer/tokenizer.json").rename(folder / "tokenizer/spiece.model")
-    monkeypatch.setattr(load, "is_sentencepiece_available", lambda: False)
-    with pytest.raises(ModelError, match="needs the packages") as error:
-        rank_for(0, 0)
-    assert error.value.hint == "pip install sentencepiece protobuf"
-    (folder / "tokenizer/spiece.model").unlink()
+    (folder / "tokenizer/tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
-        rank_for(0, 0)
-
-
-def test_each_distinct_prompt_is_encoded_once(wan: Row) -> None:
-    model = encoder(wan)
-    texts: list[int] = []
-    model._pipe.text_encoder.register_forward_hook(lambda *_: texts.append(1))
-    first = model.encode({}, request_of(prompt="the sea"))
-    second = model.encode({}, request_of(prompt="the sea", seed=4))
-    longer = model.with_sampling(replace(wan.sampling, num_frames=9))
-    other = longer.encode({}, request_of(prompt="a cat"))
-    assert len(texts) == 3  # two prompts, and the empty negative one
-    assert torch.equal(first["record.0.0"], second["record.0.0"])
-    assert not torch.equal(first["record.0.0"], other["record.0.0"])
-    assert not torch.equal(first["latents"], second["latents"])
+        ranks(read_folder(folder), row.sampling)(0, 0)
 
 
 def test_the_end_of_a_long_prompt_is_named(wan: Row) -> None:
@@ -149,11 +126,11 @@ def test_values_come_back_with_their_order_in_memory() -> None:
     for each in (back["a"][0], back["b"]):
         assert torch.equal(each, tensor)
         assert each.stride() == tensor.stride()
-    with pytest.raises(NotPackableError, match=r"x\.a is a set"):
+    with pytest.raises(ModelError, match=r"x\.a, a set"):
         packer.pack({"a": {1}}, "x")
 
 
-@pytest.mark.parametrize("name", ["os:system", "diffusers.utils:logging", "diffusers:WanPipeline"])
+@pytest.mark.parametrize("name", ["os:system", "diffusers:WanPipeline"])
 def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> None:
     with pytest.raises((ValueError, TypeError), match="class"):
         unpack({"kind": "output", "class": name, "items": {}}, {}, CPU)

@@ -16,12 +16,17 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
-from svdpp.verification.whole_call import Reference
-from tests.models.diffusers_pipeline import latents_and_frames, run_reference
-from tests.models.range_checks import check_every_cut, ranks, read_folder
+from svdpp.verification.reference import Reference
+from tests.models.builders import save_tiny_lora
+from tests.models.range_checks import (
+    check_every_cut,
+    latents_and_frames,
+    ranks,
+    read_folder,
+    run_reference,
+)
 from tests.models.test_rows import CASES, Rows
 from tests.models.tiny_families import save_tiny, save_tiny_wan
-from tests.models.tiny_loras import save_tiny_lora
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,8 +69,8 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
     """Latents and frames of the whole call; the LoRAs are loaded as diffusers' manual says."""
     model = ModelConfig(name=str(folder))
-    reference: Any = Reference(read_folder(folder), model, "cpu")
-    pipe, names = reference._pipe(False), ["first", "second"][: len(loras)]
+    reference = Reference(read_folder(folder), model, "cpu", from_image=False)
+    pipe, names = reference.pipe, ["first", "second"][: len(loras)]
     for lora, name in zip(loras, names, strict=True):
         options = {"load_into_transformer_2": True} if lora.expert == "low" else {}
         pipe.load_lora_weights(lora.name, adapter_name=name, **options)

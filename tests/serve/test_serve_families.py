@@ -25,9 +25,9 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.views import FIELDS, ApiError
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.shell import assert_error, svdpp_here
-from tests.models.diffusers_pipeline import latents_and_frames
+from tests.models.builders import save_tiny_lora
+from tests.models.range_checks import latents_and_frames
 from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
-from tests.models.tiny_loras import save_tiny_lora
 from tests.serve.http_server import PHOTO, HttpServer, error_of, schema_of_form, wait
 from tests.serve.store_jobs import new_job
 from tests.serve.test_page import driver, opened

@@ -67,11 +67,10 @@ def test_ulps_count_the_numbers_between(a: float, b: float) -> None:
         assert a != b
 
 
-def test_other_shapes_and_dtypes_are_a_programmers_error() -> None:
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float16)])
+def test_other_shapes_and_dtypes_are_a_programmers_error(other: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="against"):
-        _compare(torch.zeros(2), torch.zeros(3))
-    with pytest.raises(ValueError, match="against"):
-        _compare(torch.zeros(2), torch.zeros(2, dtype=torch.float16))
+        _compare(torch.zeros(2), other)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,6 @@ def test_levels_are_compared(what: Any, dtype: torch.dtype, most: int) -> None:
         assert check.distance == f"5 of {most} levels"
         assert check.sha256 == hashlib.sha256(ours.numpy().tobytes()).hexdigest()
         assert (check.max_abs_diff, check.psnr_db) == (5 / most, None)
-    with pytest.raises(ValueError, match="against"):
-        compare(other, levels[:1])
 
 
 def test_verdict_names_the_first_difference() -> None:

@@ -25,9 +25,8 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.form import Capabilities
 from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
-from tests.models.builders import save_tiny_checkpoint
+from tests.models.builders import save_tiny_checkpoint, save_tiny_lora
 from tests.models.tiny_families import save_tiny_wan
-from tests.models.tiny_loras import save_tiny_lora
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 

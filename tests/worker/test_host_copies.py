@@ -23,6 +23,7 @@ from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
+from svdpp.verification.verify import ReferenceSetup
 from svdpp.worker import side_threads, stage, tensor_files
 from svdpp.worker.messages import CheckpointLost, ClipJob, Work
 from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
@@ -96,7 +97,7 @@ def test_the_tensors_of_these_tests_cannot_be_hashed() -> None:
 
 
 def test_the_reference(tmp_path: Path) -> None:
-    setup = reference._Setup(
+    setup = ReferenceSetup(
         config=config(1, steps=2),
         checkpoint=None,
         requests=(ClipRequest(seed=0),),
@@ -105,7 +106,7 @@ def test_the_reference(tmp_path: Path) -> None:
         predictions=False,
     )
     reporter = Mock()
-    reference._compute_all("cpu", reporter, setup)
+    reference.compute_all("cpu", reporter, setup)
     (done,) = reporter.send.call_args.args
     kept = TensorStore(tmp_path)
     assert done.metadata["latents_sha256"] == tensor_sha256(kept.load(0, "step2")[LATENTS])

@@ -19,14 +19,21 @@ from typing import Any
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from svdpp.errors import ModelError
-from svdpp.models.base import GENERATOR, LATENTS, STATE, AfterStep, Tensors
-from svdpp.models.engine import values
-from svdpp.models.engine.branches import Branches
-from svdpp.models.engine.records import Records, component_methods, own_methods, replaced
+from svdpp.models.base import (
+    GENERATOR,
+    LATENTS,
+    PREDICTION,
+    STATE,
+    AfterStep,
+    Partner,
+    Tensors,
+)
+from svdpp.models.engine import records
+from svdpp.models.engine.records import Node, Packer, replaced, tensors_in, unpack
 from svdpp.models.engine.rows import Row
-from svdpp.models.engine.values import Node
 
 
 class _Stop(Exception):
@@ -58,11 +65,9 @@ class RangeCall:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
         # No method of this object, which would keep the packet after the call.
-        self._unpacked = functools.partial(
-            values.unpack, tensors=self.received, device=self._device
-        )
+        self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
-        self._records = Records(self.row, self._unpacked, self.generator, given)
+        self._records = records.Records(self.row, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -74,7 +79,7 @@ class RangeCall:
         self._zeros: dict[int, Any] = {}
         # For each chunk that is finished: of each scheduler, what `step` returned last.
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
-        self._packer = values.Packer()
+        self._packer = Packer()
 
     def packet(self, inputs: Node | None = None) -> Tensors:
         """After the last step of the range, or before the first one; `inputs` are the clip's."""
@@ -91,7 +96,7 @@ class RangeCall:
         before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
-        if values.differ(before, _global_states(self._device)):
+        if records.differ(before, _global_states(self._device)):
             problem = "draws random numbers from torch's global generator: no two runs are equal"
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it runs another number of steps than asked for"
@@ -124,7 +129,6 @@ class RangeCall:
 
     @property
     def _step(self) -> Node:
-        """Of the packet that was received."""
         assert self.given is not None
         step: Node = self.given["step"]
         return step
@@ -149,7 +153,7 @@ class RangeCall:
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
         if place not in self._zeros:
-            self._zeros[place] = values.zeros(known[place], self._device)
+            self._zeros[place] = records.zeros(known[place], self._device)
         return self._zeros[place]
 
     def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -157,7 +161,7 @@ class RangeCall:
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
-            self._schedulers.append((scheduler, values.snapshot(scheduler)))
+            self._schedulers.append((scheduler, records.snapshot(scheduler)))
         self._stepped = True
         if self._index < self.start:
             result = self._phantom_step(scheduler, place)
@@ -167,7 +171,7 @@ class RangeCall:
                 self.branches.end_step(self._index)
             result = real(*args, **kwargs)
         travels = self.end is not None and place >= self.row.results_in_latents
-        self._results.append((place, result, values.copied(result) if travels else None))
+        self._results.append((place, result, records.copied(result) if travels else None))
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
@@ -194,7 +198,7 @@ class RangeCall:
     def _reached(self) -> torch.Tensor:
         """The latent after the step that ran: of the callback, if the pipeline has one."""
         latents = self._latents
-        return values.tensors_in(self._results[0][1])[0] if latents is None else latents
+        return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
@@ -224,27 +228,22 @@ class RangeCall:
     # 3. The packet.
 
     def _pack(self) -> None:
-        try:
-            if self.given is None:
-                records, step = self._records.packed(self._packer), None
-            else:
-                # Often the result of `step` itself.
-                latents = self._packer.pack(self._reached(), LATENTS)
-                step = {"latents": latents, **self._packed_step()}
-                records = self._records.passed_on(self.received, self._packer.tensors)
-        except values.NotPackableError as error:
-            name = type(self.pipe).__name__
-            raise ModelError(f"{name} has state that no packet carries: {error}") from error
-        self._structure = {"records": records, "step": step}
+        if self.given is None:
+            recorded, step = self._records.packed(self._packer), None
+        else:
+            # Often the result of `step` itself.
+            latents = self._packer.pack(self._reached(), LATENTS)
+            step = {"latents": latents, **self._packed_step()}
+            recorded = self._records.passed_on(self.received, self._packer.tensors)
+        self._structure = {"records": recorded, "step": step}
 
     def _packed_results(self, name: str) -> list[list[Node]]:
-        """What `step` returned last, of each scheduler."""
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before in self._results:
             if before is None:
-                results[place].append(values.describe(result))
+                results[place].append(records.describe(result))
                 continue
-            is_changed = values.differ(values.tensors_in(before), values.tensors_in(result))
+            is_changed = records.differ(tensors_in(before), tensors_in(result))
             place_name = f"{name}.{place}.{len(results[place])}"
             results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
@@ -254,11 +253,11 @@ class RangeCall:
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             name = f"{STATE}.{place}" if place else STATE
-            states.append(self._packer.pack(values.changed_state(before, scheduler), name))
+            states.append(self._packer.pack(records.changed_state(before, scheduler), name))
         return {
             "chunks": chunks,
             "states": states,
-            "outputs": [values.describe(each) for each in self._outputs],
+            "outputs": [records.describe(each) for each in self._outputs],
             "generators": self._packer.pack([self.generator.get_state()], GENERATOR),
         }
 
@@ -269,7 +268,7 @@ class RangeCall:
         pipe = self.pipe
         with ExitStack() as stack:
             stack.enter_context(replaced(pipe, progress_bar=self.progress_bar))
-            for name in own_methods(pipe.__class__):
+            for name in records.own_methods(pipe.__class__):
                 method = self._records.wrapped(name, getattr(pipe, name))
                 stack.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
@@ -290,7 +289,7 @@ class RangeCall:
                 del scheduler._range_call  # and with it the packet
 
     def _recording(self, part: str, component: Any) -> Any:
-        methods = component_methods(component).items()
+        methods = records.component_methods(component).items()
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
@@ -321,3 +320,108 @@ def _range_class(real: Any) -> Any:
     # Pipelines inspect the signature of `step`; diffusers writes the name into the config.
     methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
     return type(real.__name__, (real,), methods)
+
+
+# --- one branch of the guidance on each of two ranks ---
+
+
+class Branches:
+    """The evaluations of one call's steps, of which this rank computes one in two.
+
+    The rule `calls` is for pipelines that call the denoiser twice and use the results after that.
+    The second rank cannot know the arguments of its call, the second one, when the first one is
+    made: it returns a tensor for that, and fills it later. The rule `batch` is for pipelines that
+    call it once, with a batch of two.
+    """
+
+    def __init__(
+        self, rule: str, partner: Partner, device: torch.device, outputs: list[Node]
+    ) -> None:
+        self._rule, self._partner, self._device = rule, partner, device
+        # The structure of a call's result; empty until the first step of a process.
+        self._outputs = outputs
+        self._calls = 0
+        self._first: Any = None
+
+    def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a call of the denoiser `real` returns on both ranks."""
+        self._calls += 1
+        branch, is_first = self._partner.branch, self._calls == 1
+        if self._rule == "batch":
+            args, kwargs = half(branch, real, args, kwargs)
+            both = self._exchange(step, lambda: real(*args, **kwargs))
+            return tree_map(joined, *(reversed(both) if branch else both))
+        if self._calls > 2:
+            raise ModelError(f"step {step} evaluates the denoiser more than twice")
+        if branch == 0 and not is_first:
+            return self._first
+        if branch == 1 and is_first:
+            known = self._outputs
+            self._first = records.zeros(known[0], self._device) if known else real(*args, **kwargs)
+            return self._first
+        own, other = self._exchange(step, lambda: real(*args, **kwargs))
+        if is_first:
+            self._first = other
+        else:
+            for ours, theirs in zip(tensors_in(self._first), tensors_in(other), strict=True):
+                ours.copy_(theirs)
+        return own
+
+    def end_step(self, step: int) -> None:
+        """Checks that both branches of a step are evaluated; called before the scheduler's step."""
+        if self._rule == "calls" and self._calls == 1:
+            raise ModelError(
+                f"step {step} evaluates one branch of the guidance only",
+                "leave --cfg-parallel out",
+            )
+        self._calls, self._first = 0, None
+
+    def _exchange(self, step: int, evaluate: Callable[[], Any]) -> tuple[Any, Any]:
+        packer, own = Packer(), []
+
+        def prediction() -> Tensors:
+            own.append((output := evaluate(), packer.pack(output, PREDICTION)))
+            return packer.tensors
+
+        received = self._partner.exchange(step, prediction)
+        output, node = own[0]
+        if not self._outputs:
+            self._outputs.append(node)
+        return output, unpack(node, received, self._device)
+
+
+#: Arguments of denoisers that have a batch as their first axis, and those that both halves share.
+_BATCHED = {
+    *("sample", "hidden_states", "encoder_hidden_states", "encoder_attention_mask"),
+    *("timestep", "added_time_ids", "video_coords"),
+}
+_SHARED = {"image_rotary_emb", "ofs"}
+
+
+def half(
+    branch: int, real: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a denoiser `real` for one branch of a batch of two."""
+    bound = inspect.signature(real).bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        lengths = {len(leaf) for leaf in tree_leaves(value) if _has_axes(leaf)}
+        if name in _BATCHED:
+            if lengths - {2}:
+                raise ModelError(f"a batch of {max(lengths)} is not one for each branch: {name}")
+            bound.arguments[name] = tree_map(functools.partial(_part, branch), value)
+        elif name not in _SHARED and 2 in lengths:
+            raise ModelError(f"it is not known how to divide {name} between two branches")
+    return bound.args, bound.kwargs
+
+
+def _has_axes(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _part(branch: int, leaf: Any) -> Any:
+    return leaf[branch : branch + 1] if _has_axes(leaf) else leaf
+
+
+def joined(first: Any, second: Any) -> Any:
+    """A batch of two from two of one; see `half`."""
+    return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import threading
 import warnings
 from contextlib import ExitStack
@@ -16,24 +15,20 @@ import torch
 import tqdm
 import transformers
 from transformers.initialization import no_init_weights
-from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, first_line, is_out_of_memory
 from svdpp.models.base import DTYPES
-from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.configs import has_weights, library_errors, short_repr
+from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.records import replaced
 from svdpp.models.engine.rows import ROWS
-from svdpp.models.files import LoraFile, show_name
+from svdpp.models.files import LoraFile, library_errors, short_repr, show_name
 from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.
 _LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
 #: Submodules of VAEs that are used by an encode of images alone, and by a decode.
 _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
-#: Weights of these dtypes need scales.
-_QUANTISED = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
 
 
 def silence_libraries() -> None:
@@ -94,14 +89,6 @@ def new_pipeline(
     return pipe
 
 
-def set_up(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
-    """Gives the pipeline the scheduler of a clip, and its guider, if it has one, the scale."""
-    pipe.scheduler = checkpoint.new_scheduler(sampling)
-    if (guider := getattr(pipe, "guider", None)) is not None:
-        scale = {"guidance_scale": sampling.guidance_scale}
-        pipe.guider = type(guider).from_config({**guider.config, **scale})
-
-
 def component_class(part: str, name: str) -> Any:
     """The class of a component, of diffusers or transformers."""
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
@@ -153,15 +140,9 @@ def _on_device(cls: Any, device: str) -> Any:
 def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     """A component without weights: a tokenizer, an image processor or a guider."""
     folder = checkpoint.folder / part
-    if part == "tokenizer" and not (folder / "tokenizer.json").is_file():
-        # transformers would make up a vocabulary.
-        if not (folder / "spiece.model").is_file():
-            raise ModelError("tokenizer/tokenizer.json is missing")
-        if not (is_sentencepiece_available() and is_protobuf_available()):
-            raise ModelError(
-                "tokenizer/spiece.model needs the packages sentencepiece and protobuf",
-                "pip install sentencepiece protobuf",
-            )
+    files = (folder / name for name in ("tokenizer.json", "spiece.model"))
+    if part == "tokenizer" and not any(map(Path.is_file, files)):
+        raise ModelError("tokenizer/tokenizer.json is missing")  # the library makes one up
     with library_errors(part, checkpoint):
         return cls.from_pretrained(folder, local_files_only=True)
 
@@ -175,14 +156,8 @@ def _load_module(
     their memory. Parameters keep requires_grad, as in diffusers' pipeline: without it torch uses
     other CPU kernels, which give other bits.
     """
-    size = 0
     try:
         with library_errors(part, checkpoint):
-            headers = checkpoint.weight_files(part).values()
-            tensors = [tensor for header in headers for tensor in header.values()]
-            size = sum(math.prod(shape) for _, shape in tensors) * dtype.itemsize
-            if quantised := sorted({name for name, _ in tensors} & _QUANTISED):
-                raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
             module = _from_pretrained(checkpoint, part, cls, dtype)
         return module.eval().to(device)
     # torch raises AssertionError without CUDA support, RuntimeError if there is no device.
@@ -190,7 +165,7 @@ def _load_module(
         if not is_out_of_memory(error):
             raise RequestError(f"{device} cannot be used: {first_line(error)}") from error
         raise OutOfMemoryError(
-            f"{part} needs {size / 1e9:.2f} GB on {device}, more than is free",
+            f"{part} needs more memory than {device} has free",
             "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
         ) from error
 
@@ -252,11 +227,8 @@ def new_module(cls: Any, folder: Path) -> Any:
 
 
 def fp32_parameters(module: torch.nn.Module) -> list[str]:
-    """The parameters that the libraries load in float32 although the module has another dtype.
-
-    diffusers keeps what a class lists in `_keep_in_fp32_modules`, transformers does so only for
-    float16 (`load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23).
-    """
+    """The parameters that the libraries load in float32 although the module has another dtype."""
+    # `load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23
     dtype = torch.get_default_dtype()
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if dtype == torch.float32 or (dtype != torch.float16 and not _is_diffusers(type(module))):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,17 +17,12 @@ from svdpp.config.clip import IMAGE
 from svdpp.errors import NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.branches import Branches
-from svdpp.models.engine.call import RangeCall
-from svdpp.models.engine.load import load_pipeline, new_pipeline, set_up
-from svdpp.models.engine.records import own_methods, replaced
-from svdpp.models.engine.values import Node, structure_of
+from svdpp.models.engine.call import Branches, RangeCall
+from svdpp.models.engine.load import load_pipeline, new_pipeline
+from svdpp.models.engine.records import Node, replaced, structure_of
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
-_MAX_CACHED_TEXTS = 16
-# Methods whose results depend on their arguments alone.
-_OF_TEXT = re.compile(r"_get_\w+_prompt_embeds|_encode_prompt_\w+")
 # Arguments of `__call__` whose sampling parameters have other names.
 _RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_length": "num_frames"}
 
@@ -37,16 +30,12 @@ _RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_le
 class EngineModel:
     """The model of one rank: any family that has a row, with resolved sampling parameters."""
 
-    def __init__(
-        self, pipe: Any, checkpoint: Checkpoint, sampling: Any, texts: dict[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
         """Of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
         self._sampling = sampling
-        # Embeddings of the last prompts, so that each distinct prompt is encoded once.
-        self._texts = {} if texts is None else texts
         self._outputs: list[Node] = []  # see `Branches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
@@ -55,7 +44,7 @@ class EngineModel:
         if sampling.from_image != self._sampling.from_image:
             assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
             pipe = new_pipeline(self._checkpoint, False, pipe.components, self.device)
-        return EngineModel(pipe, self._checkpoint, sampling, self._texts)
+        return EngineModel(pipe, self._checkpoint, sampling)
 
     def prepare(self, source: Source) -> Prepared:
         """Does what an encode needs no device for; it may run in a thread beside the steps."""
@@ -75,10 +64,6 @@ class EngineModel:
             if self._row.resizes_early:
                 patches.enter_context(_resized_before(self._pipe, source))
                 source = blank_source(self._sampling)
-            for name in own_methods(self._pipe.__class__):
-                if _OF_TEXT.fullmatch(name):
-                    cached = self._cached(name, getattr(self._pipe, name))
-                    patches.enter_context(replaced(self._pipe, **{name: cached}))
             call, _ = self._call(request, source, given=None, received={}, start=0, end=0)
         return call.packet({"negative_prompt": request.negative_prompt is not None})
 
@@ -150,12 +135,10 @@ class EngineModel:
         self, request: ClipRequest, source: Source | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
         """A call that has ended, and the pipeline's result."""
-        pipe, checkpoint, sampling = self._pipe, self._checkpoint, self._sampling
-        set_up(pipe, checkpoint, sampling)
-        device = self._row.generator_device(checkpoint, sampling, str(self.device))
-        generator = torch.Generator(device).manual_seed(request.seed)
+        pipe = self._pipe
+        arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
+        generator = arguments["generator"]
         call = RangeCall(pipe=pipe, row=self._row, generator=generator, end=end, **of_call)
-        arguments = call_arguments(pipe, checkpoint, sampling, request, source, generator)
         return call, call.run({**arguments, "output_type": "pt" if end is None else "latent"})
 
     def _later_call(
@@ -170,24 +153,6 @@ class EngineModel:
         )
         of_call = {"given": structure, "received": tensors, "start": start, "end": end, **more}
         return self._call(request, blank_source(self._sampling), **of_call)
-
-    def _cached(self, name: str, encode: Callable[..., Any]) -> Callable[..., Any]:
-        texts = self._texts
-
-        @functools.wraps(encode)
-        def embeds(*args: Any, **kwargs: Any) -> Any:
-            values = (*args, *kwargs.values())
-            if any(isinstance(value, (Image.Image, torch.Tensor)) for value in values):
-                return encode(*args, **kwargs)
-            # Values such as prompts, lengths and dtypes, whose text is all that matters of them.
-            key = name, repr((args, kwargs))
-            if key not in texts:
-                while len(texts) >= _MAX_CACHED_TEXTS:
-                    del texts[next(iter(texts))]
-                texts[key] = encode(*args, **kwargs)
-            return texts[key]
-
-        return embeds
 
 
 def load_model(
@@ -204,10 +169,17 @@ def call_arguments(
     sampling: Any,
     request: ClipRequest,
     source: Source | None,
-    generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Arguments of `__call__` for one clip; without those whose default it takes."""
+    """Arguments of `__call__` for one clip, without those whose default it takes.
+
+    Gives the pipeline the clip's scheduler, and its guider, if it has one, the scale.
+    """
     row = checkpoint.row
+    pipe.scheduler = checkpoint.new_scheduler(sampling)
+    if (guider := getattr(pipe, "guider", None)) is not None:
+        scale = {"guidance_scale": sampling.guidance_scale}
+        pipe.guider = type(guider).from_config({**guider.config, **scale})
+    device = row.generator_device(checkpoint, sampling, str(pipe.device))
     if isinstance(source, Image.Image) and row.size_from_image:
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     accepted = inspect.signature(type(pipe).__call__).parameters
@@ -215,7 +187,7 @@ def call_arguments(
         **{name: vars(sampling).get(_RENAMED.get(name, name)) for name in accepted},
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
         **(source if isinstance(source, dict) else {row.image_argument: source}),
-        "generator": generator,
+        "generator": torch.Generator(device).manual_seed(request.seed),
     }
     known = {name: value for name, value in given.items() if value is not None}
     return {**known, **row.arguments(sampling)}
@@ -314,7 +286,6 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
 
 
 def _pixels(image: Image.Image, top: int) -> torch.Tensor:
-    """A band of rows in [-1, 1], (1, 3, rows, W), as diffusers computes it."""
     band = image.crop((0, top, image.width, min(top + _BAND_ROWS, image.height)))
     pixels: torch.Tensor = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(band))
     return (pixels * 2.0 - 1.0).contiguous()  # the layout in which diffusers' convolutions run

@@ -5,13 +5,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from svdpp.config.limits import MAX_FRAMES
-from svdpp.models.engine import families
-from svdpp.models.engine.configs import Configs, Facts
+from svdpp.config import LtxSampling, WanSampling
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, require
+from svdpp.models.files import short_repr
+
+if TYPE_CHECKING:
+    from svdpp.models.checkpoint import Configs
+
+#: What a family's configs say of a checkpoint: fields of `Checkpoint`.
+Facts = dict[str, Any]
 
 #: What an encode of an image uses, as far as a checkpoint has it.
 IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
@@ -97,15 +105,205 @@ class Row:
         return name
 
 
+# What fields cannot say.
+
+
+def _svd_facts(configs: Configs) -> Facts:
+    reason = "the size of diffusers' CLIP input"
+    configs.of("image_encoder").require("image_size", 224, reason)
+    return {"model_frames": configs.of("unet").count("num_frames", 1024)}
+
+
+def _wan_facts(configs: Configs) -> Facts:
+    """What the configs of a checkpoint say of its inputs, sizes and experts."""
+    configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
+    unit = 2 * configs.of("vae", scale_factor_spatial=8).count("scale_factor_spatial", 64)
+    index, has_second = configs.index, "transformer_2" in configs.classes
+    ratio = index.values.get("boundary_ratio")
+    is_ratio = isinstance(ratio, float) and 0 < ratio < 1
+    if not (is_ratio if has_second else ratio is None):
+        state = "there" if has_second else "missing"
+        message = f"boundary_ratio is {short_repr(ratio)}, and the expert transformer_2 is {state}"
+        raise index.error(message)
+    return {
+        "boundary_ratio": ratio,
+        "size_multiple": (unit, unit),
+        "unused_parameters": () if has_second else ("guidance_scale_2",),
+        **({"image_use": "optional"} if index.values.get("expand_timesteps") else {}),
+    }
+
+
+def _wan_from_video_facts(configs: Configs) -> Facts:
+    found = _wan_facts(configs)
+    if "image_use" in found or found["boundary_ratio"] is not None:
+        raise configs.index.error("only Wan 2.1 for text makes clips from a video")
+    return found
+
+
+def _check_wan_video(checkpoint: Any, sampling: Any) -> None:
+    _check_strength(checkpoint, sampling)
+    _check_wan(checkpoint, sampling)
+
+
+def _check_wan(checkpoint: Any, sampling: WanSampling) -> None:
+    if not sampling.from_image:
+        return
+    # Some are whole numbers: of two equal ones, the pipeline takes the second for the first.
+    timesteps = checkpoint.timesteps(sampling).tolist()
+    require(
+        len(timesteps) == 1 or timesteps[0] != timesteps[1],
+        f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "
+        "diffusers cannot run that",
+        "use fewer --steps or a lower --param flow_shift",
+    )
+
+
+def _ltx_facts(configs: Configs) -> Facts:
+    """Whether the VAE takes a timestep; refuses one whose decoder draws noise by itself."""
+    vae = configs.of("vae", timestep_conditioning=False, decoder_inject_noise=[])
+    vae.refuse("decoder_inject_noise", "draws noise from torch's global generator")
+    has_timestep = bool(vae.values["timestep_conditioning"])
+    return {
+        "decode_draws": has_timestep,
+        "unused_parameters": () if has_timestep else ("decode_timestep", "decode_noise_scale"),
+    }
+
+
+def _check_ltx(checkpoint: Any, sampling: LtxSampling) -> None:
+    require(
+        sampling.num_inference_steps > 1 or not checkpoint.scheduler_config.get("shift_terminal"),
+        "--steps must be 2 or more: the model's scheduler divides by zero for 1",
+    )
+
+
+def ltx_generator_device(checkpoint: Any, sampling: LtxSampling, device: str) -> str:
+    """The CPU, but where `LTXImageToVideoPipeline` draws noise by `torch.randn` on the device."""
+    return device if sampling.from_image and checkpoint.decode_draws else "cpu"
+
+
+def _ltx2_facts(configs: Configs) -> Facts:
+    if _ltx_facts(configs)["decode_draws"]:
+        raise configs.of("vae").error("a decode that draws noise is not supported")
+    return {}
+
+
+def _ltx2_arguments(sampling: Any) -> dict[str, Any]:
+    # By default diffusers compresses the image by H.264 first, for which it needs PyAV.
+    has_stg = sampling.stg_scale > 0 or sampling.audio_stg_scale > 0
+    blocks = [sampling.stg_block] if has_stg else None
+    image = {"image_crf": 0} if sampling.from_image else {}
+    return {"spatio_temporal_guidance_blocks": blocks, **image}
+
+
+# Frames that each chunk of a FramePack clip adds, and that the pipeline counts for it.
+_FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
+
+
+def _hunyuan_video_facts(configs: Configs) -> Facts:
+    if "image_processor" in configs.classes:
+        transformer = configs.of("transformer", image_condition_type=None)
+        reason = "as for others the clip lacks its first four frames"
+        transformer.require("image_condition_type", "token_replace", reason)
+    return {}
+
+
+def _hunyuan_video_15_facts(configs: Configs) -> Facts:
+    """The pipeline has a fixed length of prompts, and sizes of its own for an image."""
+    unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
+    target = configs.of("transformer", target_size=640).count("target_size", 8192)
+    return {"unused_parameters": ("max_sequence_length",), "image_sizes": (target, unit)}
+
+
+def _check_hunyuan_video_15(checkpoint: Any, sampling: Any) -> None:
+    if not sampling.from_image:
+        return
+    from diffusers.pipelines.hunyuan_video1_5 import image_processor  # seconds
+
+    (target, unit), height, width = checkpoint.image_sizes, sampling.height, sampling.width
+    processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
+
+    def is_kept(size: tuple[int, int]) -> bool:
+        with suppress(ValueError):  # diffusers' own for a ratio beyond its list
+            return bool(processor.calculate_default_height_width(*size, target) == size)
+        return False
+
+    sizes = filter(is_kept, image_processor.generate_crop_size_list(target, unit))
+    nearest = min(sizes, key=lambda size: abs(size[0] / size[1] - height / width))
+    require(
+        nearest == (height, width),
+        f"from an image the model makes no clips of --height {height} --width {width}",
+        f"nearest: --height {nearest[0]} --width {nearest[1]}",
+    )
+
+
+def _check_framepack(_: Any, sampling: Any) -> None:
+    frames, steps = sampling.num_frames, sampling.num_inference_steps
+    chunks = (frames - 1) // _FRAMEPACK_CHUNK
+    require(
+        steps % chunks == 0,
+        f"--steps counts those of all chunks: for {frames} frames it must be a multiple of "
+        f"{chunks}, got {steps}",
+    )
+
+
+def _framepack_arguments(sampling: Any) -> dict[str, Any]:
+    """Steps of each chunk; the frames by which the pipeline finds the number of chunks."""
+    chunks = (sampling.num_frames - 1) // _FRAMEPACK_CHUNK
+    return {
+        "num_frames": chunks * _FRAMEPACK_WINDOW,
+        "num_inference_steps": sampling.num_inference_steps // chunks,
+    }
+
+
+def _latte_facts(configs: Configs) -> Facts:
+    """The pipeline makes as many frames as its transformer says, of prompts of a fixed length."""
+    count = configs.of("transformer", video_length=16).count("video_length", 1024)
+    frames = count, count, "the only number of the model"
+    return {"unused_parameters": ("max_sequence_length",), "frames": frames}
+
+
+def _kandinsky5_facts(configs: Configs) -> Facts:
+    reason = "as sparse attention needs kernels of CUDA, and was never compared"
+    transformer = configs.of("transformer", attention_type="regular")
+    transformer.require("attention_type", "regular", reason)
+    return {}
+
+
+def _check_kandinsky5(_: Any, sampling: Any) -> None:
+    """Refuses few frames: the pipeline adapts the first four latent frames to those that follow."""
+    enough = not sampling.from_image or sampling.num_frames >= 17
+    require(enough, f"--frames must be at least 17 from an image, got {sampling.num_frames}")
+
+
+def _all_steps(sampling: Any) -> dict[str, int]:
+    """All steps; the pipeline leaves out the first ones, and a clip's are those that run."""
+    steps, strength = sampling.num_inference_steps, sampling.strength
+    fewest = max(steps, int(steps / strength) - 1)
+    found = (total for total in itertools.count(fewest) if int(total * strength) >= steps)
+    return {"num_inference_steps": next(found)}
+
+
+def _check_strength(_: Any, sampling: Any) -> None:
+    (total,) = _all_steps(sampling).values()
+    require(
+        total <= MAX_STEPS,
+        f"--steps {sampling.num_inference_steps} are the last of {total} for --param strength="
+        f"{sampling.strength:g}, and the limit is {MAX_STEPS}",
+        "use fewer --steps or more strength",
+    )
+
+
+# The families.
+
 _LTX = Row(
     *("LTX-Video", "LTXVideoTransformer3DModel", "LTXPipeline", "LTXImageToVideoPipeline"),
     branches="batch",
     both=True,
     noise="latents",
     results_in_latents=1,
-    facts=families.ltx,
-    check=families.check_ltx,
-    generator_device=families.ltx_generator_device,
+    facts=_ltx_facts,
+    check=_check_ltx,
+    generator_device=ltx_generator_device,
 )
 
 _WAN = Row(
@@ -114,8 +312,8 @@ _WAN = Row(
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
     fp32=frozenset({"vae", "image_encoder"}),
-    facts=families.wan,
-    check=families.check_wan,
+    facts=_wan_facts,
+    check=_check_wan,
 )
 
 _VACE = replace(
@@ -170,7 +368,7 @@ ROWS: Mapping[str, Row] = {
         results_in_latents=1,
         decodes_in_chunks=True,
         memory_options=True,
-        facts=families.svd,
+        facts=_svd_facts,
         resizes_early=True,
         loras=False,
     ),
@@ -191,9 +389,9 @@ ROWS: Mapping[str, Row] = {
         image="WanVideoToVideoPipeline",
         image_argument="video",
         also=("WanPipeline",),
-        facts=families.wan_from_video,
-        check=families.check_wan_video,
-        arguments=families.all_steps,
+        facts=_wan_from_video_facts,
+        check=_check_wan_video,
+        arguments=_all_steps,
     ),
     "wan_animate": _ANIMATE,
     "wan_replace": replace(
@@ -220,22 +418,23 @@ ROWS: Mapping[str, Row] = {
         records={"encode_prompt": "unused", "prepare_audio_latents": "first step"},
         noise="latents",
         results_in_latents=1,
-        arguments=families.ltx2_arguments,
-        facts=families.ltx2,
+        arguments=_ltx2_arguments,
+        facts=_ltx2_facts,
     ),
     "hunyuan_video": Row(
         *("HunyuanVideo", "HunyuanVideoTransformer3DModel"),
         *("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
         encode=_TWO_ENCODERS,
         results_in_latents=1,
-        facts=families.hunyuan_video,
+        facts=_hunyuan_video_facts,
     ),
     "framepack": Row(
         *("FramePack", "HunyuanVideoFramepackTransformer3DModel"),
         *(None, "HunyuanVideoFramepackPipeline"),
         encode=_TWO_ENCODERS,
-        check=families.check_framepack,
-        arguments=families.framepack_arguments,
+        frames=(1 + _FRAMEPACK_CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
+        check=_check_framepack,
+        arguments=_framepack_arguments,
     ),
     "hunyuan_video_15": Row(
         *("HunyuanVideo-1.5", "HunyuanVideo15Transformer3DModel"),
@@ -245,8 +444,8 @@ ROWS: Mapping[str, Row] = {
         everywhere=("guider",),
         loras=False,
         size_from_image=True,
-        facts=families.hunyuan_video_15,
-        check=families.check_hunyuan_video_15,
+        facts=_hunyuan_video_15_facts,
+        check=_check_hunyuan_video_15,
     ),
     "cogvideox": _COGVIDEOX,
     "cogvideox_v2v": replace(
@@ -256,8 +455,8 @@ ROWS: Mapping[str, Row] = {
         image="CogVideoXVideoToVideoPipeline",
         image_argument="video",
         also=("CogVideoXPipeline",),
-        check=families.check_strength,
-        arguments=families.all_steps,
+        check=_check_strength,
+        arguments=_all_steps,
     ),
     "skyreels_v2": _SKYREELS,
     "skyreels_v2_df": replace(
@@ -277,8 +476,8 @@ ROWS: Mapping[str, Row] = {
         encode=_TWO_ENCODERS,
         noise="latents",
         results_in_latents=1,
-        facts=families.kandinsky5,
-        check=families.kandinsky5_frames,
+        facts=_kandinsky5_facts,
+        check=_check_kandinsky5,
     ),
     "mochi": Row("Mochi 1", "MochiTransformer3DModel", "MochiPipeline", branches="batch"),
     "latte": Row(
@@ -287,7 +486,7 @@ ROWS: Mapping[str, Row] = {
         schedulers=("DDIMScheduler",),
         loras=False,
         results_in_latents=1,
-        facts=families.latte,
+        facts=_latte_facts,
     ),
 }
 
@@ -297,15 +496,4 @@ FAMILIES: Mapping[str, str] = {
     for family, row in ROWS.items()
     for pipeline in (row.text, row.image)
     if pipeline is not None and pipeline not in row.also
-}
-
-_COSMOS = (
-    *("Cosmos2_5_PredictBasePipeline", "Cosmos2VideoToWorldPipeline"),
-    *("CosmosTextToWorldPipeline", "CosmosVideoToWorldPipeline"),
-)
-
-#: Pipelines that are refused by name, and why.
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(_COSMOS, "needs the models of NVIDIA's guardrail, which svdpp does not load"),
-    "AnyFlowFARPipeline": "has a denoiser that returns a cache, which no packet carries",
 }
