@@ -16,8 +16,8 @@ from svdpp.driver.resolve import ClipWork, check_metadata, resolve
 from svdpp.errors import ClosedError, Interrupted, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.world import find_world
+from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, replay
-from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.messages import ClipJob, Work
 from svdpp.worker.rank import RankSetup

@@ -19,8 +19,8 @@ from svdpp.errors import (
     error_from_dict,
 )
 from svdpp.launch.group import GUARD, Group
+from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import draw_grid
-from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
     Event,
     Failed,

@@ -1,6 +1,6 @@
 """Places and ETAs of the open jobs, by replay of the real schedule with measured costs.
 
-The replay is the recurrence of `plan.large_forecast`, which equals a replay of the action lists and
+The replay is the recurrence of `plan.forecast`, which equals a replay of the action lists and
 takes a microsecond a visit.
 """
 
@@ -19,9 +19,9 @@ from svdpp.driver.resolve import ClipWork
 from svdpp.driver.trace import work_of
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.actions import Route
 from svdpp.plan.costs import PRESETS, Costs, measured_costs
-from svdpp.plan.large_forecast import Way, clip_times, way_of
-from svdpp.plan.schedule import Route
+from svdpp.plan.forecast import Way, clip_times, way_of
 from svdpp.serve.clips import RunningClip
 from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import Job

@@ -13,7 +13,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transfer, Transport
 from svdpp.errors import TransportError
 from svdpp.launch.group import RankContext
-from svdpp.plan.schedule import connect_rounds
+from svdpp.plan.actions import connect_rounds
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.processes

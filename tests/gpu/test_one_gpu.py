@@ -21,7 +21,7 @@ from svdpp.comm.transport import Transport
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch.group import RankContext, start_ranks
-from svdpp.plan.schedule import connect_rounds
+from svdpp.plan.actions import connect_rounds
 from svdpp.verification.verify import verify
 from svdpp.worker.messages import GpuSample
 from tests.faults.damage import Damage

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from svdpp.config import SvdSampling
+from svdpp.plan.actions import Route, build_schedule
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.forecast import Span, replay
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import Route, build_schedule
 from svdpp.serve import eta
 from svdpp.serve.eta import ClipAhead, Estimate, JobEstimates, MeasuredCosts, estimate
 from svdpp.serve.queue import JobQueue
