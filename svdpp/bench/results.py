@@ -234,12 +234,10 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The verdict in a sentence."""
-        if self.is_equal is False:
-            beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
-            return f"different: {', '.join(beyond)}"
         if self.is_equal is None:
             return "unknown: a single round has no spread; use --measure.repeats=3 or more"
-        return "equal: every difference is within noise"
+        beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
+        return f"different: {', '.join(beyond)}" if beyond else "equal: every difference is noise"
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as plain values."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,16 +20,11 @@ from svdpp.cli.request import PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
+from svdpp.plan.choose import Row, compare_layouts
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import forecast_layout, replay, steady_seconds_per_clip
-from svdpp.plan.layout import Layout
-from svdpp.plan.split import EXPERTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from svdpp.plan.choose import Row
-
+from svdpp.plan.layout import Layout, check_chunks
+from svdpp.plan.split import EXPERTS, MAX_RANKS
 
 #: Of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
@@ -37,7 +33,6 @@ SCHEMA_VERSION = 2
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
-_TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
 _COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 #: The fields of `Costs` that options give.
@@ -91,8 +86,6 @@ class PlanOptions(PipelineOptions, ClipOptions):
 
     def num_clips(self, world_size: int) -> int:
         """Clips to plan for."""
-        from svdpp.plan.split import MAX_RANKS
-
         check_whole("--world", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
         return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
@@ -162,9 +155,6 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.plan.choose import compare_layouts
-    from svdpp.plan.layout import check_chunks
-
     _refuse_contradictions(context, options)
     world_size, ranks_per_host = options.world_and_per_host()
     options = replace(options, world=world_size)
@@ -238,8 +228,6 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
 
     `reason` says why `auto` chose the layout.
     """
-    from svdpp.plan.choose import Row
-
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [
         Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
@@ -247,7 +235,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     ]
     ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
     ours, theirs = (_row_json(row)["forecast"] for row in rows)
-    others = {name: theirs[name] for name in _TIMES}
+    times = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
     console.json(
         {
             "schema_version": SCHEMA_VERSION,
@@ -255,7 +243,11 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
             "layout": _facts(layout) | {"reason": reason or None},
             "ranks": ranks,
             "costs": layout.costs.to_json(),
-            "forecast": {"clips": num_clips, **ours, "data_parallel": others},
+            "forecast": {
+                "clips": num_clips,
+                **ours,
+                "data_parallel": {t: theirs[t] for t in times},
+            },
         }
     )
     if console.as_json:

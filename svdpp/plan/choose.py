@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -91,7 +91,9 @@ class _Search:
             raise self._nothing_fits(possible)
         # If no layout has known transfer costs, the forecast of the first names the missing one.
         known = [*filter(_has_known_transfers, fitting)] or fitting[:1]
-        candidates = self._forecast(known)
+        candidates = [
+            _Candidate(each, *makespan_and_latency(each, self.num_clips)) for each in known
+        ]
         best = self._best(candidates)
         remarks = [self._why(best, candidates)]
         remarks += self._left_out(best.layout, possible, len(fitting) - len(candidates))
@@ -134,9 +136,6 @@ class _Search:
     def _fits(self, layout: Layout) -> bool:
         needs = layout.peak_gib if self.memory_gib else ()
         return all((need or 0.0) <= has for need, has in zip(needs, self.memory_gib, strict=True))
-
-    def _forecast(self, layouts: Iterable[Layout]) -> list[_Candidate]:
-        return [_Candidate(each, *makespan_and_latency(each, self.num_clips)) for each in layouts]
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
         if self.sooner:

@@ -42,8 +42,7 @@ class Roles:
     denoise: bool = False
     decode: bool = False
     experts: frozenset[int] = frozenset()
-    """The denoisers that its steps need, by index in `EXPERTS`. A model with one denoiser has
-    number 0, which is the default of a rank that denoises; other ranks have none."""
+    """The denoisers that its steps need, by index in `EXPERTS`; of a model with one, number 0."""
 
     def __post_init__(self) -> None:
         if self.denoise and not self.experts:
@@ -73,13 +72,11 @@ class StepShare(NamedTuple):
 class Layout:
     """`replicas` replicas of equal size; clip i runs on replica i mod `replicas`.
 
-    A replica is a sequence of ranks. Its last `decoders` ranks alternate: each does the last steps
-    and the decode of every `decoders`-th clip. Replicas of one rank are data parallel. Every rank
-    gets its clips in increasing order, so action lists made from these routes cannot deadlock.
-
-    With two experts, all clips are cut at the boundary, and the stages of a replica are divided
-    between the experts, at least one each. So a rank holds one expert, unless it is a replica by
-    itself or `share_experts` is set.
+    The last `decoders` ranks of a replica alternate: each does the last steps and the decode of
+    every `decoders`-th clip. Replicas of one rank are data parallel. Every rank gets its clips in
+    increasing order, so action lists made from these routes cannot deadlock. With two experts, all
+    clips are cut at the boundary, and each stage of a replica holds one of them, unless it is the
+    only one or `share_experts` is set.
     """
 
     num_steps: int

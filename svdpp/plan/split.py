@@ -32,8 +32,7 @@ _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
 # 2^64 / golden ratio: its multiples modulo 2^64 are the most evenly spread additive sequence.
 _GOLDEN = 0x9E3779B97F4A7C15
-# An encode or decode stage gets no steps if they speed the replica up by less than this fraction,
-# because its rank would have to hold the weights of the UNet.
+# A stage with encode or decode gets no steps, and its rank no UNet, if the gain is below this.
 _WORTH_A_UNET = 0.005
 
 
@@ -201,7 +200,7 @@ class ClipCuts:
 def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
     """Cuts that give all stages of each part equal work on average; all clips are cut between them.
 
-    If a stage has several ranks of unequal speed, each turn has its own positions.
+    If the ranks of a stage differ in speed, each turn has its own positions.
     """
     by_part = [_positions_by_turn(part) for part in parts]
     turns = math.lcm(*map(len, by_part))

@@ -67,7 +67,7 @@ def test_the_same_again_is_equal(tmp_path: Path) -> None:
     again = tuple(1.02 * rate for rate in reversed(TOGETHER))
     found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", again))
 
-    assert found.verdict == "equal: every difference is within noise"
+    assert found.verdict == "equal: every difference is noise"
     assert found.is_equal is True
     assert found.same_bits is True
     assert found.settings == found.machines == []

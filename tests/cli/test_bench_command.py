@@ -103,5 +103,5 @@ def test_a_bench_and_its_comparison_with_itself(
     assert compared["equal"] is True
     assert compared["same_bits"] is True
     answer = svdpp_here("bench", "--compare", str(folder), str(folder))
-    assert answer.out.endswith("verdict: equal: every difference is within noise\n")
+    assert answer.out.endswith("verdict: equal: every difference is noise\n")
     assert max(map(len, answer.out.splitlines()[3:])) <= 80

@@ -112,15 +112,6 @@ def test_every_part_is_measured_for_itself() -> None:
     assert second.unaccounted == 0.5  # between the last step and the decode
 
 
-def test_what_was_not_measured_is_missed() -> None:
-    trace = _trace()
-    del trace.spans[1]
-    assert [each.unaccounted for each in _parts(trace)] == [0.0, 0.5]
-    trace.waits.clear()
-    trace.spans.append(trace.spans[0]._replace(start=109.0, end=109.5))
-    assert _parts(trace)[0].unaccounted == pytest.approx(8.0)
-
-
 def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() -> None:
     trace = _trace()
     transfer = {"clip": 1, "next_step": 2, "num_bytes": 8, "peer": 0, "direction": "recv"}

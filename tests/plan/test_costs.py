@@ -172,14 +172,6 @@ def test_any_content_is_costs_or_refused(content: dict[str, Any]) -> None:
 # --- presets ------------------------------------------------------------------------------------
 
 
-def test_neither_file_nor_preset() -> None:
-    with pytest.raises(RequestError) as caught:
-        find_costs("svd-xt-tpu")
-
-    assert caught.value.message == "--costs 'svd-xt-tpu' is neither a file nor a preset"
-    assert caught.value.hint == "presets: svd-xt-a100, svd-xt-a100-pcie, svd-xt-h100-pcie"
-
-
 def test_the_published_parts_add_up_to_the_published_whole() -> None:
     """The end-to-end times of the table include some ms of other work."""
     published = {

@@ -319,18 +319,6 @@ def test_golden_text(name: str, num_clips: int, costs: Costs, marks: dict[int, s
     assert "\n".join(lines) + "\n" == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-@given(uniform_layouts(), num_clips, costs, st.integers(1, 200))
-def test_every_line_has_the_same_width_within_the_limit(
-    layout: Layout, num_clips: int, costs: Costs, width: int
-) -> None:
-    lines = grid(layout, num_clips, costs, width=width)
-
-    assert len(lines) == layout.world_size
-    assert len({len(line) for line in lines}) == 1
-    assert len(lines[0]) <= width + len("rank 0 ||")
-    assert all(line.startswith(f"rank {rank} |") for rank, line in enumerate(lines))
-
-
 @given(uniform_layouts(), num_clips)
 def test_every_step_has_a_column_where_there_is_room(layout: Layout, num_clips: int) -> None:
     """With steps of equal length, each column shows exactly what the replay gives."""

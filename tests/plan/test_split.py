@@ -99,15 +99,6 @@ def test_alternating_ranges_are_in_order_and_near_their_means(
     assert all(abs(cut - real) < 1 + 1e-9 for cut, real in zip(cuts, positions, strict=True))
 
 
-@given(st.integers(1, 12), replica_ranks())
-def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Stage]) -> None:
-    alternating = alternating_cuts([Part(num_steps, stages)])
-    turns = len(alternating.positions)
-
-    came = {(index % turns, alternating.cuts(index)) for index in range(200)}
-    assert came <= set(alternating.all_cuts())
-
-
 @given(st.integers(1, 30), replica_ranks())
 def test_stages_that_do_steps_have_equal_work(num_steps: int, stages: list[Stage]) -> None:
     """On average over clips, and within half a percent of the optimum."""
