@@ -106,9 +106,8 @@ def _case(bench: Bench, case: str) -> dict[str, Any]:
 def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     """One number for a figure of all rounds; None if no round has it.
 
-    It is the geometric mean, as in `compare`, so that the ratio of two cases is the mean of the
-    rounds' ratios. For shares it is the arithmetic mean, so that they still add up to 1; for memory
-    it is the maximum.
+    It is the geometric mean, so that the ratio of two cases is the mean of the rounds' ratios. For
+    shares it is the arithmetic mean, so that they still add up to 1; for memory the maximum.
     """
     values = [figures[name] for figures in rounds if figures[name] is not None]
     if not values:
@@ -169,11 +168,10 @@ def costs_of(bench: Bench, run_id: str) -> Costs:
 class Ratio:
     """The ratio of one figure, B over A: of geometric means over the rounds.
 
-    `low` and `high` bound the ratio of a round of B and one of A, widened. The width is that of the
-    wider set times 2 for 3 rounds, 1 for 4, 1/2 for 5 and so on, and how far the machine itself has
-    changed, all on logarithms. It assumes no distribution. Of two equal sets, 1 lies outside in at
-    most 2 of 1000 cases (by simulation: normal, exponential and Student's t with 2 degrees of
-    freedom; 3 to 9 rounds). Both are None if A or B has a single round.
+    `low` and `high` bound the ratio of a round of B and one of A, widened by the wider set times 2
+    for 3 rounds, 1 for 4, 1/2 for 5 and so on, and by the machine's own change, all on logarithms.
+    Of two equal sets, 1 lies outside in at most 2 of 1000 cases (by simulation: normal, exponential
+    and Student's t with 2 degrees of freedom; 3 to 9 rounds). None if A or B has a single round.
     """
 
     name: str

@@ -179,11 +179,9 @@ def shipped() -> list[str]:
 
 
 def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
-    """The configuration in a file, with its overrides.
+    """The configuration of that path or shipped name, with overrides.
 
-    Args:
-        name: a path, or the name of a configuration that comes with svdpp.
-        overrides: `section.field=value`, the value in YAML; later ones win.
+    These are `section.field=value`, the value in YAML; later ones win.
     """
     path = _find(name)
     content = _read(path)
@@ -286,10 +284,7 @@ class Bench:
         return [done for done in self.rounds if done.case == case]
 
     def turns(self) -> Iterator[tuple[int, str]]:
-        """Round and case, in the order of measurement; each round begins with another case.
-
-        A case that has run out of memory is left out of later rounds.
-        """
+        """Round and case in order; each round begins with another, without what has no memory."""
         names = list(self.cases)
         for number in range(self.asked.measure.repeats):
             turn = number % len(names)
@@ -303,10 +298,9 @@ class Bench:
         keep: Callable[[Round], None],
         open_observer: OpenObserver = no_observer,
     ) -> None:
-        """Measures every case once in each round.
+        """Measures every case once in each round; `keep` takes what was measured.
 
-        A baseline's lack of memory is a result; every other error ends the bench. `keep` takes
-        every measured round of a case, for which `open_observer` opens an observer.
+        A baseline's lack of memory is a result; every other error ends the bench.
         """
         for number, case in self.turns():
             title = f"round {number + 1} of {self.asked.measure.repeats}, {case}"

@@ -148,7 +148,11 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     from svdpp.cli.progress import Progress
 
     kept = Results(results, one)
-    console.info(_headline(one))
+    model, clips = one.config.model, counted(one.asked.workload.clips, "clip")
+    rounds = counted(one.asked.measure.repeats, "round")
+    console.info(f"{rounds} of {clips}, {model.name} {model.dtype}, {one.config.layout}")
+    if model.name in (DEMO_MODEL, DUMMY_MODEL):
+        console.info("this is not Stable Video Diffusion, and its figures say nothing of SVD")
     progress = partial(Progress, console, costs=one.config.costs, ranks=False)
     one.run(console.info, kept.add, progress)
     if one.asked.profile:
@@ -162,20 +166,6 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
-
-
-def _headline(one: Bench) -> str:
-    config, asked = one.config, one.asked
-    said = (
-        f"{asked.experiment}: {counted(asked.workload.clips, 'clip')} of "
-        f"{counted(config.sampling.num_inference_steps, 'step')}, "
-        f"{config.model.name} {config.model.dtype}, "
-        f"{counted(config.world_size, f'{config.device} rank')} ({config.layout}), "
-        f"{counted(asked.measure.repeats, 'round')}"
-    )
-    if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
-        said += "; this is not Stable Video Diffusion, and its figures say nothing of SVD"
-    return said
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:

@@ -169,10 +169,9 @@ class Route:
         return next((after for after, unit in enumerate(units) if rank in unit), 0)
 
     def resumed(self, at: int) -> Route:
-        """The rest of the route after `at` steps, without the ranks that have no steps left.
+        """The rest of the route after `at` steps, from the rank that does step `at`.
 
-        It starts with the rank that does step `at`. The last rank always stays, because it finishes
-        the clip.
+        The last rank always stays, because it finishes the clip.
         """
         *before, last = self.ranges
         left = [part._replace(start=max(part.start, at)) for part in before if part.end > at]

@@ -91,9 +91,8 @@ class _Search:
             raise self._nothing_fits(possible)
         # If no layout has known transfer costs, the forecast of the first names the missing one.
         known = [*filter(_has_known_transfers, fitting)] or fitting[:1]
-        candidates = [
-            _Candidate(each, *makespan_and_latency(each, self.num_clips)) for each in known
-        ]
+        clips = self.num_clips
+        candidates = [_Candidate(each, *makespan_and_latency(each, clips)) for each in known]
         best = self._best(candidates)
         remarks = [self._why(best, candidates)]
         remarks += self._left_out(best.layout, possible, len(fitting) - len(candidates))

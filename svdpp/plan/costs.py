@@ -79,8 +79,7 @@ class Costs:
             raise RequestError(
                 "the costs do not give the time of a transfer between hosts "
                 f"(rank {source} to rank {target})",
-                "use --inter-host-transfer-seconds SECONDS, or set inter_host_transfer_seconds in "
-                "the costs file; svdpp profile, started by torchrun on several hosts, measures it",
+                "use --inter-host-transfer-seconds SECONDS; svdpp profile on the hosts measures it",
             )
         return self.inter_host_transfer_seconds
 
@@ -90,10 +89,9 @@ class Costs:
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int, other: int = -1) -> float:
-        """Seconds of one step on `rank`, or on the pair with `other` if that is given.
+        """Seconds of one step on `rank`, or on the pair with `other`: the slower half, a transfer.
 
-        A pair takes the slower half, then one transfer. That counts a whole packet, so it is an
-        upper bound for a prediction.
+        That counts a whole packet, so it is an upper bound for a prediction.
         """
         if other < 0:
             return _on(self.step_seconds, rank)

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from svdpp.errors import RequestError
 
-#: Denoising steps of a clip in a plan. A run has the lower limit `config.limits.MAX_STEPS`.
+#: Denoising steps of a clip in a plan; a run has the lower limit `config.limits.MAX_STEPS`.
 MAX_PLANNED_STEPS = 65_536
-#: Ranks of a plan and of a run.
 MAX_RANKS = 65_536
 
 #: Names of the experts: the first does the steps before the boundary, the second the others.

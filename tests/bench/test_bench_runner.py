@@ -291,3 +291,11 @@ def test_a_slow_host_gets_fewer_steps() -> None:
     sizes = [share.end - share.start for share in shares]
     assert sum(sizes) == 28
     assert max(sizes[2:]) < min(sizes[:2])
+
+
+def test_a_step_of_a_pair_and_a_part_of_a_decode_count_as_whole_ones() -> None:
+    config = replace(_config(2), cfg_parallel=2)
+    trace = _note(Trace(2), {0: 1.0, 1: 1.0}, {(0, 1): 0.1})
+    trace(1, ActionDone(action="DECODE c0 @2 8:16/16", start=5.0, end=6.0, waited=0.0))
+    costs = median_costs(config, None, [trace], source="")
+    assert (costs.step_seconds, costs.decode_seconds) == (pytest.approx(1.8), 2.0)
