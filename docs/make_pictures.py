@@ -18,11 +18,10 @@ from svdpp.config import (
     PipelineConfig,
 )
 from svdpp.driver.pipeline import Pipeline
+from svdpp.plan.actions import build_schedule
 from svdpp.plan.costs import PRESETS
-from svdpp.plan.forecast import replay, summarise
-from svdpp.plan.large_forecast import steady_seconds_per_clip
+from svdpp.plan.forecast import replay, steady_seconds_per_clip, summarise
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import build_schedule
 
 PICTURES = Path(__file__).parent / "pictures"
 

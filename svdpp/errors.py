@@ -145,13 +145,6 @@ class NotFiniteError(SvdppError):
     meaning = "a latent is not finite"
 
 
-class TargetError(SvdppError):
-    """A bench missed a target by more than noise."""
-
-    exit_code = 10
-    meaning = "a bench missed a target"
-
-
 class Interrupted(BaseException):
     """A signal ended the run; the exit code is 128 plus the signal's number, as in a shell.
 

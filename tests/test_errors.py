@@ -21,7 +21,6 @@ from svdpp.errors import (
     RankError,
     RequestError,
     SvdppError,
-    TargetError,
     TransportError,
     VerificationError,
     error_from_dict,
@@ -45,7 +44,6 @@ EXIT_CODES = {
     OutputError: 8,
     ClosedError: 1,
     NotFiniteError: 9,
-    TargetError: 10,
 }
 
 

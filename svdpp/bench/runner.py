@@ -1,42 +1,32 @@
-"""A bench: the pipeline and its baselines measured in turns, and the folder of the results."""
+"""A bench: its configuration, from YAML and overrides, and its cases, measured in turns."""
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, cast
 
-from svdpp.bench.compare import (
-    CONFIG,
-    COSTS,
-    DATA_PARALLEL,
-    ENVIRONMENT,
-    FIGURES,
-    ONE_DEVICE,
-    PIPELINE,
-    ROUNDS,
-    SUMMARY,
-    TIME_PARTS,
-    check_measurable,
-    is_share,
-    outcome,
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+
+from svdpp.config import (
+    DEFAULT_MODEL,
+    SAMPLING_CLASSES,
+    ClipRequest,
+    Fit,
+    PipelineConfig,
+    SamplingConfig,
+    params_of,
 )
-from svdpp.bench.config import BenchConfig, Workload
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config.files import read_small_file
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED
 from svdpp.config.sampling import PromptedSampling
-from svdpp.diagnostics.cost_profile import median_costs
-from svdpp.diagnostics.environment import environment
-from svdpp.diagnostics.figures import RunFigures, measured_figures, rounded
-from svdpp.diagnostics.report import diagnose
+from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.driver.trace import Trace
-from svdpp.errors import OutOfMemoryError
-from svdpp.media import output_files
+from svdpp.errors import InputError, OutOfMemoryError, RequestError, describe_fault, nearest
 from svdpp.media.inputs import (
     EXAMPLE_PROMPT,
     ClipInput,
@@ -45,11 +35,219 @@ from svdpp.media.inputs import (
     example_photos,
     in_turn,
 )
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import percentile
+from svdpp.plan.layout import Split, present_split
+from svdpp.redaction import recorded_name, redact_all
 from svdpp.verification.verify import run_reference
 
-SCHEMA_VERSION = 4
+#: The case that is measured, and its two baselines.
+PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
+
+_MAX_ROUNDS = 1000
+_SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
+
+#: Not strict, because YAML 1.1 reads 1e3 as text.
+Number = Annotated[float, Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Strict: otherwise `true` and "1" would count as 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class Model(Section):
+    """The weights; the fields are options of `svdpp run`."""
+
+    name: str = DEFAULT_MODEL
+    family: str | None = None
+    revision: str | None = None
+    variant: str | None = None
+    local_files_only: bool = False
+    memory_opt: bool = False
+    channels_last: bool = False
+    latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
+    """Of the dummy model: B, C, F, H, W."""
+
+
+class Ranks(Section):
+    """How the ranks share the work; the fields are options of `svdpp run`."""
+
+    world: Positive | None = None
+    """Number of ranks W; None: every GPU, or 2 on the CPU."""
+    device: str = "cuda"
+    split: Annotated[Split, BeforeValidator(present_split)] = "uniform"
+    """If not given, `balanced` for a model with two experts."""
+    share_experts: bool = False
+    """Whether one rank may hold both experts of a model that has two."""
+    replicas: Positive = 1
+    decoders: Positive = 1
+    cfg_parallel: Positive = 1
+    costs: str | None = None
+    """Costs file or preset for the split; None: svd-xt-a100."""
+    threads: Positive | None = None
+    """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
+    deterministic: bool = False
+    """torch's strict mode, in every case."""
+    allow_mixed_devices: bool = False
+    checksum: bool = False
+    timeout: Number = 600.0
+    start_timeout: Number = 600.0
+
+
+def _parameters() -> dict[str, Any]:
+    """The sampling parameters of every family; None: the model's default."""
+    short = {"num_inference_steps": "steps", "num_frames": "frames"}
+    kinds: dict[type, Any] = {int: Annotated[int, Field(ge=0)], float: Number}
+    return {
+        short.get(name, name): (kinds[param.kind] | None, None)
+        for family in SAMPLING_CLASSES
+        for name, param in params_of(cast("Any", SAMPLING_CLASSES[family])).items()
+    }
+
+
+_Sampled: Any = create_model("_Sampled", __base__=Section, **_parameters())
+
+
+class Workload(_Sampled):  # type: ignore[misc]
+    """The clips to be made, with the sampling parameters of their model."""
+
+    clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
+    """Measured clips of each round, without the warm-up."""
+    images: list[str] = Field(default=[])
+    """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
+    model that also makes clips from text."""
+    prompts: list[str] | None = Field(default=None, min_length=1)
+    """For a model that takes prompts: each is combined with each image. None: an example, with
+    another number for each clip."""
+    negative_prompt: str | None = None
+    decode_chunk_size: Positive | None = None
+    fit: Fit = "stretch"
+
+
+class Measure(Section):
+    """The number of rounds, the warm-up, and the seeds."""
+
+    warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
+    """Clips through every rank before the measured ones, in each round."""
+    repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
+    """Rounds; each starts the processes of every case again."""
+    seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
+    """All images take the first seed, then all take the second, and so on, in a cycle."""
+
+
+class BenchConfig(Section):
+    """What a bench measures."""
+
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    """Name of the folder for its results."""
+    model: Model = Model()
+    pipeline: Ranks = Ranks()
+    workload: Workload = Workload()
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """None: the default of --dtype."""
+    measure: Measure = Measure()
+    profile: bool = False
+    """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
+
+    def resolved(self, config: PipelineConfig) -> BenchConfig:
+        """A copy with the values that depend on the machine, the model and its defaults."""
+        sampling, model = config.sampling, config.model
+        names = set(Workload.model_fields) & {each.name for each in fields(sampling)}
+        chosen = {name: getattr(sampling, name) for name in names}
+        chosen |= {"frames": sampling.num_frames, "steps": sampling.num_inference_steps}
+        ranks = {"world": config.world_size, "threads": config.num_threads, "split": config.split}
+        return self.model_copy(
+            update={
+                "pipeline": self.pipeline.model_copy(update=ranks),
+                "workload": self.workload.model_copy(update=chosen),
+                "precision": model.dtype,
+            }
+        )
+
+    def to_yaml(self) -> str:
+        """All fields, in the form that `read_config` reads."""
+        values = self.model_dump()
+        values["model"]["name"] = recorded_name(self.model.name)
+        return str(yaml.safe_dump(redact_all(values), sort_keys=False))
+
+
+def shipped() -> list[str]:
+    """The names of the configurations that come with svdpp."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+
+
+def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
+    """The configuration of that path or shipped name, with overrides.
+
+    These are `section.field=value`, the value in YAML; later ones win.
+    """
+    path = _find(name)
+    content = _read(path)
+    for override in overrides:
+        _override(content, override)
+    content.setdefault("experiment", path.stem)
+    try:
+        return BenchConfig.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise RequestError(f"{name}: no field {where!r}", _known(where)) from error
+        raise RequestError(f"{name}: {where} {describe_fault(first)}") from error
+
+
+def _find(name: str) -> Path:
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
+        return Path(name)
+    if name in shipped():
+        return _SHIPPED / f"{name}.yaml"
+    raise RequestError(
+        f"{name!r} is neither a file nor a configuration that comes with svdpp",
+        nearest(name, shipped(), f"shipped: {', '.join(shipped())}"),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(read_small_file(path, "configuration"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        words = " ".join(str(error).split())
+        raise InputError(f"{str(path)!r} is not YAML: {words}") from error
+    if content is not None and not isinstance(content, dict):
+        raise InputError(f"{str(path)!r} holds no sections, such as 'workload:'")
+    # A section whose lines are all commented out is null: it takes its defaults.
+    return {key: value for key, value in (content or {}).items() if value is not None}
+
+
+def _override(content: dict[str, Any], text: str) -> None:
+    dotted, equals, value = text.partition("=")
+    if not equals or not dotted:
+        raise RequestError(f"an override is section.field=value, got {text!r}")
+    *sections, key = dotted.split(".")
+    place = content
+    for section in sections:
+        if place.get(section) is None:
+            place[section] = {}
+        place = place[section]
+        if not isinstance(place, dict):
+            raise RequestError(f"{text!r}: {section!r} is not a section")
+    try:
+        place[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise RequestError(f"{text!r}: the value is not YAML") from error
+
+
+def _known(where: str) -> str:
+    """A hint: a field of the same name elsewhere, a similar one, or the sections."""
+    names, last = list(BenchConfig.model_fields), where.rpartition(".")[2]
+    for section, about in BenchConfig.model_fields.items():
+        names += [f"{section}.{name}" for name in getattr(about.annotation, "model_fields", ())]
+    same = (name for name in names if name.rpartition(".")[2] == last)
+    return nearest(next(same, where), names, f"known: {', '.join(BenchConfig.model_fields)}")
+
+
+# --- the measurement -----------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -61,9 +259,8 @@ class Round:
     """Of the round, from 0."""
     trace: Trace
     figures: RunFigures
-    latents_sha256: list[str]
-    """By clip."""
-    frames_sha256: list[str | None]
+    sha256: list[tuple[str, str | None]]
+    """Of latents and frames, by clip."""
 
 
 @dataclass
@@ -80,18 +277,13 @@ class Bench:
         self.requests = _requests(self.asked, self.config)
         self.asked = self.asked.resolved(self.config)
         self.cases = cases_of(self.config)
-        has_gpu = self.config.device != "cpu"
-        check_measurable(self.asked.targets, self.cases, has_gpu=has_gpu)
 
     def rounds_of(self, case: str) -> list[Round]:
         """The measured rounds of one case."""
         return [done for done in self.rounds if done.case == case]
 
     def turns(self) -> Iterator[tuple[int, str]]:
-        """Round and case, in the order of measurement; each round begins with another case.
-
-        A case that has run out of memory is left out of later rounds.
-        """
+        """Round and case in order; each round begins with another, without what has no memory."""
         names = list(self.cases)
         for number in range(self.asked.measure.repeats):
             turn = number % len(names)
@@ -105,10 +297,9 @@ class Bench:
         keep: Callable[[Round], None],
         open_observer: OpenObserver = no_observer,
     ) -> None:
-        """Measures every case once in each round.
+        """Measures every case once in each round; `keep` takes what was measured.
 
-        A baseline's lack of memory is a result; every other error ends the bench. `keep` takes
-        every measured round of a case, for which `open_observer` opens an observer.
+        A baseline's lack of memory is a result; every other error ends the bench.
         """
         for number, case in self.turns():
             title = f"round {number + 1} of {self.asked.measure.repeats}, {case}"
@@ -151,15 +342,14 @@ class Bench:
                     if warmups:
                         pipeline.run(warmups)
                     made = [result.metadata for result in pipeline.run(self.requests)]
-        figures = measured_figures(trace, config, config.layout.schedule)
+        figures = measured_figures(trace, config, config.layout.schedule(len(self.requests)))
         assert figures is not None, "a round has a clip"
         return Round(
             case=case,
             number=number,
             trace=trace,
             figures=figures,
-            latents_sha256=[clip["latents_sha256"] for clip in made],
-            frames_sha256=[clip["frames_sha256"] for clip in made],
+            sha256=[(clip["latents_sha256"], clip["frames_sha256"]) for clip in made],
         )
 
 
@@ -199,146 +389,9 @@ def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
 def differing(rounds: Sequence[Round]) -> list[str]:
     """The cases, rounds and clips whose bits differ from the others'; empty if none do."""
     first = next((done for done in rounds if done.case == ONE_DEVICE), rounds[0])
-    expected = list(zip(first.latents_sha256, first.frames_sha256, strict=True))
     return [
         f"{done.case}, round {done.number + 1}, clip {clip}"
         for done in rounds
-        for clip, hashes in enumerate(zip(done.latents_sha256, done.frames_sha256, strict=True))
-        if hashes != expected[clip]
+        for clip, hashes in enumerate(done.sha256)
+        if hashes != first.sha256[clip]
     ]
-
-
-# --- the results --------------------------------------------------------------------------------
-
-
-class Results:
-    """The folder of one run: configuration and environment, then rounds, then the summary."""
-
-    def __init__(self, root: Path, bench: Bench) -> None:
-        self._bench = bench
-        output_files.check_writable(root.absolute())
-        sha256 = bench.asked.sha256
-        self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{sha256[:8]}"
-        self.folder = root / bench.asked.experiment / self.run_id
-        with output_files.disk_errors(f"{str(self.folder)!r} cannot be created"):
-            self.folder.mkdir(parents=True)
-        text = f"# sha256 {sha256}\n{bench.asked.to_yaml()}"
-        output_files.write_text(self.folder / CONFIG, text)
-        output_files.write_json(self.folder / ENVIRONMENT, environment())
-
-    def add(self, done: Round) -> None:
-        """Appends a round's figures, which stay if the bench fails later."""
-        measured = done.figures.to_json()
-        record = {"case": done.case, "round": done.number, "measured": measured}
-        with (
-            output_files.disk_errors(f"{ROUNDS} cannot be written"),
-            (self.folder / ROUNDS).open("a", encoding="ascii") as file,
-        ):
-            file.write(json.dumps(record) + "\n")
-
-    def finish(self) -> dict[str, Any]:
-        """Writes summary and costs; returns what `summary.json` holds."""
-        found = {**summary(self._bench, self.run_id), "limits": self._limits()}
-        output_files.write_json(self.folder / COSTS, costs_of(self._bench, self.run_id).to_json())
-        output_files.write_json(self.folder / SUMMARY, found)
-        return found
-
-    def _limits(self) -> dict[str, Any]:
-        """The diagnosis of the pipeline's round with the median makespan."""
-        rounds = sorted(self._bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
-        median = rounds[(len(rounds) - 1) // 2]
-        found = diagnose(median.figures, self.folder / COSTS, "--pipeline.{}={}")
-        return {"round": median.number, **found.to_json()}
-
-
-def summary(bench: Bench, run_id: str) -> dict[str, Any]:
-    """What `summary.json` holds, without what limits the pipeline."""
-    cases = {case: _case(bench, case) for case in bench.cases}
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "experiment": bench.asked.experiment,
-        "run_id": run_id,
-        "config_sha256": bench.asked.sha256,
-        "config": json.loads(json.dumps(bench.asked.model_dump())),
-        "cases": cases,
-        "speedups": _speedups(cases),
-        "same_bits": not differing(bench.rounds),
-        "latents_sha256": bench.rounds_of(PIPELINE)[0].latents_sha256,
-    }
-    targets = bench.asked.targets.items()
-    return {**content, "targets": {name: outcome(name, text, content) for name, text in targets}}
-
-
-def _case(bench: Bench, case: str) -> dict[str, Any]:
-    config, error = bench.cases[case], bench.out_of_memory.get(case)
-    rounds = [_figures(done) for done in bench.rounds_of(case)]
-    return {
-        "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.layout),
-        "world": config.world_size,
-        "error": None if error is None else error.message,
-        "rounds": rounds,
-        "over_rounds": {name: _over_rounds(name, rounds) for name in FIGURES if rounds},
-    }
-
-
-def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
-    """One number for a figure of all rounds; None if no round has it.
-
-    It is the geometric mean, as in `compare`, so that the ratio of two cases is the mean of the
-    rounds' ratios. For shares it is the arithmetic mean, so that they still add up to 1; for memory
-    it is the maximum.
-    """
-    values = [figures[name] for figures in rounds if figures[name] is not None]
-    if not values:
-        return None
-    if name.startswith("peak_"):
-        return float(max(values))
-    if is_share(name):
-        return statistics.fmean(values)
-    return statistics.geometric_mean(values) if all(values) else 0.0
-
-
-def _figures(done: Round) -> dict[str, Any]:
-    """A round's figures, as plain numbers; those of each rank are in `rounds.jsonl`."""
-    figures, forecast = done.figures, done.figures.forecast_seconds
-    steps, ranks = [step.end - step.start for step in done.trace.steps], done.figures.ranks
-    wall = sum(rank.wall for rank in ranks)
-    values = {
-        "clips": figures.clips,
-        "makespan_seconds": figures.makespan,
-        "overhead": figures.makespan / forecast if forecast else None,
-        "first_clip_seconds": figures.first_clip,
-        "steady_clips_per_minute": 60 / figures.seconds_per_clip,
-        **{f"step_p{n}_seconds": percentile(steps, n) for n in (50, 90, 95)},
-        "bubble": figures.bubble,
-        **{f"{part}_share": sum(getattr(r, part) for r in ranks) / wall for part in TIME_PARTS},
-        "start_seconds": figures.start_seconds,
-        "load_seconds": max(rank.load_seconds for rank in ranks),
-        "peak_allocated_gib": max(rank.allocated_bytes or 0 for rank in ranks) / 2**30 or None,
-        "peak_reserved_gib": max(rank.peak_bytes or 0 for rank in ranks) / 2**30 or None,
-    }
-    return {"round": done.number, **rounded(values)}
-
-
-def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """The pipeline's clips per minute over those of each other case in the same round."""
-    rate = "steady_clips_per_minute"
-    ours = {figures["round"]: figures[rate] for figures in cases[PIPELINE]["rounds"]}
-    result = {}
-    for case, about in cases.items():
-        rounds = about["rounds"]
-        ratios = [round(ours[figures["round"]] / figures[rate], 4) for figures in rounds]
-        if case != PIPELINE and ratios:
-            result[case] = {"rounds": ratios, "over_rounds": statistics.geometric_mean(ratios)}
-    return result
-
-
-def costs_of(bench: Bench, run_id: str) -> Costs:
-    """The medians of all rounds of the pipeline. A bench does not measure memory and writing.
-
-    A rank that only decodes in the pipeline has its steps from data parallel.
-    """
-    traces = [done.trace for done in bench.rounds_of(PIPELINE)]
-    elsewhere = [done.trace for done in bench.rounds_of(DATA_PARALLEL)]
-    source = f"measured by: svdpp bench, {bench.asked.experiment}/{run_id}"
-    return median_costs(bench.config, None, traces, elsewhere, source=source)

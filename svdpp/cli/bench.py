@@ -14,12 +14,11 @@ from svdpp.cli.options.declare import DIAGNOSTICS, argument
 from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.cli.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
-from svdpp.errors import RequestError, TargetError, VerificationError
+from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
-    from svdpp.bench.config import BenchConfig
-    from svdpp.bench.runner import Bench
+    from svdpp.bench.runner import Bench, BenchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     """Measure a pipeline against data parallel and against diffusers on one device.
 
     Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
-    from those of diffusers, the results are written and the exit code is 3. It is 10 if a target
-    is missed by more than noise.
+    from those of diffusers, the results are written and the exit code is 3.
     """
     if launched is not None:
         raise RequestError(
@@ -65,26 +63,31 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
             raise RequestError("--compare takes two folders and no configuration")
         _compare(console, *asked.compare)
         return
-    from svdpp.bench.config import read_config, shipped
-    from svdpp.launch.group import start_fork_server_early
+    from svdpp.bench.runner import Bench, differing, read_config, shipped
+    from svdpp.driver.pipeline import Pipeline
 
     if len(names) != 1:
-        given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
         raise RequestError(
-            f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
+            f"bench takes one configuration, got {' '.join(names) or 'none'}",
+            f"try: svdpp bench {shipped()[0]}",
         )
     point = read_config(names[0], overrides)
-    model = _options(point)
-    family = None if model.is_dummy else model.family
-    start_fork_server_early(family=family, device=point.pipeline.device)
-    one = _bench(point)
-    found = _run(console, one, asked.results)
-    console.json([found])
-    _check(one, found)
+    pipeline = Pipeline(pipeline_config(point))
+    one = Bench(point, pipeline.config)
+    if pipeline.checkpoint is not None:
+        for request in one.requests:
+            pipeline.checkpoint.check_request(one.config.sampling, request)
+    console.json([_run(console, one, asked.results)])
+    if different := differing(one.rounds):
+        count = counted(len(different), "clip")
+        raise VerificationError(
+            f"bits differ from those of diffusers in {count}, first in {different[0]}",
+            "svdpp verify shows the first step that differs",
+        )
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
-    from svdpp.bench.compare import compare
+    from svdpp.bench.results import compare
 
     found = compare(a, b)
     console.json(found.to_json())
@@ -122,58 +125,34 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
     return names, overrides
 
 
-def _bench(point: BenchConfig) -> Bench:
-    from svdpp.bench.runner import Bench
-    from svdpp.driver.pipeline import Pipeline
-
-    pipeline = Pipeline(pipeline_config(point))
-    one = Bench(point, pipeline.config)
-    if pipeline.checkpoint is not None:
-        for request in one.requests:
-            pipeline.checkpoint.check_request(one.config.sampling, request)
-    return one
-
-
 def pipeline_config(point: BenchConfig) -> PipelineConfig:
-    """The configuration that `svdpp run` makes of the same options, by which errors name fields."""
-    options, workload = _options(point), point.workload
-    for name in ("prompts", "negative_prompt"):
-        if getattr(workload, name) is not None and options.family == "svd":
-            raise RequestError(
-                f"workload.{name} is not for {options.model}, a model of the family svd",
-                f"leave workload.{name} out",
-            )
+    """The configuration that `svdpp run` makes of the same options."""
+    renamed = {"name": "model", "family": "as_family", "frames": "num_frames"}
+    workload, others = point.workload, {"clips", "images", "prompts", "negative_prompt"}
+    sections = point.model.model_dump() | point.pipeline.model_dump(exclude_defaults=True)
+    sections |= workload.model_dump(exclude=others, exclude_none=True)
+    values = {renamed.get(name, name): value for name, value in sections.items()}
+    values |= {"device": point.pipeline.device, "dtype": point.precision}
+    values |= {"latent_shape": tuple(point.model.latent_shape)}
+    values |= {"cfg_parallel": str(point.pipeline.cfg_parallel)}
+    own = values.keys() - {field.name for field in fields(PipelineOptions)}
+    values["param"] = [f"{name}={values.pop(name)}" for name in sorted(own)]
+    options = PipelineOptions(**values)
     from_image = True if workload.images else None
     request = PipelineRequest(options=options, num_clips=workload.clips, from_image=from_image)
     return request.resolve()[0]
 
 
-def _options(point: BenchConfig) -> PipelineOptions:
-    """The options with the values of the sections, whose fields have their names or `renamed`."""
-    renamed = {"name": "model", "family": "as_family", "frames": "num_frames"}
-    sections = point.model.model_dump() | point.pipeline.model_dump(exclude_defaults=True)
-    values = {renamed.get(name, name): value for name, value in sections.items()}
-    values |= {"device": point.pipeline.device, "dtype": point.precision}
-    values |= {"latent_shape": tuple(point.model.latent_shape)}
-    values |= {"cfg_parallel": str(point.pipeline.cfg_parallel)}
-    others = {"clips", "images", "prompts", "negative_prompt"}
-    sampling = {
-        renamed.get(name, name): value
-        for name, value in point.workload.model_dump(exclude=others).items()
-        if value is not None
-    }
-    own = sampling.keys() - {field.name for field in fields(PipelineOptions)}
-    values |= {name: sampling[name] for name in sampling.keys() - own}
-    return PipelineOptions(**values, param=[f"{name}={sampling[name]}" for name in sorted(own)])
-
-
 def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
-    from svdpp.bench.compare import COSTS, PROFILE
-    from svdpp.bench.runner import Results
+    from svdpp.bench.results import COSTS, PROFILE, Results
     from svdpp.cli.progress import Progress
 
     kept = Results(results, one)
-    console.info(_headline(one))
+    model, clips = one.config.model, counted(one.asked.workload.clips, "clip")
+    rounds = counted(one.asked.measure.repeats, "round")
+    console.info(f"{rounds} of {clips}, {model.name} {model.dtype}, {one.config.layout}")
+    if model.name in (DEMO_MODEL, DUMMY_MODEL):
+        console.info("this is not Stable Video Diffusion, and its figures say nothing of SVD")
     progress = partial(Progress, console, costs=one.config.costs, ranks=False)
     one.run(console.info, kept.add, progress)
     if one.asked.profile:
@@ -187,40 +166,6 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
     return {**found, "folder": str(kept.folder)}
-
-
-def _headline(one: Bench) -> str:
-    config, asked = one.config, one.asked
-    said = (
-        f"{asked.experiment}: {counted(asked.workload.clips, 'clip')} of "
-        f"{counted(config.sampling.num_inference_steps, 'step')}, "
-        f"{config.model.name} {config.model.dtype}, "
-        f"{counted(config.world_size, f'{config.device} rank')} ({config.layout}), "
-        f"{counted(asked.measure.repeats, 'round')}"
-    )
-    if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
-        said += "; this is not Stable Video Diffusion, and its figures say nothing of SVD"
-    if config.device == "cpu" and config.model.dtype != "fp32":
-        said += f"; {config.model.dtype} on a CPU says nothing of a GPU"
-    return said
-
-
-def _check(one: Bench, found: dict[str, Any]) -> None:
-    """Raises what is wrong with a bench that was measured: bits that differ, else figures."""
-    from svdpp.bench.compare import missed
-    from svdpp.bench.runner import differing
-
-    if different := differing(one.rounds):
-        count = counted(len(different), "clip")
-        raise VerificationError(
-            f"bits differ from those of diffusers in {count}, first in {different[0]}",
-            "svdpp verify shows the first step that differs",
-        )
-    if targets := missed(found["targets"]):
-        raise TargetError(
-            f"missed {counted(len(targets), 'target')}: {', '.join(targets)}",
-            "the table above shows each figure and its range",
-        )
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
@@ -237,6 +182,5 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
         "limits": limits["headline"],
         "try": limits["advice"] and limits["advice"]["options"],
         "same_bits": found["same_bits"],
-        "target": found["targets"],
     }
     console.show({name: value for name, value in shown.items() if value or value is False})

@@ -9,7 +9,6 @@ from svdpp.cli.command import command
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import argument
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, own_params
-from svdpp.errors import ModelError, RequestError
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
 # The same for all families so far; tests/models and tests/driver hold it.
@@ -39,22 +38,12 @@ def models(console: Console, asked: NameOptions) -> None:
     name = asked.name
     if name is None:
         found = [describe(family) for family in SAMPLING_CLASSES]
-    else:
-        found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
-    console.json({"schema_version": 1, "families": found})
-    if name is None:
         rows = [{**one, "from": " or ".join(one["inputs"])} for one in found]
         console.table([{key: row[key] for key in ("family", "title", "from")} for row in rows])
     else:
-        words = {
-            f"--param {key}": {
-                "default": one["default_in_words"] or str(one["default"]),
-                "range": f"{one['lowest']:g} to {one['highest']:g}",
-                "help": one["help"],
-            }
-            for key, one in found[0]["parameters"].items()
-        }
-        console.show({**found[0], "parameters": words})
+        found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
+        console.show(found[0])
+    console.json({"schema_version": 1, "families": found})
 
 
 def describe(family: str) -> dict[str, Any]:
@@ -94,13 +83,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
     """The family of a checkpoint, as this one has it."""
     from svdpp.models.checkpoint import find_checkpoint
 
-    try:
-        checkpoint = find_checkpoint(ModelConfig(name=name), weights=False)
-    except ModelError as error:
-        if "/" in name:
-            raise
-        known = ", ".join(SAMPLING_CLASSES)
-        raise RequestError(f"there is no family or model {name!r}", f"one of {known}") from error
+    checkpoint = find_checkpoint(ModelConfig(name=name), weights=False)
     about = describe(checkpoint.family)
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())
     takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,17 +20,11 @@ from svdpp.cli.request import PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole
 from svdpp.errors import RequestError
+from svdpp.plan.choose import Row, compare_layouts
 from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay
-from svdpp.plan.large_forecast import forecast_layout, steady_seconds_per_clip
-from svdpp.plan.layout import Layout
-from svdpp.plan.split import EXPERTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from svdpp.plan.choose import Row
-
+from svdpp.plan.forecast import forecast_layout, replay, steady_seconds_per_clip
+from svdpp.plan.layout import Layout, check_chunks
+from svdpp.plan.split import EXPERTS, MAX_RANKS
 
 #: Of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
@@ -38,7 +33,6 @@ SCHEMA_VERSION = 2
 _MAX_DRAWN = 50_000
 _CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
-_TIMES = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
 _COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 #: The fields of `Costs` that options give.
@@ -92,8 +86,6 @@ class PlanOptions(PipelineOptions, ClipOptions):
 
     def num_clips(self, world_size: int) -> int:
         """Clips to plan for."""
-        from svdpp.plan.split import MAX_RANKS
-
         check_whole("--world", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
         return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
@@ -106,17 +98,11 @@ class PlanOptions(PipelineOptions, ClipOptions):
         try:
             sizes = tuple(map(float, asked.split(",")))
         except ValueError:
-            sizes = (math.nan,)
-        if not all(math.isfinite(size) and size > 0 for size in sizes):
+            sizes = ()
+        if len(sizes) not in (1, world_size) or not all(0 < size < math.inf for size in sizes):
             raise RequestError(
-                f"--device-memory must be finite numbers above 0, got {asked!r}",
+                f"--device-memory must be 1 or {world_size} finite numbers above 0, got {asked!r}",
                 "such as --device-memory 79, or 79,79,47,47 for devices that differ",
-            )
-        if len(sizes) not in (1, world_size):
-            raise RequestError(
-                f"--device-memory {asked} names {len(sizes)} devices, but there are {world_size} "
-                "ranks",
-                f"use --gpus {len(sizes)}, or name {world_size} devices",
             )
         return sizes if len(sizes) == world_size else sizes * world_size
 
@@ -125,15 +111,12 @@ class PlanOptions(PipelineOptions, ClipOptions):
         hosts, asked = self.hosts, self.world
         if hosts is None:
             return (_DEFAULT_WORLD if asked is None else asked), None
-        match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", hosts, re.ASCII)
-        num_hosts, per_host = (int(match[1]), int(match[2])) if match else (0, 0)
-        if not num_hosts * per_host:
+        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", hosts, re.ASCII)
+        num_hosts, per_host = map(int, match.groups()) if match else (0, 0)
+        if not match or asked not in (None, num_hosts * per_host):
             raise RequestError(
                 f"--hosts must be HOSTSxRANKS, such as 2x4 for 2 hosts of 4 ranks, got {hosts!r}"
-            )
-        if asked not in (None, num_hosts * per_host):
-            raise RequestError(
-                f"--hosts {hosts} makes {num_hosts * per_host} ranks, but --world is {asked}",
+                + (f" with --world {asked}" if asked else ""),
                 "leave --world out",
             )
         return num_hosts * per_host, per_host
@@ -172,9 +155,6 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    from svdpp.plan.choose import compare_layouts
-    from svdpp.plan.layout import check_chunks
-
     _refuse_contradictions(context, options)
     world_size, ranks_per_host = options.world_and_per_host()
     options = replace(options, world=world_size)
@@ -188,8 +168,12 @@ def plan(
         memory_gib=options.limits(world_size),
     )
     if options.compare:
-        rows = compare_layouts(**{**request.counts, "pairs": request.pairs[0]})
-        show_comparison(console, request.counts, rows)
+        counts = {**request.counts, "pairs": request.pairs[0]}
+        rows = compare_layouts(**counts)
+        about = {name: counts[name] for name in ("num_steps", "world_size")}
+        about |= {"clips": num_clips, "layouts": [*map(_row_json, rows)]}
+        console.json({"schema_version": SCHEMA_VERSION, **about})
+        _print_forecasts(console, rows, num_clips, world_size)
     else:
         config, _ = request.resolve()
         if options.decode_ranks is not None and config.chunks:
@@ -220,19 +204,12 @@ def _refuse_contradictions(context: click.Context, options: PlanOptions) -> None
             "--device-memory has an effect only with --layout auto or --compare",
             "add one of them, or leave out --device-memory",
         )
-    if options.memory and options.expert_boundary is not None:
-        raise RequestError(
-            "with --memory the model gives the boundary between its experts",
-            "leave out --expert-boundary",
-        )
     for name, option in given_options(context).items():
         if options.compare and name in OF_LAYOUT:
             raise RequestError(f"--compare shows all layouts: leave out {option}")
 
 
 def _remarks(options: PlanOptions, costs: Costs) -> Iterator[str]:
-    if options.memory and options.device == "cpu":
-        yield "memory: as in use at the same time; malloc may keep up to twice the working memory"
     if options.device_memory is not None and costs.denoise_weights_gib is None:
         yield "--device-memory leaves out no layout: these costs have no memory; --memory adds it"
     if options.costs is None and None in (options.step_seconds, options.decode_seconds):
@@ -250,27 +227,29 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
 
     `reason` says why `auto` chose the layout.
     """
-    from svdpp.plan.choose import Row
-
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [
         Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
         for name, each in (("this layout", layout), ("data parallel", data_parallel))
     ]
     ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
+    ours, theirs = (_row_json(row)["forecast"] for row in rows)
+    times = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
+    console.json(
+        {
+            "schema_version": SCHEMA_VERSION,
+            **{name: getattr(layout, name) for name in ("num_steps", "world_size", "split")},
+            "layout": _facts(layout) | {"reason": reason or None},
+            "ranks": ranks,
+            "costs": layout.costs.to_json(),
+            "forecast": {
+                "clips": num_clips,
+                **ours,
+                "data_parallel": {t: theirs[t] for t in times},
+            },
+        }
+    )
     if console.as_json:
-        ours, theirs = (_row_json(row)["forecast"] for row in rows)
-        others = {name: theirs[name] for name in _TIMES}
-        console.json(
-            {
-                "schema_version": SCHEMA_VERSION,
-                **{name: getattr(layout, name) for name in ("num_steps", "world_size", "split")},
-                "layout": _facts(layout) | {"reason": reason or None},
-                "ranks": ranks,
-                "costs": layout.costs.to_json(),
-                "forecast": {"clips": num_clips, **ours, "data_parallel": others},
-            }
-        )
         return
     # Replicas that are alike are shown once.
     shown = layout.replica_ranks[0] if layout.replicas_are_alike else range(layout.world_size)
@@ -288,7 +267,8 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
 
 
 def _rank(layout: Layout, rank: int) -> dict[str, Any]:
-    role, found = layout.roles[rank], layout.all_shares[rank]._asdict() | layout.roles[rank].parts
+    role, found = layout.roles[rank], layout.all_shares[rank]._asdict()
+    found |= {name: getattr(role, name) for name in ("encode", "denoise", "decode")}
     if layout.expert_boundary is not None:
         found["experts"] = [EXPERTS[expert] for expert in sorted(role.experts)]
     if layout.costs.ranks_per_host is not None:
@@ -325,42 +305,33 @@ def _facts(layout: Layout) -> dict[str, Any]:
     return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
 
 
-def _gib(peaks: Iterable[float | None]) -> str:
+def _gib(peaks: Sequence[float | None]) -> str:
     """Lowest and highest peak of several ranks; a dash if one is unknown."""
-    values = list(peaks)
-    known = sorted(peak for peak in values if peak is not None)
-    if not known or len(known) < len(values):
-        return "-"
-    return "..".join(dict.fromkeys(f"{peak:.1f}" for peak in (known[0], known[-1])))
-
-
-def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Prints layouts side by side, then notes on them."""
-    if console.as_json:
-        about = {name: counts[name] for name in ("num_steps", "world_size")}
-        about |= {"clips": counts["num_clips"], "layouts": [*map(_row_json, rows)]}
-        console.json({"schema_version": SCHEMA_VERSION, **about})
-        return
-    _print_forecasts(console, rows, counts["num_clips"], counts["world_size"])
+    known = sorted(peak for peak in peaks if peak is not None)
+    ends = dict.fromkeys(f"{peak:.1f}" for peak in (known[:1] + known[-1:]))
+    return "..".join(ends) if len(known) == len(peaks) else "-"
 
 
 def _print_forecasts(
     console: Console, rows: Sequence[Row], num_clips: int, world_size: int
 ) -> None:
+    if console.as_json:
+        return
     console.table([_compared(row) for row in rows])
-    console.result()
-    console.result(f"total: {counted(num_clips, 'clip')} on {counted(world_size, 'rank')}")
-    console.result("per min: clips of a long queue; all others in seconds, of these clips")
-    console.result(
-        "first: as of a clip alone; mean: of a clip from its start; jitter: between clips"
+    lines = (
+        "",
+        f"total: {counted(num_clips, 'clip')} on {counted(world_size, 'rank')}",
+        "per min: clips of a long queue; all others in seconds, of these clips",
+        "first: as of a clip alone; mean: of a clip from its start; jitter: between clips",
     )
+    console.result("\n".join(lines))
     if any(row.name == "pairs" for row in rows):
         console.result("pairs: data parallel with --cfg-parallel 2, for clips with guidance")
     for row in rows:
         if row.note:
             console.prose(f"{row.name}: {row.note}")
         roles = () if row.layout is None else row.layout.roles
-        if idle := sum(not (role.encode or role.denoise or role.decode) for role in roles):
+        if idle := sum(not role.held for role in roles):
             console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")
 
 
@@ -368,7 +339,7 @@ def _compared(row: Row) -> dict[str, str]:
     forecast, cells = row.forecast, ["-"] * len(_COMPARED)
     if forecast is not None and row.layout is not None:
         rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
-        times = forecast.makespan, forecast.first_clip, forecast.latency.mean, forecast.jitter
+        times = forecast.makespan, forecast.first_clip, forecast.latency, forecast.jitter
         total, *others = (f"{round(time, 3):.4g}" for time in times)
         cells = [total, rate, *others, _gib(row.layout.peak_gib), f"{forecast.bubble:.0%}"]
     return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
@@ -382,6 +353,6 @@ def _row_json(row: Row) -> dict[str, Any]:
             **row.forecast.to_json(),
             "seconds_per_clip": row.seconds_per_clip,
             "jitter_seconds": row.forecast.jitter,
-            "latency_seconds": row.forecast.latency._asdict(),
+            "latency_seconds": row.forecast.latency,
         }
     return {"name": row.name, "note": row.note or None, **facts}

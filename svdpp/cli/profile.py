@@ -60,7 +60,7 @@ def profile(
     config = request.with_a_step_each().resolve()[0]
     if is_member(launched):
         from svdpp.cli.log import serve_member
-        from svdpp.diagnostics.cost_profile import measured_config
+        from svdpp.diagnostics.machine import measured_config
         from svdpp.driver.pipeline import Pipeline
 
         LogOptions().open(console, launched)
@@ -85,7 +85,7 @@ def _measure(
     console: Console, config: PipelineConfig, path: Path, repeats: int, prompt: str | None
 ) -> None:
     from svdpp.cli.progress import Progress
-    from svdpp.diagnostics.cost_profile import profile as measure
+    from svdpp.diagnostics.machine import profile as measure
     from svdpp.media import output_files
 
     costs = measure(

@@ -17,10 +17,9 @@ from svdpp.cli.console import Console, counted
 from svdpp.config import ClipRequest
 from svdpp.driver.trace import MeanCosts
 from svdpp.errors import RequestError
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Action, Kind, Schedule
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
-from svdpp.plan.schedule import Schedule
 from svdpp.redaction import one_line
 from svdpp.worker.messages import (
     CheckpointLost,

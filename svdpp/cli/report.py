@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from svdpp.cli.command import command
-from svdpp.cli.console import Console
+from svdpp.cli.console import Console, counted
 from svdpp.cli.options.declare import argument
 
 if TYPE_CHECKING:
@@ -36,22 +36,27 @@ def report(console: Console, options: ReportOptions) -> None:
     """
     from svdpp.diagnostics.report import read_report
 
-    found = read_report(options.folder)
-    console.json(found.to_json())
-    states = ", ".join(f"{number} {state}" for state, number in found.states.items())
+    found, diagnosis = read_report(options.folder)
+    console.json(found)
+    states = ", ".join(f"{number} {state}" for state, number in found["clips"].items())
     console.result(f"clips: {states or 'none'}")
-    for clip in found.lost:
+    for clip in found["lost"]:
         console.prose(f"{clip['output'] or '(no clip)'}: {clip['why']}", "  ")
-    if found.diagnosis is None:
+    if diagnosis is None:
         console.prose("times: none, because the run was killed, made no clip, or left no figures")
     else:
-        _print_diagnosis(console, found.diagnosis)
+        _print_diagnosis(console, diagnosis)
 
 
 def _print_diagnosis(console: Console, found: Diagnosis) -> None:
-    console.prose(found.times)
+    figures = found.figures
+    console.prose(
+        f"times: {figures.start_seconds:.1f} s to start, then {counted(figures.clips, 'clip')} in "
+        f"{figures.makespan:.1f} s, the first after {figures.first_clip:.1f} s, then one every "
+        f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
+    )
     console.result()
-    console.table([*map(_row, found.figures.ranks)])
+    console.table([*map(_row, figures.ranks)])
     console.result("\nWhat limits it")
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""

@@ -261,10 +261,9 @@ class Run:
         for failure in pipeline.failures:
             output = clips.metadata[failure.clip]["output"]
             lost.append({"output": output, "error": error_to_dict(failure.error)})
-        if made and figures is not None:
+        if made and figures is not None and figures.clips > figures.world_size:
             limits = diagnose(figures, policy.manifest).lines
-            report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
-            console.info(*limits, report if limits else "")
+            console.info(*limits, f"  svdpp report {shlex.quote(str(policy.manifest))}")
         if console.as_json:
             console.json([*clips.skipped, *made, *lost])
         else:

@@ -116,7 +116,7 @@ class Transport:
 
         Args:
             links: by channel, rounds of pairs (from, to), the same for all ranks; see
-                `plan.schedule.connect_rounds`.
+                `plan.actions.connect_rounds`.
             on_connecting: called with the other end before each of this rank's links is opened.
         """
         in_order = [

@@ -127,10 +127,8 @@ class TraceFile:
         ends = f"{rank}-{peer}" if is_send else f"{peer}-{rank}"
         arrow = f"{ends}, clip {transfer.clip}, step {transfer.next_step}"
         about = {"cat": "transfer", "id": arrow, "ts": self._microseconds(ready)}
-        if is_send:
-            yield _event("s", rank, track, "transfer", **about)
-        else:
-            yield _event("f", rank, track, "transfer", bp="e", **about)
+        phase, more = ("s", {}) if is_send else ("f", {"bp": "e"})
+        yield _event(phase, rank, track, "transfer", **about, **more)
 
     def _counter(
         self, rank: int, name: str, when: float, values: Mapping[str, float]

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, RequestError, describe_fault
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs, PerRank, step_from_pair
-from svdpp.plan.forecast import replay, summarise
-from svdpp.worker.messages import WaitCause
+from svdpp.plan.forecast import Span, replay, summarise
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest, PipelineConfig
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.trace import Trace
-    from svdpp.plan.schedule import Schedule
+    from svdpp.plan.actions import Schedule
+
+# Ranks whose times of one step differ by less than this ratio count as equally fast.
+_SAME_SPEED = 1.1
 
 #: Checked when they are read back, because a manifest is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 AtLeastOne = Annotated[int, Field(ge=1, le=10**6)]
-
-# Ranks whose times of one step differ by less than this ratio count as equally fast.
-_SAME_SPEED = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +64,8 @@ class RankFigures:
     """Before its first wait or work, and after its last."""
     image_wait: Amount = 0.0
     packet_wait: Amount = 0.0
-    send_wait: Amount = 0.0
     writer_wait: Amount = 0.0
-    """All waits by their causes; `packet_wait` includes `transfer`."""
+    """Waits by their causes; `packet_wait` includes `transfer`."""
     step: WorkFigures = WorkFigures()
     encode: WorkFigures = WorkFigures()
     decode: WorkFigures = WorkFigures()
@@ -86,7 +87,7 @@ class RankFigures:
 class RunFigures:
     """What a run measured."""
 
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     ranks: Annotated[tuple[RankFigures, ...], Field(min_length=1)]
     clips: AtLeastOne
     """Clips that the ranks worked on in this run."""
@@ -103,58 +104,33 @@ class RunFigures:
     """Between the last action of a rank and the last written clip."""
     transfer_seconds: Amount = 0.0
     """Mean of one transfer, at its receiver."""
+    costs: Costs | None = None
+    """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
     forecast_seconds: Amount | None = None
-    """What the same actions take at each rank's own mean costs; None if that is unknown."""
+    """What the same actions take at these costs; None if that is unknown."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
 
-    @property
-    def costs(self) -> Costs | None:
-        """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
-        steps = [self._on_one_rank(rank.step) for rank in self.ranks]
-        stepped = [step.mean_seconds for step in steps if step.count]
-        if not stepped:
-            return None
-        slowness = [1.0] * self.world_size
-        if max(stepped) > _SAME_SPEED * min(stepped):
-            slowness = [(step.mean_seconds or _mean(steps)) / _mean(steps) for step in steps]
-        return Costs(
-            step_seconds=_by_rank(steps, slowness),
-            encode_seconds=_by_rank([rank.encode for rank in self.ranks], slowness),
-            decode_seconds=_by_rank([rank.decode for rank in self.ranks], slowness),
-            transfer_seconds=self.transfer_seconds,
-            source="measured by svdpp run",
-            device=self.ranks[0].device,
-        )
-
-    def _on_one_rank(self, step: WorkFigures) -> WorkFigures:
-        if self.cfg_parallel == 1:
-            return step
-        return replace(step, mean_seconds=step_from_pair(step.mean_seconds, self.transfer_seconds))
-
     def to_json(self) -> dict[str, Any]:
         """The figures as plain values, with the costs as in a costs file."""
-        costs = self.costs and self.costs.to_json()
-        return {**rounded(asdict(self)), "costs": rounded(costs)}
+        return {**rounded(asdict(self)), "costs": rounded(self.costs and self.costs.to_json())}
 
 
 def measured_figures(
-    trace: Trace,
-    config: PipelineConfig,
-    schedule: Callable[[int], Schedule | None] = lambda _: None,
+    trace: Trace, config: PipelineConfig, schedule: Schedule | None = None
 ) -> RunFigures | None:
     """The figures of the clips in `trace`; None if no rank has done an action.
 
-    `schedule` says what the ranks do to make so many clips, for a forecast; None if it is unknown.
+    `schedule` is what the ranks did for these clips, for a forecast; None if it is unknown.
     """
     if not trace.spans:
         return None
     measured, end = trace.summary(), max(span.end for span in trace.spans)
-    transfers = [packet.end - packet.start for packet in trace.received]
-    figures = RunFigures(
+    costs = _mean_costs(trace, config) if trace.steps else None
+    return RunFigures(
         ranks=tuple(_of_rank(trace, config, rank) for rank in range(trace.world_size)),
         clips=measured.clips,
         num_steps=config.sampling.num_inference_steps,
@@ -166,19 +142,18 @@ def measured_figures(
         seconds_per_clip=measured.seconds_per_clip,
         bubble=measured.bubble,
         write_tail=max(0.0, (trace.last_written or end) - end),
-        transfer_seconds=_work(transfers).mean_seconds,
+        transfer_seconds=_work(packet.end - packet.start for packet in trace.received).mean_seconds,
+        costs=costs,
+        forecast_seconds=_forecast(costs, schedule, trace.world_size),
     )
-    return replace(figures, forecast_seconds=_forecast(figures, schedule(figures.clips)))
 
 
 def figures_of_run(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunFigures | None:
     """The figures of `requests` in a pipeline; without a forecast if some clips are lost."""
     kept = requests[-(pipeline.trace.last_clips or 0) :]
-
-    def schedule(clips: int) -> Schedule | None:
-        is_whole = clips == len(kept) and not pipeline.failures
-        return pipeline.schedule(kept) if is_whole else None
-
+    made = {span.clip for span in pipeline.trace.spans}
+    is_whole = len(made) == len(kept) and not pipeline.failures
+    schedule = pipeline.schedule(kept) if is_whole else None
     return measured_figures(pipeline.trace, pipeline.config, schedule)
 
 
@@ -190,8 +165,7 @@ def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
     kept = compute / reported.compute_seconds if reported.compute_seconds else 1.0
 
     def work(kind: Kind) -> WorkFigures:
-        own = [span for span in spans if span.action.kind is kind]
-        return _work([(span.end - span.start) / span.action.fraction for span in own])
+        return _work(_whole(span) for span in spans if span.action.kind is kind)
 
     return RankFigures(
         rank=rank,
@@ -200,8 +174,10 @@ def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
         end=share.end,
         compute=compute,
         **_parts_of_time(trace, rank),
-        **{f"{cause}_wait": kept * reported.waits.get(cause, 0.0) for cause in get_args(WaitCause)},
-        step=_work([step.end - step.start for step in trace.steps if step.rank == rank]),
+        image_wait=kept * reported.waits.get("image", 0.0),
+        packet_wait=kept * reported.waits.get("packet", 0.0),
+        writer_wait=kept * reported.waits.get("writer", 0.0),
+        step=_work(step.end - step.start for step in trace.steps if step.rank == rank),
         encode=work(Kind.ENCODE),
         decode=work(Kind.DECODE),
         write=WorkFigures(
@@ -248,17 +224,80 @@ def _overlap(
     )
 
 
-def _work(seconds: Sequence[float]) -> WorkFigures:
-    return WorkFigures(count=len(seconds), mean_seconds=sum(seconds) / max(1, len(seconds)))
+def _work(seconds: Iterable[float]) -> WorkFigures:
+    each = list(seconds)
+    return WorkFigures(count=len(each), mean_seconds=sum(each) / max(1, len(each)))
 
 
-def _forecast(figures: RunFigures, schedule: Schedule | None) -> float | None:
-    if schedule is None or figures.costs is None:
+def _whole(span: Span) -> float:
+    """Seconds for a whole clip, also if the rank decodes a part of it."""
+    return (span.end - span.start) / span.action.fraction
+
+
+def _mean_costs(trace: Trace, config: PipelineConfig) -> Costs:
+    device = trace.reported[0].device
+    return costs_of(config, [trace], source="measured by svdpp run", device=device)
+
+
+def _forecast(costs: Costs | None, schedule: Schedule | None, world_size: int) -> float | None:
+    if schedule is None or costs is None:
         return None
     try:
-        return summarise(replay(schedule, figures.costs), figures.world_size).makespan
+        return summarise(replay(schedule, costs), world_size).makespan
     except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
         return None
+
+
+def costs_of(
+    config: PipelineConfig,
+    traces: Sequence[Trace],
+    *,
+    average: Callable[[Iterable[float]], float] = statistics.fmean,
+    tells_ranks_apart: bool = True,
+    **about: Any,
+) -> Costs:
+    """The averages of all clips in `traces`, which have steps.
+
+    Args:
+        tells_ranks_apart: whether all work has a time for each rank if their steps differ by more
+            than a tenth. A rank without steps counts as fast as the others.
+        about: further fields of the costs.
+    """
+    host_of = Costs(ranks_per_host=about.get("ranks_per_host")).host_of
+    transfers: dict[bool, list[float]] = {False: [], True: []}
+    for packet in (packet for trace in traces for packet in trace.received):
+        crosses = host_of(packet.rank) != host_of(packet.peer)
+        transfers[crosses].append(packet.end - packet.start)
+    transfer = average(transfers[False] or [0.0])
+    steps = defaultdict[int, list[float]](list)
+    for each in (each for trace in traces for each in trace.steps):
+        steps[each.rank].append(each.end - each.start)
+
+    def step(seconds: Iterable[float]) -> float:
+        paired = config.cfg_parallel == 2
+        return step_from_pair(average(seconds), transfer) if paired else average(seconds)
+
+    usual = step([seconds for own in steps.values() for seconds in own])
+    ranks = range(config.world_size)
+    slowness = [step(steps[rank]) / usual if rank in steps else 1.0 for rank in ranks]
+    differs = tells_ranks_apart and max(slowness) > _SAME_SPEED * min(slowness)
+
+    def on_ranks(seconds: float) -> PerRank:
+        return tuple(seconds * slow for slow in slowness) if differs else seconds
+
+    def action(kind: Kind) -> PerRank:
+        spans = [span for trace in traces for span in trace.spans if span.action.kind is kind]
+        seconds = [_whole(span) / (slowness[span.rank] if differs else 1.0) for span in spans]
+        return on_ranks(average(seconds or [0.0]))
+
+    return Costs(
+        step_seconds=on_ranks(usual),
+        encode_seconds=action(Kind.ENCODE),
+        decode_seconds=action(Kind.DECODE),
+        transfer_seconds=transfer,
+        inter_host_transfer_seconds=average(transfers[True]) if transfers[True] else None,
+        **about,
+    )
 
 
 _FIGURES = TypeAdapter(RunFigures)
@@ -269,40 +308,16 @@ def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
     values = manifest.get("measured")
     if values is None:
         return None
-    if isinstance(values, dict) and values.get("schema_version", 1) != 1:
-        raise InputError(f"{where}: the run's figures are of another version of svdpp")
     try:
         return _FIGURES.validate_python(values)
+    except RequestError as error:
+        what = error.message
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "it"
-        what = f"{place} {describe_fault(first)}"
-        raise InputError(f"{where}: the run's figures are damaged: {what}") from error
-
-
-def _by_rank(works: Sequence[WorkFigures], slowness: Sequence[float]) -> PerRank:
-    """Mean seconds of one kind of work on each rank; a single number for ranks of equal speed.
-
-    A rank without such work would take as long as the others, times its own slowness.
-    """
-    if len(set(slowness)) == 1:
-        return _mean(works)
-    pairs = list(zip(works, slowness, strict=True))
-    at_mean_speed = [work.mean_seconds / slow for work, slow in pairs if work.count]
-    usual = sum(at_mean_speed) / max(1, len(at_mean_speed))
-    return tuple(work.mean_seconds if work.count else usual * slow for work, slow in pairs)
-
-
-def _mean(works: Sequence[WorkFigures]) -> float:
-    return sum(work.seconds for work in works) / max(1, sum(work.count for work in works))
+        what = f"{'.'.join(map(str, first['loc'])) or 'it'} {describe_fault(first)}"
+    raise InputError(f"{where}: the run's figures are damaged: {what}")
 
 
 def rounded(value: Any) -> Any:
-    """`value` with numbers of six significant digits, which keeps the file small."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(item) for item in value]
-    return value
+    """Plain values with numbers of six significant digits, which keeps the file small."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))

@@ -14,7 +14,7 @@ from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures, figu
 from svdpp.driver.jobs import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.choose import choose_layout
-from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.forecast import forecast_layout
 
 SCHEMA_VERSION = 3
 _NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
@@ -44,8 +44,7 @@ class Advice(NamedTuple):
     """The layout that finishes the same clips first on the same ranks, by forecast."""
 
     text: str
-    options: str
-    """To add to the command."""
+    options: str  # to add to the command
     times_as_fast: float
 
 
@@ -55,39 +54,17 @@ class Diagnosis:
 
     figures: RunFigures
     findings: tuple[Finding, ...]
+    """The costliest first."""
     advice: Advice | None
     """None if no layout is faster by more than noise."""
 
     @property
-    def headline(self) -> str:
-        """The costliest finding."""
-        return self.findings[0].text
-
-    @property
     def lines(self) -> list[str]:
-        """What limits the ranks and what to try, for the end of a run; none for few clips."""
-        if not self._is_measured:
-            return []
-        lines = [f"limited by: {self.headline}"]
+        """What limits the ranks and what to try, for the end of a run."""
+        lines = [f"limited by: {self.findings[0].text}"]
         if self.advice is not None:
             lines += [f"try: {self.advice.text}", f"  {self.advice.options}"]
         return lines
-
-    @property
-    def _is_measured(self) -> bool:
-        """Whether there are clips beyond those that only fill the ranks."""
-        return self.figures.clips > self.figures.world_size
-
-    @property
-    def times(self) -> str:
-        """Start, first clip and rate in one line."""
-        figures = self.figures
-        clips = f"{figures.clips} clip{'s' if figures.clips > 1 else ''}"
-        return (
-            f"times: {figures.start_seconds:.1f} s to start, then {clips} in "
-            f"{figures.makespan:.1f} s, the first after {figures.first_clip:.1f} s, then one every "
-            f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
-        )
 
     @property
     def forecast_error(self) -> float | None:
@@ -95,13 +72,14 @@ class Diagnosis:
 
         None for so few clips that the first one, which warms up, decides.
         """
-        seconds = self.figures.forecast_seconds
-        return self.figures.makespan / seconds - 1 if seconds and self._is_measured else None
+        figures, seconds = self.figures, self.figures.forecast_seconds
+        is_long = figures.clips > figures.world_size
+        return figures.makespan / seconds - 1 if seconds and is_long else None
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as plain values."""
         return {
-            "headline": self.headline,
+            "headline": self.findings[0].text,
             "findings": [finding._asdict() for finding in self.findings],
             "advice": self.advice and self.advice._asdict(),
             "forecast_error": self.forecast_error,
@@ -118,13 +96,9 @@ def find_limits(figures: RunFigures) -> list[Finding]:
     least = _WORTH_NAMING * (figures.makespan + figures.write_tail)
     causes = [*_imbalance(figures), *_waits(figures)]
     worth = [each for each in causes if each.lost_seconds >= least]
-    if not worth:
-        shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in figures.ranks]
-        text = f"no rank: each computes {min(shares):.0%} to {max(shares):.0%} of the time"
-        if figures.world_size == 1:
-            text = f"its one rank, which computes {shares[0]:.0%} of the time"
-        return [Finding("balanced", text)]
-    return sorted(worth, key=lambda cause: -cause.lost_seconds)
+    shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in figures.ranks]
+    text = f"no rank: each computes {min(shares):.0%} to {max(shares):.0%} of the time"
+    return sorted(worth, key=lambda cause: -cause.lost_seconds) or [Finding("balanced", text)]
 
 
 def _busiest(figures: RunFigures) -> RankFigures:
@@ -201,10 +175,8 @@ def diagnose(figures: RunFigures, costs: Path, option: str = "--{} {}") -> Diagn
         costs: a file that has the measured costs.
         option: the form of an option of the layout; another one in a bench.
     """
-    findings = tuple(find_limits(figures))
-    return Diagnosis(
-        figures=figures, findings=findings, advice=_best_layout(figures, costs, option)
-    )
+    advice = _best_layout(figures, costs, option)
+    return Diagnosis(figures=figures, findings=tuple(find_limits(figures)), advice=advice)
 
 
 def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None:
@@ -236,65 +208,44 @@ def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None
     return Advice(text, " ".join(option.format(*each) for each in given.items()), times)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunReport:
-    """What is said of a run."""
-
-    path: Path
-    """The run's manifest."""
-    states: Mapping[str, int]
-    """Number of clips in each state."""
-    lost: tuple[dict[str, str], ...]
-    """The `output` of each failed clip, empty if its image could not be read, and `why`."""
-    diagnosis: Diagnosis | None
-    """None if the run was killed, made no clip, or is of an earlier version."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "manifest": str(self.path),
-            "clips": dict(self.states),
-            "lost": list(self.lost),
-            **(_NOTHING if self.diagnosis is None else self.diagnosis.to_json()),
-        }
+# --- the report on a folder ----------------------------------------------------------------------
 
 
-def read_report(path: Path) -> RunReport:
-    """The report on the run whose manifest is at `path`, or in that folder."""
+def read_report(path: Path) -> tuple[dict[str, Any], Diagnosis | None]:
+    """The report on the run whose manifest is at `path`, or in that folder, and its diagnosis.
+
+    There is no diagnosis if the run was killed, made no clip, or is of an earlier version.
+    """
     manifest = _find_manifest(path)
     content = read_manifest(manifest)
     try:
-        clips = [dict(clip) for clip in content["clips"]]
-        states = Counter(str(clip["state"]) for clip in clips)
-        lost = tuple(
+        states = Counter(str(clip["state"]) for clip in content["clips"])
+        lost = [
             {"output": str(clip.get("output") or ""), "why": str(clip["error"]["message"])}
-            for clip in clips
+            for clip in content["clips"]
             if clip["state"] == "failed"
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
     figures = figures_of(content, repr(str(manifest)))
     diagnosis = None if figures is None else diagnose(figures, manifest)
-    return RunReport(path=manifest, states=states, lost=lost, diagnosis=diagnosis)
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "manifest": str(manifest),
+        "clips": dict(states),
+        "lost": lost,
+        **(_NOTHING if diagnosis is None else diagnosis.to_json()),
+    }
+    return report, diagnosis
 
 
 def _find_manifest(path: Path) -> Path:
-    if not path.is_dir():
-        if not path.exists():
-            raise InputError(f"{str(path)!r} does not exist", "svdpp report FOLDER of a run")
-        return path
-    if (path / MANIFEST).exists():
-        return path / MANIFEST
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return path / MANIFEST if path.is_dir() else path
     manifests = sorted(path.glob(f"*.{MANIFEST}"))
     if len(manifests) == 1:
         return manifests[0]
-    if manifests:
-        names = ", ".join(manifest.name for manifest in manifests[:3])
-        raise InputError(
-            f"{str(path)!r} holds {len(manifests)} runs: {names}", f"svdpp report {manifests[0]}"
-        )
     raise InputError(
-        f"{str(path)!r} is not the folder of a run: it has no {MANIFEST}",
-        "name the folder that svdpp run wrote with --out; a bench prints what limits it",
+        f"{str(path)!r} has {f'{len(manifests)} runs' if manifests else f'no {MANIFEST}'}",
+        f"name a run's folder, or one of its files *.{MANIFEST}; a bench prints what limits it",
     )

@@ -13,8 +13,8 @@ from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult
 from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import ClipWork, check_memory
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
+from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, replay
-from svdpp.plan.schedule import Schedule
 from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.messages import ClipJob, Work
 

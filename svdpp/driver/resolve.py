@@ -15,10 +15,9 @@ from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
 from svdpp.launch.process_lifetime import environment_defaults
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Layout, Roles, check_chunks
-from svdpp.plan.schedule import Route, Schedule, build_schedule
 from svdpp.worker.messages import ClipJob, Work
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.

@@ -13,8 +13,8 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.trace import Trace
 from svdpp.errors import BrokenLinkError, Interrupted, RankError, SvdppError, error_from_dict
 from svdpp.launch.group import GUARD, Group
+from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import draw_grid
-from svdpp.plan.schedule import Schedule
 from svdpp.worker.messages import (
     Event,
     Failed,

@@ -1,37 +1,32 @@
-"""The Action: one thing that one rank does for one clip, with its text form and parser."""
+"""Actions, each one thing that a rank does for one clip, and each rank's list of them."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
+
+from svdpp.plan.split import StepRange
 
 
 class Kind(StrEnum):
     """The kinds of action."""
 
-    ENCODE = "ENCODE"
-    """Read the clip's image, encode it and draw its noise: gives the latent before step 0."""
-    LOAD = "LOAD"
-    """Read the latent checkpoint that an earlier run wrote after `start` steps."""
-    RECV = "RECV"
-    """Post the receive of the clip's packet; the action that uses the latent waits for it."""
-    DENOISE = "DENOISE"
-    """Run steps `start` to `end` (exclusive) of the clip."""
-    SHARE = "SHARE"
-    """Send the clip's packet to `peer`, the other rank of the pair, and go on with it."""
-    SEND = "SEND"
-    """Send the clip's packet to `peer` in the background."""
-    DROP = "DROP"
-    """Forget the clip: the other rank of the pair has the same latent and finishes it."""
-    DECODE = "DECODE"
-    """Turn the final latent, or the part of it that `frames` names, into frames."""
-    RETURN = "RETURN"
-    """Send the decoded frames to `peer`, which finishes the clip, and forget the clip."""
-    GATHER = "GATHER"
-    """Wait for the frames that `peer` decodes."""
-    FINISH = "FINISH"
-    """Hash the result, write it in the background, and report the clip as finished."""
+    ENCODE = "ENCODE"  # read the clip's image, encode it, draw its noise: the latent before step 0
+    LOAD = "LOAD"  # read the latent checkpoint that an earlier run wrote after `start` steps
+    RECV = "RECV"  # post the receive of the packet; the action that uses the latent waits for it
+    DENOISE = "DENOISE"  # run steps `start` to `end` (exclusive) of the clip
+    SHARE = "SHARE"  # send the clip's packet to `peer`, the other rank of the pair, and go on
+    SEND = "SEND"  # send the clip's packet to `peer` in the background
+    DROP = "DROP"  # forget the clip: the other rank of the pair has its latent and finishes it
+    DECODE = "DECODE"  # turn the final latent, or the part that `frames` names, into frames
+    RETURN = "RETURN"  # send the decoded frames to `peer`, which finishes the clip, and forget it
+    GATHER = "GATHER"  # wait for the frames that `peer` decodes
+    FINISH = "FINISH"  # hash the result, write it in the background, report the clip as finished
 
 
 class FrameRange(NamedTuple):
@@ -48,24 +43,18 @@ class FrameRange(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list.
-
-    Args:
-        clip: index of the clip, counted from the first one given to the pipeline.
-        start: steps of the clip that are done when the action starts.
-        end: steps done when the action ends; equals `start` except for DENOISE.
-        peer: the other rank of a transfer; of a DENOISE, the other rank of the pair, which does the
-            same steps; -1 for other actions.
-        frames: those that the action decodes or transfers, or for which it transfers the latent, if
-            several ranks decode the clip; else None.
-    """
+    """One entry of a rank's list; the steps `start` and `end` differ only of a DENOISE."""
 
     kind: Kind
     clip: int
+    """Its index, counted from the first clip given to the pipeline."""
     start: int
     end: int
+    """Steps of the clip that are done when the action starts, and when it ends."""
     peer: int = -1
+    """The other rank of a transfer; of a DENOISE the other rank of the pair; -1: none."""
     frames: FrameRange | None = None
+    """Those that it decodes or transfers, or for which it transfers the latent; None: all."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -120,3 +109,197 @@ _ARROWS = {Kind.RECV: "<", Kind.GATHER: "<", **dict.fromkeys(SENDS, ">"), Kind.D
 _ACTION = re.compile(
     rf"({'|'.join(Kind)}) c(\d+) @?(\d+)(?::(\d+))?(?: [<>=](\d+))?(?: (\d+):(\d+)/(\d+))?"
 )
+
+
+# --- the lists, from the routes of clips ---------------------------------------------------------
+
+#: The action list of each rank.
+Schedule = tuple[tuple[Action, ...], ...]
+
+
+class DecodeShare(NamedTuple):
+    """The frames of a clip that `rank` decodes."""
+
+    rank: int
+    frames: FrameRange
+
+
+@dataclass(frozen=True)
+class Route:
+    """The route of one clip: which rank does which steps, in order."""
+
+    clip: int
+    ranges: tuple[StepRange, ...]
+    """Consecutive, up to the last step; a rank without steps only encodes or only decodes. A route
+    that starts after step 0 starts from the latent checkpoint of an earlier run."""
+    decodes: bool = True
+    paired: bool = False
+    """Whether rank r + 1 does the same steps as each rank r of the route. The first rank of the
+    pair encodes, decodes and finishes; the second starts from its packet."""
+    shares: tuple[DecodeShare, ...] = ()
+    """The frames that each of several ranks decodes, the last rank's first; else it decodes all."""
+
+    @property
+    def start(self) -> int:
+        """Steps done before the route starts; above 0 if an earlier run did them."""
+        return self.ranges[0].start
+
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """All pairs of ranks (from, to) between which its packets travel, also if it is resumed."""
+        seconds = [part.rank + 1 for part in self.ranges if part.num_steps and self.paired]
+        between = pairwise(part.rank for part in self.ranges)
+        return {*between, *pairwise(seconds), *((rank - 1, rank) for rank in seconds)}
+
+    @property
+    def decode_links(self) -> set[tuple[int, int]]:
+        """All pairs of ranks (from, to) between which final latents and frames travel."""
+        writer = self.ranges[-1].rank
+        helpers = [share.rank for share in self.shares[1:]]
+        return {(writer, rank) for rank in helpers} | {(rank, writer) for rank in helpers}
+
+    def has_latent(self, rank: int) -> bool:
+        """Whether `rank` has done the last steps as the second of a pair."""
+        last = self.ranges[-1]
+        return self.paired and last.num_steps > 0 and rank == last.rank + 1
+
+    def stages_after(self, rank: int) -> int:
+        """The number of its ranges after that of `rank`, or of the pair; 0 if that has none."""
+        units = [range(part.rank, part.rank + 1 + self.paired) for part in reversed(self.ranges)]
+        return next((after for after, unit in enumerate(units) if rank in unit), 0)
+
+    def resumed(self, at: int) -> Route:
+        """The rest of the route after `at` steps, from the rank that does step `at`.
+
+        The last rank always stays, because it finishes the clip.
+        """
+        *before, last = self.ranges
+        left = [part._replace(start=max(part.start, at)) for part in before if part.end > at]
+        return replace(self, ranges=(*left, last._replace(start=max(last.start, at))))
+
+
+@dataclass(frozen=True)
+class _Visit:
+    pending: Action | None
+    work: tuple[Action, ...]
+
+
+def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
+    """Each rank's action list: clips in the order of `routes`, each receive posted one clip ahead.
+
+    So the transfer overlaps with the work on this clip, and at most two packets are in flight to a
+    rank: the posted one, and one that its sender still holds. A rank that helps to decode a clip
+    does so after its steps of the next clips that keep it busy until the clip has passed the ranks
+    between. Where clips skip different ranks, it does so before the next clip: otherwise ranks
+    could wait for each other in a circle.
+    """
+    paths: defaultdict[int, set[tuple[tuple[int, bool], ...]]] = defaultdict(set)
+    for route in routes:
+        path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
+        paths[route.ranges[-1].rank].add(path)
+    visits: list[list[_Visit]] = [[] for _ in range(world_size)]
+    # Each help with the number of visits behind which it comes.
+    helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
+    for route in routes:
+        for index, part in enumerate(route.ranges):
+            visits[part.rank].append(_visit(route, index))
+        for rank, visit in _second_visits(route):
+            visits[rank].append(visit)
+        for rank, visit in _decode_visits(route):
+            earliest = helps[rank][-1][0] if helps[rank] else 0
+            others = route.stages_after(rank) if len(paths[route.ranges[-1].rank]) == 1 else 0
+            helps[rank].append((max(earliest, len(visits[rank]) + others), visit))
+    for own, helped in zip(visits, helps, strict=True):
+        for earlier, (after, visit) in enumerate(helped):
+            own.insert(after + earlier, visit)
+    return tuple(map(_post_receives_ahead, visits))
+
+
+def _visit(route: Route, index: int) -> _Visit:
+    clip, part = route.clip, route.ranges[index]
+    first, last = index == 0, index == len(route.ranges) - 1
+    work: list[Action] = []
+    if first:
+        work = [Action.at(Kind.LOAD if part.start else Kind.ENCODE, clip, part.start)]
+    second = part.rank + 1 if route.paired else -1
+    if part.num_steps and route.paired and part.start == route.start:
+        work.append(Action.at(Kind.SHARE, clip, part.start, second))
+    if part.num_steps:
+        work.append(Action(Kind.DENOISE, clip, part.start, part.end, second))
+    if last:
+        work += [*_decode_actions(route), Action.at(Kind.FINISH, clip, part.end)]
+    else:
+        work.append(Action.at(Kind.SEND, clip, part.end, route.ranges[index + 1].rank))
+    source = -1 if first else route.ranges[index - 1].rank
+    return _Visit(None if first else Action.at(Kind.RECV, clip, part.start, source), tuple(work))
+
+
+def _decode_actions(route: Route) -> Iterator[Action]:
+    """The last rank's decode, with what it sends to and gets from the ranks that help it."""
+    clip, end = route.clip, route.ranges[-1].end
+    helpers = route.shares[1:]
+    for rank, frames in helpers:
+        if not route.has_latent(rank):
+            yield Action.at(Kind.SHARE, clip, end, rank, frames)
+    if route.decodes:
+        yield Action.at(Kind.DECODE, clip, end, frames=route.shares[0].frames if helpers else None)
+    for rank, frames in helpers:
+        yield Action.at(Kind.GATHER, clip, end, rank, frames)
+
+
+def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
+    clip, last = route.clip, route.ranges[-1]
+    return (
+        Action.at(Kind.DECODE, clip, last.end, frames=share.frames),
+        Action.at(Kind.RETURN, clip, last.end, last.rank, share.frames),
+    )
+
+
+def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
+    """The ranks that get the final latent in order to decode a share of it, each with its visit."""
+    clip, last = route.clip, route.ranges[-1]
+    for share in route.shares[1:]:
+        if not route.has_latent(share.rank):
+            receive = Action.at(Kind.RECV, clip, last.end, last.rank, share.frames)
+            yield share.rank, _Visit(None, (receive, *_helps(route, share)))
+
+
+def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
+    """The second ranks of the pairs, each with its visit; none where there are no steps."""
+    parts = [part for part in route.ranges if part.num_steps] if route.paired else []
+    for index, part in enumerate(parts):
+        source = parts[index - 1].rank + 1 if index else part.rank
+        ends: tuple[Action, ...] = (Action.at(Kind.DROP, route.clip, part.end),)
+        for share in route.shares:
+            if route.has_latent(share.rank):
+                ends = _helps(route, share)
+        if part is not parts[-1]:
+            ends = (Action.at(Kind.SEND, route.clip, part.end, parts[index + 1].rank + 1),)
+        denoise = Action(Kind.DENOISE, route.clip, part.start, part.end, part.rank)
+        yield (
+            part.rank + 1,
+            _Visit(Action.at(Kind.RECV, route.clip, part.start, source), (denoise, *ends)),
+        )
+
+
+def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
+    ordered: list[Action] = []
+    for index, visit in enumerate(visits):
+        posted = visits[:2] if index == 0 else visits[index + 1 : index + 2]
+        ordered += [*(each.pending for each in posted if each.pending), *visit.work]
+    return tuple(ordered)
+
+
+def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Group links into rounds; the links of a round share no rank, so they can open concurrently.
+
+    This is a greedy edge colouring: a pipeline of any length takes 2 rounds, and no graph takes
+    more than twice the largest number of links at one rank, minus 1.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    for link in sorted(links):
+        free = (each for each in rounds if {*link}.isdisjoint(rank for own in each for rank in own))
+        if (found := next(free, None)) is None:
+            rounds.append(found := [])
+        found.append(link)
+    return rounds

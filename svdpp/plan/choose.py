@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs, PerRank
-from svdpp.plan.forecast import Forecast
-from svdpp.plan.large_forecast import forecast_layout, makespan_and_latency, steady_seconds_per_clip
+from svdpp.plan.forecast import (
+    Forecast,
+    forecast_layout,
+    makespan_and_latency,
+    steady_seconds_per_clip,
+)
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.split import check_counts, divisors
 
-# Longer replicas are not tried: the cost of a forecast grows with the square of the length, and
-# they promise no gain.
+# Longer replicas are not tried: their forecasts take long, and they promise no gain.
 _MAX_REPLICA_SIZE = 64
 # Times whose ratio is below this count as equal; the simplest layout wins.
 _EQUAL = 1.001
@@ -34,18 +37,12 @@ class Choice:
 
 def choose_layout(
     *,
-    num_steps: int,
-    world_size: int,
     num_clips: int,
-    costs: Costs,
-    decodes: bool = True,
     memory_gib: Sequence[float] = (),
-    expert_boundary: int | None = None,
-    share_experts: bool = False,
-    cfg_parallel: int = 1,
     pairs: bool = False,
     fixed: Mapping[str, Any] | None = None,
     sooner: bool = False,
+    **counts: Any,
 ) -> Choice:
     """The best layout by forecast of those that fit in memory.
 
@@ -53,21 +50,12 @@ def choose_layout(
     the least time each, of those whose rate is at least 0.9 of the best. If some rank has room for
     both experts of a model, layouts in which a rank holds both count as well.
 
-    `memory_gib` is what each of the W ranks has; empty: unknown. Without `share_experts` a rank
-    of a longer replica holds both experts only if it is known to have room. With `pairs`, layouts
-    of pairs are candidates too. `fixed` are the fields of the only layout; what is left to choose
-    is then whether its ranks are pairs.
+    `memory_gib` is what each of the W ranks has; empty: unknown. With `pairs`, layouts of pairs are
+    candidates too. `fixed` are the fields of the only layout; what is left to choose is then
+    whether its ranks are pairs. `counts` are the other fields of all layouts.
     """
-    data_parallel = Layout(
-        num_steps=num_steps,
-        world_size=world_size,
-        replicas=max(1, world_size // max(1, cfg_parallel)),
-        cfg_parallel=cfg_parallel,
-        costs=costs,
-        decodes=decodes,
-        expert_boundary=expert_boundary,
-        share_experts=share_experts,
-    )
+    units = counts["world_size"] // max(1, counts.get("cfg_parallel", 1))
+    data_parallel = Layout(**counts, replicas=max(1, units))
     return _Search(data_parallel, num_clips, memory_gib, pairs, fixed, sooner).choice()
 
 
@@ -78,17 +66,15 @@ class _Candidate(NamedTuple):
     latency: float
     """Mean of one clip, from its start."""
 
-    def against(self, other: _Candidate, num_clips: int) -> str:
+    def against(self, other: _Candidate, clips: str) -> str:
         return (
-            f"a clip takes {self.latency:.4g} s and {_clips(num_clips)} {self.seconds:.4g} s, with "
+            f"a clip takes {self.latency:.4g} s and {clips} {self.seconds:.4g} s, with "
             f"{other.layout} {other.latency:.4g} s and {other.seconds:.4g} s"
         )
 
 
 @dataclass(frozen=True)
 class _Search:
-    """What `choose_layout` is asked: the ranks as data parallel, and what limits the choice."""
-
     data_parallel: Layout
     num_clips: int
     memory_gib: Sequence[float]
@@ -104,13 +90,11 @@ class _Search:
         if not fitting:
             raise self._nothing_fits(possible)
         # If no layout has known transfer costs, the forecast of the first names the missing one.
-        candidates = self._forecast(filter(_has_known_transfers, fitting)) or self._forecast(
-            fitting[:1]
-        )
+        known = [*filter(_has_known_transfers, fitting)] or fitting[:1]
+        clips = self.num_clips
+        candidates = [_Candidate(each, *makespan_and_latency(each, clips)) for each in known]
         best = self._best(candidates)
         remarks = [self._why(best, candidates)]
-        if self.pairs and len(wholes) == 1:
-            remarks.append(f"{best.layout.world_size} ranks form no pairs")
         remarks += self._left_out(best.layout, possible, len(fitting) - len(candidates))
         reason = f"{best.layout}: {'; '.join(remarks)}"
         return Choice(layout=best.layout, reason=reason)
@@ -149,11 +133,8 @@ class _Search:
                 yield layout
 
     def _fits(self, layout: Layout) -> bool:
-        pairs = zip(layout.peak_gib, self.memory_gib, strict=True) if self.memory_gib else ()
-        return all((needs or 0.0) <= has for needs, has in pairs)
-
-    def _forecast(self, layouts: Iterator[Layout] | Sequence[Layout]) -> list[_Candidate]:
-        return [_Candidate(each, *makespan_and_latency(each, self.num_clips)) for each in layouts]
+        needs = layout.peak_gib if self.memory_gib else ()
+        return all((need or 0.0) <= has for need, has in zip(needs, self.memory_gib, strict=True))
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
         if self.sooner:
@@ -167,46 +148,38 @@ class _Search:
         rivals = [each for each in candidates if each is not best]
         if not rivals:
             return "no other layout is possible"
+        clips = f"{self.num_clips} clip{'s' if self.num_clips > 1 else ''}"
         size = best.layout.cfg_parallel
         others = [each for each in rivals if each.layout.cfg_parallel != size]
-        fastest = min(rivals, key=lambda each: each.seconds)
-        if others:
-            return best.against(self._best(others), self.num_clips)
-        if fastest.seconds * _EQUAL < best.seconds:
-            return best.against(fastest, self.num_clips)
-        clips = _clips(self.num_clips)
-        if fastest.seconds <= best.seconds * _EQUAL:
-            return f"no other layout finishes {clips} sooner, and none is simpler"
-        longer = fastest.seconds / best.seconds - 1
-        return f"the next best, {fastest.layout}, takes {longer:.1%} longer for {clips}"
+        next_best = self._best(others) if others else min(rivals, key=lambda each: each.seconds)
+        longer = next_best.seconds / best.seconds - 1
+        if others or longer < 1 / _EQUAL - 1:
+            return best.against(next_best, clips)
+        return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
-    def _left_out(
-        self, best: Layout, possible: Sequence[Layout], num_unknown: int
-    ) -> Iterator[str]:
+    def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
         if best.expert_boundary is not None:
             num_both = sum(len(role.experts) > 1 for role in best.roles)
             yield f"{num_both} of {best.world_size} ranks hold both experts"
-        too_large = [layout for layout in possible if not self._fits(layout)]
-        if too_large:
-            yield f"{len(too_large)} of {len(possible)} layouts need more memory"
-        if num_unknown:
+        if too_large := sum(not self._fits(layout) for layout in possible):
+            yield f"{too_large} of {len(possible)} layouts need more memory"
+        if unknown:
             yield (
-                f"{num_unknown} of {len(possible)} layouts have transfers between hosts, whose "
+                f"{unknown} of {len(possible)} layouts have transfers between hosts, whose "
                 "time the costs do not give: set --inter-host-transfer-seconds"
             )
-        if self.memory_gib and None in best.peak_gib:
-            yield "the costs do not give its memory"
 
     def _nothing_fits(self, layouts: Sequence[Layout]) -> RequestError:
         least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
-        smallest, largest = min(self.memory_gib), max(self.memory_gib)
-        has = " to ".join(f"{each:.4g}" for each in sorted({smallest, largest}))
+        has = " to ".join(
+            f"{each:.4g}" for each in sorted({min(self.memory_gib), max(self.memory_gib)})
+        )
         return RequestError(
             f"no layout of {layouts[0].world_size} ranks fits in {has} GiB a rank: the smallest "
             f"one needs {least:.4g}",
             "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
             "--memory-opt",
-            details={"asked": least, "free": smallest},
+            details={"asked": least, "free": min(self.memory_gib)},
         )
 
 
@@ -216,10 +189,6 @@ def _least(
     """Those whose time is at most `factor` times the least."""
     most = min(map(key, candidates)) * factor
     return [each for each in candidates if key(each) <= most]
-
-
-def _clips(num_clips: int) -> str:
-    return f"{num_clips} clip{'s' if num_clips > 1 else ''}"
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
@@ -259,11 +228,7 @@ def _has_known_transfers(layout: Layout) -> bool:
 
 
 class Row(NamedTuple):
-    """One layout of a comparison.
-
-    A layout that cannot run has no forecast, and its note gives the reason. Otherwise the note
-    says why the layout was chosen, or which rank has too little memory for it.
-    """
+    """One layout of a comparison; its note says why it is chosen, or cannot run."""
 
     name: str
     layout: Layout | None = None
@@ -283,8 +248,7 @@ def compare_layouts(
 ) -> list[Row]:
     """The layouts that `plan --compare` shows, by the arguments of `choose_layout`.
 
-    They are one replica with each split, one with several decoders, the layout of `choose_layout`,
-    and data parallel.
+    They are one replica with each split, one with several decoders, `auto`, and data parallel.
     """
     num_steps, world_size, costs = (counts[key] for key in ("num_steps", "world_size", "costs"))
     check_counts(num_steps, world_size)
@@ -301,13 +265,12 @@ def compare_layouts(
     for name, options in named.items():
         try:
             if options is None:
-                choice = choose_layout(
-                    num_clips=num_clips,
-                    memory_gib=memory_gib,
-                    pairs=pairs,
-                    sooner=sooner,
-                    **counts,
-                )
+                limits: dict[str, Any] = {
+                    "memory_gib": memory_gib,
+                    "pairs": pairs,
+                    "sooner": sooner,
+                }
+                choice = choose_layout(num_clips=num_clips, **limits, **counts)
                 layout, note = choice.layout, choice.reason
             else:
                 layout = Layout(**counts, **options)
@@ -320,8 +283,6 @@ def compare_layouts(
 
 
 def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
-    if not memory_gib:
-        return ""
     for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
         if needs is not None and needs > has:
             return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"

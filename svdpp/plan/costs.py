@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,12 +22,9 @@ _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")
 _PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
-_ABOVE_ZERO = (
-    "step_seconds",
-    "transfer_bytes_per_second",
-    "inter_host_bytes_per_second",
-    "ranks_per_host",
-)
+_ABOVE_ZERO = ("step_seconds", "ranks_per_host")
+#: In files of earlier versions; so are bandwidths, which were null unless a user wrote them.
+_EARLIER = ("offload_gib_per_second", "write_seconds", "packet_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +37,15 @@ class Costs:
     step_seconds: PerRank = 1.0
     """One denoising step; one number for each rank if devices differ in speed."""
     encode_seconds: PerRank = 0.0
-    """One clip's encode: CLIP, VAE and noise. One number for each rank as in `step_seconds`."""
+    """One clip's encode: CLIP, VAE and noise; also for each rank, as `decode_seconds`."""
     decode_seconds: PerRank = 0.0
-    """One clip's decode to frames. One number for each rank as in `step_seconds`."""
+    """One clip's decode to frames."""
     transfer_seconds: float = 0.0
-    """Latency of one transfer, without the time of its bytes."""
-    transfer_bytes_per_second: float | None = None
-    """Bandwidth between two ranks; None: a transfer takes its latency only."""
-    packet_bytes: float = 0.0
-    """Size of the packet that carries one clip."""
+    """One transfer of a clip's packet between two ranks."""
     ranks_per_host: int | None = None
     """Ranks on each host, in rank order; None: all ranks are on one host."""
     inter_host_transfer_seconds: float | None = None
     """As `transfer_seconds`, to a rank on another host; None: unknown."""
-    inter_host_bytes_per_second: float | None = None
-    """As `transfer_bytes_per_second`, to a rank on another host."""
     encode_weights_gib: float | None = None
     denoise_weights_gib: float | None = None
     decode_weights_gib: float | None = None
@@ -83,28 +73,29 @@ class Costs:
 
     def transfer(self, source: int, target: int) -> float:
         """Seconds of one transfer from rank `source` to rank `target`."""
-        latency: float | None = self.transfer_seconds
-        bandwidth = self.transfer_bytes_per_second
-        if self.host_of(source) != self.host_of(target):
-            latency = self.inter_host_transfer_seconds
-            bandwidth = self.inter_host_bytes_per_second
-        if latency is None:
+        if self.host_of(source) == self.host_of(target):
+            return self.transfer_seconds
+        if self.inter_host_transfer_seconds is None:
             raise RequestError(
                 "the costs do not give the time of a transfer between hosts "
                 f"(rank {source} to rank {target})",
-                "use --inter-host-transfer-seconds SECONDS, or set inter_host_transfer_seconds in "
-                "the costs file; svdpp profile, started by torchrun on several hosts, measures it",
+                "use --inter-host-transfer-seconds SECONDS; svdpp profile on the hosts measures it",
             )
-        return latency + (self.packet_bytes / bandwidth if bandwidth else 0.0)
+        return self.inter_host_transfer_seconds
 
     @property
     def differ_by_rank(self) -> bool:
         """Whether some cost is given for each rank."""
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
-    def step_on(self, rank: int) -> float:
-        """Seconds of one step on `rank`."""
-        return _on(self.step_seconds, rank)
+    def step_on(self, rank: int, other: int = -1) -> float:
+        """Seconds of one step on `rank`, or on the pair with `other`: the slower half, a transfer.
+
+        That counts a whole packet, so it is an upper bound for a prediction.
+        """
+        if other < 0:
+            return _on(self.step_seconds, rank)
+        return max(self.step_on(rank), self.step_on(other)) / 2 + self.transfer(rank, other)
 
     def encode_on(self, rank: int) -> float:
         """Seconds of one clip's encode on `rank`."""
@@ -114,19 +105,10 @@ class Costs:
         """Seconds of one clip's decode on `rank`."""
         return _on(self.decode_seconds, rank)
 
-    def pair_step(self, rank: int, other: int) -> float:
-        """Seconds of one step on a pair of ranks: the slower half, then one transfer.
-
-        The transfer counts a whole packet, so it is an upper bound for a prediction.
-        """
-        return max(self.step_on(rank), self.step_on(other)) / 2 + self.transfer(rank, other)
-
     def of(self, action: Action, rank: int) -> float:
         """Seconds for which `action` keeps the device of `rank` busy."""
         if action.kind is Kind.DENOISE:
-            paired = action.peer >= 0
-            step = self.pair_step(rank, action.peer) if paired else self.step_on(rank)
-            return (action.end - action.start) * step
+            return (action.end - action.start) * self.step_on(rank, action.peer)
         if action.kind is Kind.ENCODE:
             return self.encode_on(rank)
         return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
@@ -137,38 +119,28 @@ class Costs:
         The sum of the weights of all its parts and the largest work of one part. Shared weights
         (encode and decode use one VAE) count twice, so it is an upper bound.
         """
-        copies = {**roles.parts, "denoise": len(roles.experts)}
-        parts = [part for part, count in copies.items() if count]
-        weights = [getattr(self, f"{part}_weights_gib") for part in parts]
-        work = [getattr(self, f"{part}_work_gib") for part in parts]
-        if None in weights or None in work:
-            return None
-        held = sum(copies[part] * size for part, size in zip(parts, weights, strict=True))
-        return float(held + max(work, default=0.0))
+        weights = [getattr(self, f"{part}_weights_gib") for part in roles.held]
+        work = [getattr(self, f"{part}_work_gib") for part in roles.held]
+        return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> Costs:
-        """A copy for `simulate`: device work takes `pace` times as long, all else no time.
-
-        In `simulate`, transfers and files are real.
-        """
+        """For `simulate`, whose transfers are real: device work takes `pace` times as long."""
         return replace(
             self,
             step_seconds=_times(self.step_seconds, pace),
             encode_seconds=_times(self.encode_seconds, pace),
             decode_seconds=_times(self.decode_seconds, pace),
             transfer_seconds=0.0,
-            transfer_bytes_per_second=None,
             inter_host_transfer_seconds=0.0,
-            inter_host_bytes_per_second=None,
         )
 
     def check_world(self, world_size: int) -> None:
         """Check that costs given for each rank fit `world_size` ranks."""
-        if self.ranks_per_host and world_size % self.ranks_per_host:
+        per_host = self.ranks_per_host
+        if per_host and world_size % per_host:
             raise RequestError(
-                f"{world_size} ranks cannot form hosts of {self.ranks_per_host} ranks each",
-                f"use --hosts {-(-world_size // self.ranks_per_host)}x{self.ranks_per_host}, or "
-                "another --world",
+                f"{world_size} ranks cannot form hosts of {per_host} ranks each",
+                f"use --hosts {-(-world_size // per_host)}x{per_host}, or another --world",
             )
         for name in _PER_RANK:
             value = getattr(self, name)
@@ -189,12 +161,14 @@ class Costs:
         """Costs from the output of `to_json`; only `step_seconds` is required."""
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
-        values = dict(content)
+        values = {
+            name: value
+            for name, value in content.items()
+            if name not in _EARLIER and (value is not None or "_bytes_per_second" not in name)
+        }
         version = values.pop("schema_version", None)
         if version != SCHEMA_VERSION:
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
-        for name in ("offload_gib_per_second", "write_seconds"):  # of earlier versions
-            values.pop(name, None)
         known = [field.name for field in fields(Costs)]
         if unknown := sorted(values.keys() - set(known)):
             raise RequestError(f"{where}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")
@@ -208,7 +182,7 @@ class Costs:
 
 
 def step_from_pair(seconds: float, transfer: float) -> float:
-    """Seconds of a step on one rank, from those on a pair; see `Costs.pair_step`."""
+    """Seconds of a step on one rank, from those on a pair; see `Costs.step_on`."""
     return 2 * max(seconds - transfer, seconds / 2)
 
 
@@ -253,11 +227,9 @@ class MemoryEstimate:
 
     def of_rank(self, roles: Roles) -> PartMemory:
         """Memory of a rank with these roles: the sum of the weights, the largest activations."""
-        held = (getattr(self, name) for name, has_role in roles.parts.items() if has_role)
-        loaded = [part for part in held if part is not None]
-        other_experts = max(0, len(roles.experts) - 1)
+        loaded = [part for name in roles.held if (part := getattr(self, name)) is not None]
         return PartMemory(
-            sum(part.weight_bytes for part in loaded) + other_experts * self.denoise.weight_bytes,
+            sum(part.weight_bytes for part in loaded),
             max((part.activation_bytes for part in loaded), default=0),
         )
 
@@ -286,54 +258,36 @@ def _fault(name: str, value: object) -> str:
     if value is None and _MAY_BE_UNKNOWN[name]:
         return ""
     values = value if isinstance(value, tuple) and name in _PER_RANK else (value,)
-    if not values:
-        return "must have a number for each rank, got none"
-    return next(filter(None, (_number_fault(name, each) for each in values)), "")
+    faults = (_number_fault(name, each) for each in values)
+    return next(
+        filter(None, faults), "" if values else "must have a number for each rank, got none"
+    )
 
 
 def _number_fault(name: str, value: object) -> str:
-    number = _as_float(value)
-    if name == "ranks_per_host" and not number.is_integer():
+    most = _MAX_SECONDS if name.endswith("_seconds") else _MAX_OTHER
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        return f"must be a number from 0 to {most:g}, got {value!r}"
+    if name == "ranks_per_host" and value != int(value):
         return f"must be a whole number, got {value!r}"
-    if not (math.isfinite(number) and number >= 0):
-        return f"must be a finite number, 0 or more, got {value!r}"
-    limit = _MAX_SECONDS if name.endswith("_seconds") else _MAX_OTHER
-    if number > limit:
-        return f"must be {limit:g} or less, got {value}"
-    return "must be above 0" if name in _ABOVE_ZERO and number == 0 else ""
-
-
-def _as_float(value: object) -> float:
-    """`value` as a float; NaN if it is not a number, infinite if it is too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return "must be above 0" if name in _ABOVE_ZERO and value == 0 else ""
 
 
 _MAY_BE_UNKNOWN = {field.name: field.default is None for field in fields(Costs)}
-
 
 _STABILITY = (
     "https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt-1-1-tensorrt, table "
     "'SVD-XT 1.1 (25 frames, 25 steps)': TensorRT, 576x1024; step: UNet x 25 / 25, encode: CLIP + "
     "VAE encoder, decode: VAE decoder; the table does not give transfers, writing or memory"
 )
-# In fp16: latents 25x4x72x128, image latents 4x72x128, image embedding 1024, three time ids.
-_XT_PACKET_BYTES = 2 * (25 * 4 * 72 * 128 + 4 * 72 * 128 + 1024 + 3)
 
 
-def _published(
-    device: str, unet_ms: float, clip_ms: float, vae_encoder_ms: float, vae_decoder_ms: float
-) -> Costs:
+def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> Costs:
     """Costs from a column of the table: milliseconds of 25 UNet calls and of each other part."""
     return Costs(
-        step_seconds=unet_ms / 25 / 1000,
-        encode_seconds=(clip_ms + vae_encoder_ms) / 1000,
-        decode_seconds=vae_decoder_ms / 1000,
-        packet_bytes=_XT_PACKET_BYTES,
+        step_seconds=unet / 25 / 1000,
+        encode_seconds=(clip + encoder) / 1000,
+        decode_seconds=decoder / 1000,
         name="SVD-XT 1.1",
         source=_STABILITY,
         device=device,

@@ -1,17 +1,30 @@
-"""What ranks do when: the replay of action lists against costs, its sums, and a grid in text."""
+"""The forecast of a run: the replay of action lists, or a recurrence for very many clips."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from svdpp.plan.actions import SENDS, Action, Kind
+from svdpp.errors import RequestError
+from svdpp.plan.actions import SENDS, Action, Kind, Route, Schedule
 from svdpp.plan.costs import Costs
-from svdpp.plan.schedule import Schedule
+from svdpp.plan.layout import Layout
+from svdpp.plan.split import Cuts
+
+#: The most visits (one clip at one rank) in a forecast; that many take a few seconds.
+MAX_VISITS = 5_000_000
+
+# Clips for each rank in a queue that is long enough for a constant rate.
+_QUEUED_PER_RANK = 16
+# A makespan is forecast for at most so many clips, and extrapolated at a constant time per clip.
+_LARGE_SAMPLE = 65_536
+
+#: The path of one clip: each rank that it visits, and the seconds of work there.
+Way = tuple[tuple[int, float], ...]
 
 
 class Span(NamedTuple):
@@ -28,15 +41,6 @@ class Span(NamedTuple):
         return self.action.clip
 
 
-class Latency(NamedTuple):
-    """Latency of clips in seconds, each from its arrival, or else its first action, to its end."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """The times of a run of `clips` clips, in seconds or in the unit of the costs."""
@@ -50,12 +54,12 @@ class Forecast:
     """Mean time between finished clips, over the second half of the clips, in order.
 
     A clip counts as finished when all clips before it are finished too. If G ranks finish clips, as
-    in data parallel, clips finish in groups of G. The mean then covers whole groups, so that it
-    does not depend on the place of the half within a group.
+    in data parallel, clips finish in groups of G. The mean then covers whole groups.
     """
     jitter: float
     """Standard deviation of the times between the same clips."""
-    latency: Latency
+    latency: float
+    """Mean of a clip, from its arrival, or else its first action, to its end."""
     bubble: float
     """Fraction of the time of all ranks in which they are idle, 0 to 1."""
 
@@ -83,8 +87,7 @@ class _Replay:
     """Performs all lists at once; a rank that waits is resumed at the end of its transfer.
 
     A transfer starts when it is sent, its receive is posted, and the previous transfer on the link
-    has ended. A SEND returns at once unless the previous transfer on its link is still running: a
-    rank never holds more than one unsent packet for each neighbour.
+    has ended. A SEND returns at once unless the previous transfer on its link is still running.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -147,7 +150,7 @@ class _Replay:
         self.current.pop(rank, None)
 
     def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> Transfer:
-        """Register one end of the next transfer on the link between `ranks`."""
+        """One end of the next transfer on the link between `ranks`."""
         link = *ranks, action.frames is not None
         transfer = link, self.begun[end, link]
         self.begun[end, link] += 1
@@ -180,23 +183,17 @@ def replay(schedule: Schedule, costs: Costs) -> list[Span]:
 
 def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     """Sum up spans, forecast or measured."""
-    spans = list(spans)
+    spans = sorted(spans, key=_end)
     if not spans:
         raise ValueError("no spans to sum up")
-    first: dict[int, Span] = {}
-    last: dict[int, Span] = {}
-    finishers: dict[int, Span] = {}
-    for span in spans:
-        clip = span.action.clip
-        first[clip] = min(first.get(clip, span), span, key=lambda each: each.start)
-        last[clip] = max(last.get(clip, span), span, key=_end)
-        if not span.action.helps:
-            finishers[clip] = max(finishers.get(clip, span), span, key=_end)
+    starts = {span.clip: span.start for span in sorted(spans, key=lambda each: -each.start)}
+    ends = {span.clip: span.end for span in spans}
+    finishers = {span.clip: span.rank for span in spans if not span.action.helps}
     return sum_up(
-        [(first[clip].start, last[clip].end) for clip in sorted(first)],
+        [(starts[clip], ends[clip]) for clip in sorted(starts)],
         busy=sum(span.end - span.start for span in spans),
         world_size=world_size,
-        num_finishers=len({span.rank for span in finishers.values()}),
+        num_finishers=len(set(finishers.values())),
     )
 
 
@@ -216,7 +213,9 @@ def sum_up(
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
     makespan = in_order[-1]
-    window = _last_whole_groups(len(clips), num_finishers)
+    # The last clips in whole groups: about half of them, at least one group.
+    half = (len(clips) - len(clips) // 2) // num_finishers * num_finishers
+    window = min(len(clips), max(num_finishers, half))
     gaps = [after - before for before, after in itertools.pairwise(in_order[-window - 1 :])]
     seconds_per_clip = (makespan - in_order[-window - 1]) / window
     return Forecast(
@@ -225,38 +224,151 @@ def sum_up(
         first_clip=min(end for _, end in clips) - begin,
         seconds_per_clip=seconds_per_clip,
         jitter=math.sqrt(math.fsum((gap - seconds_per_clip) ** 2 for gap in gaps) / window),
-        latency=_latency([end - begun for begun, end in clips]),
+        latency=math.fsum(end - begun for begun, end in clips) / len(clips),
         bubble=max(0.0, 1 - busy / (makespan * world_size)) if makespan else 0.0,
     )
 
 
-def _last_whole_groups(num_clips: int, group: int) -> int:
-    """The last clips in whole groups: about half of all clips, at least one group.
+# --- the recurrence, without action lists --------------------------------------------------------
 
-    All clips if they fit in one group.
+
+def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
+    """Forecast `num_clips` clips in `layout` with the costs of the layout.
+
+    The result equals a replay of the action lists. It takes about a microsecond for each visit of a
+    clip at a rank, and computes one replica only if all replicas are alike.
     """
-    if num_clips <= group:
-        return num_clips
-    return max(group, (num_clips - num_clips // 2) // group * group)
+    if layout.decode_ranks > layout.cfg_parallel:
+        return summarise(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
+    alike = layout.replicas_are_alike
+    visits = min(num_clips, 2 * -(-num_clips // layout.replicas)) if alike else num_clips
+    if visits * layout.num_stages > MAX_VISITS:
+        raise RequestError(
+            f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
+            "are too many to forecast",
+            f"use --clips {max(1, MAX_VISITS // layout.num_stages)} or fewer: the rate is the same",
+        )
+    known: dict[tuple[int, int, Cuts], tuple[Way, float]] = {}
+
+    def way_and_work(clip: int) -> tuple[Way, float]:
+        kind = clip % layout.replicas, clip // layout.replicas % layout.decoders, layout.cuts(clip)
+        if kind not in known:
+            route = layout.route(clip)
+            known[kind] = way_of(route, layout.costs), _busy(route, layout.costs)
+        return known[kind]
+
+    clips = [(0.0, 0.0)] * num_clips
+    times: list[tuple[float, float]] = []
+    busy = seconds = 0.0
+    for replica in range(min(layout.replicas, num_clips)):
+        own = range(replica, num_clips, layout.replicas)
+        if not alike or len(own) != len(times):
+            pairs = [way_and_work(clip) for clip in own]
+            seconds = sum(work for _, work in pairs)
+            times = list(clip_times((way for way, _ in pairs), layout.costs.transfer))
+        clips[replica :: layout.replicas] = times
+        busy += seconds
+    return sum_up(
+        clips,
+        busy=busy,
+        world_size=layout.world_size,
+        num_finishers=min(layout.replicas * layout.decoders, num_clips),
+    )
 
 
-def _latency(seconds: Sequence[float]) -> Latency:
-    ordered = sorted(seconds)
-    mean = math.fsum(ordered) / len(ordered)
-    return Latency(mean, *(percentile(ordered, percent) for percent in (50, 90, 99)))
+def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
+    """Seconds until all clips are finished, and the mean of one clip from its start.
+
+    Beyond a sample the time per clip is constant.
+    """
+    many = min(_QUEUED_PER_RANK * layout.world_size, _LARGE_SAMPLE)
+    sample = min(num_clips, max(2 * layout.world_size, many))
+    forecast = forecast_layout(layout, sample)
+    more = (num_clips - sample) * forecast.seconds_per_clip
+    return forecast.makespan + more, forecast.latency
 
 
-def percentile(values: Iterable[float], percent: int) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed; 0 if empty."""
-    ordered = sorted(values)
-    return ordered[-(-percent * len(ordered) // 100) - 1] if ordered else 0.0
+def steady_seconds_per_clip(layout: Layout) -> float:
+    """Mean time between finished clips in a queue so long that its ends matter little."""
+    most = max(layout.replicas, MAX_VISITS // layout.num_stages // 10)
+    num_clips = min(_QUEUED_PER_RANK * layout.world_size, most)
+    return forecast_layout(layout, num_clips).seconds_per_clip
+
+
+def way_of(route: Route, costs: Costs) -> Way:
+    """The ranks of a route, each with the seconds of work on the clip.
+
+    Of a pair it is the first rank; before its steps it waits until the second has the packet.
+    """
+    seconds = _step_seconds(route, costs)
+    if not route.start:
+        seconds[0] += costs.encode_on(route.ranges[0].rank)
+    if route.decodes:
+        seconds[-1] += _seconds_to_decode(route, costs)
+    ranks = [part.rank for part in route.ranges]
+    first = next((at for at, part in enumerate(route.ranges) if part.num_steps), None)
+    if route.paired and first is not None:
+        seconds[first] += costs.transfer(ranks[first], ranks[first] + 1)
+    return tuple(zip(ranks, seconds, strict=True))
+
+
+def _seconds_to_decode(route: Route, costs: Costs) -> float:
+    """Until the last rank has all frames; it gathers them from one rank after the other."""
+    writer = route.ranges[-1].rank
+    gathered, *others = _decode_seconds(route, costs)
+    for (rank, _), seconds in zip(route.shares[1:], others, strict=True):
+        sent = 0.0 if route.has_latent(rank) else costs.transfer(writer, rank)
+        gathered = max(gathered, sent + seconds) + costs.transfer(rank, writer)
+    return gathered
+
+
+def _decode_seconds(route: Route, costs: Costs) -> list[float]:
+    shares = [costs.decode_on(rank) * frames.fraction for rank, frames in route.shares]
+    return shares or [costs.decode_on(route.ranges[-1].rank)]
+
+
+def _step_seconds(route: Route, costs: Costs) -> list[float]:
+    ranks = [part.rank for part in route.ranges]
+    steps = [costs.step_on(rank, rank + 1 if route.paired else -1) for rank in ranks]
+    return [part.num_steps * step for part, step in zip(route.ranges, steps, strict=True)]
+
+
+def _busy(route: Route, costs: Costs) -> float:
+    ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
+    ends += sum(_decode_seconds(route, costs)) if route.decodes else 0.0
+    return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
+
+
+def clip_times(
+    ways: Iterable[Way], transfer: Callable[[int, int], float]
+) -> Iterator[tuple[float, float]]:
+    """Yield the start and end of each clip.
+
+    A visit waits only for earlier clips, or for its own clip at the previous rank, so clips can be
+    computed one after the other. A transfer waits for its receive, which the target posts at the
+    start of the visit before this one, and for the previous transfer on its link, as its sender
+    does.
+    """
+    free: defaultdict[int, float] = defaultdict(float)  # when the rank is free for its next visit
+    before: defaultdict[int, float] = defaultdict(float)  # and for the visit before that
+    over: dict[tuple[int, int], float] = {}  # when the last transfer on a link ended
+    for way in ways:
+        end = here = 0.0
+        begun, source = free[way[0][0]], -1
+        for rank, seconds in way:
+            if source >= 0:
+                link = source, rank
+                free[source] = sent = max(end, over.get(link, 0.0))
+                over[link] = here = max(sent, before[rank]) + transfer(source, rank)
+            turned = free[rank]
+            before[rank], free[rank] = turned, (end := max(turned, here) + seconds)
+            source = rank
+        yield begun, end
 
 
 # --- the grid: a line for each rank, time from left to right -------------------------------------
 
-IDLE = "."
-ENCODING = "<"
-DECODING = ">"
+IDLE, ENCODING, DECODING = ".", "<", ">"
 _CLIP_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -272,25 +384,19 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Draw one line for each rank; each column shows what the rank did for most of its time.
+    """One line for each rank; each column shows what the rank did for most of its time.
 
-    Fewer than `width` columns are drawn if the run is shorter than that many steps. `marks` are
-    remarks behind the lines of ranks, such as `died here`.
-
-    Returns:
-        The lines, without line ends. A step shows the clip's sign, encode `<`, decode `>`, idle
-        `.`.
+    A step shows the clip's sign, encode `<`, decode `>`, idle `.`. Fewer than `width` columns are
+    drawn if the run is shorter than that many steps. `marks` are remarks behind the lines of ranks,
+    such as `died here`.
     """
     begin = min((span.start for span in spans), default=0.0)
     total = max((span.end for span in spans), default=0.0) - begin
     columns = _num_columns(spans, total, width)
-    cells = [
-        _cells([s for s in spans if s.rank == rank], begin, total, columns)
-        for rank in range(world_size)
-    ]
     digits = len(str(world_size - 1))
     lines = []
-    for rank, row in enumerate(cells):
+    for rank in range(world_size):
+        row = _cells([span for span in spans if span.rank == rank], begin, total, columns)
         mark = f"  <-- {marks[rank]}" if marks and rank in marks else ""
         lines.append(f"rank {rank:>{digits}} |{row}|{mark}")
     return lines
@@ -298,18 +404,15 @@ def draw_grid(
 
 def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
     """A column for each step, or for each two, three and so on, so that `width` is enough."""
-    step = min(
-        (
-            (span.end - span.start) / (span.action.end - span.action.start)
-            for span in spans
-            if span.action.kind is Kind.DENOISE and span.end > span.start
-        ),
-        default=0.0,
+    steps = (
+        (span.end - span.start) / (span.action.end - span.action.start)
+        for span in spans
+        if span.action.kind is Kind.DENOISE and span.end > span.start
     )
+    step = min(steps, default=0.0)
     # A step can be negligible compared with a decode.
     whole = round(total / step) if step * 1e6 > total else width
-    steps_a_column = max(1, math.ceil(whole / width))
-    return max(1, whole // steps_a_column)
+    return max(1, whole // max(1, math.ceil(whole / width)))
 
 
 def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
@@ -319,17 +422,12 @@ def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> s
     share = [{IDLE: 0.0} for _ in range(columns)]
     for span in spans:
         low, high = (span.start - begin) / column, (span.end - begin) / column
+        sign = {Kind.ENCODE: ENCODING, Kind.DECODE: DECODING}.get(
+            span.action.kind, clip_sign(span.clip)
+        )
         for index in range(max(0, int(low)), min(columns, int(high) + 1)):
             covered = min(high, index + 1) - max(low, index)
-            share[index][_sign(span)] = share[index].get(_sign(span), 0.0) + max(covered, 0.0)
+            share[index][sign] = share[index].get(sign, 0.0) + max(covered, 0.0)
     for cell in share:
         cell[IDLE] = 1.0 - sum(cell.values())
     return "".join(max(cell, key=lambda sign: round(cell[sign], 9)) for cell in share)
-
-
-def _sign(span: Span) -> str:
-    if span.action.kind is Kind.ENCODE:
-        return ENCODING
-    if span.action.kind is Kind.DECODE:
-        return DECODING
-    return clip_sign(span.action.clip)

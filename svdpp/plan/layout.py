@@ -9,9 +9,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
-from svdpp.plan.actions import FrameRange
+from svdpp.plan.actions import DecodeShare, FrameRange, Route, Schedule, build_schedule
 from svdpp.plan.costs import Costs
-from svdpp.plan.schedule import DecodeShare, Route, Schedule, build_schedule
 from svdpp.plan.split import (
     EXPERTS,
     ClipCuts,
@@ -43,8 +42,7 @@ class Roles:
     denoise: bool = False
     decode: bool = False
     experts: frozenset[int] = frozenset()
-    """The denoisers that its steps need, by index in `EXPERTS`. A model with one denoiser has
-    number 0, which is the default of a rank that denoises; other ranks have none."""
+    """The denoisers that its steps need, by index in `EXPERTS`; of a model with one, number 0."""
 
     def __post_init__(self) -> None:
         if self.denoise and not self.experts:
@@ -56,16 +54,13 @@ class Roles:
         return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
 
     @property
-    def parts(self) -> dict[str, bool]:
-        """Whether the rank encodes, denoises and decodes, without its experts."""
-        return {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
+    def held(self) -> list[str]:
+        """The names of its parts: `encode`, `denoise` once for each expert, `decode`."""
+        return ["encode"] * self.encode + ["denoise"] * len(self.experts) + ["decode"] * self.decode
 
 
 class StepShare(NamedTuple):
-    """The steps that one rank does of each clip; for a decoder, of each clip that it decodes.
-
-    The earliest `start`, the latest `end` (exclusive), and the mean number.
-    """
+    """The steps that one rank does of each clip that visits it: earliest, latest, mean number."""
 
     rank: int
     start: int
@@ -77,13 +72,11 @@ class StepShare(NamedTuple):
 class Layout:
     """`replicas` replicas of equal size; clip i runs on replica i mod `replicas`.
 
-    A replica is a sequence of ranks. Its last `decoders` ranks alternate: each does the last steps
-    and the decode of every `decoders`-th clip. Replicas of one rank are data parallel. Every rank
-    gets its clips in increasing order, so action lists made from these routes cannot deadlock.
-
-    With two experts, all clips are cut at the boundary, and the stages of a replica are divided
-    between the experts, at least one each. So a rank holds one expert, unless it is a replica by
-    itself or `share_experts` is set.
+    The last `decoders` ranks of a replica alternate: each does the last steps and the decode of
+    every `decoders`-th clip. Replicas of one rank are data parallel. Every rank gets its clips in
+    increasing order, so action lists made from these routes cannot deadlock. With two experts, all
+    clips are cut at the boundary, and each stage of a replica holds one of them, unless it is the
+    only one or `share_experts` is set.
     """
 
     num_steps: int
@@ -131,25 +124,19 @@ class Layout:
     def _check_replicas(self) -> None:
         units = self.world_size // self.cfg_parallel
         if self.replicas < 1 or units % self.replicas:
-            near = sorted(divisors(units), key=lambda n: abs(n - self.replicas))[:2]
             what = f"{units} pairs of ranks" if self.cfg_parallel == 2 else f"{units} ranks"
             raise RequestError(
                 f"{what} cannot form {self.replicas} replicas of equal size",
-                f"use {' or '.join(f'--replicas {n}' for n in sorted(near))}",
+                f"use a divisor: --replicas {', '.join(map(str, divisors(units)))}",
             )
-        if not 1 <= self.decoders <= self.replica_size:
-            raise RequestError(
-                f"--decoders must be 1 to {self.replica_size}, the size of a replica, "
-                f"got {self.decoders}"
-            )
-        units, where = self.replica_size, "a replica"
-        if self.decoders > 1:
-            units, where = 1, f"each of {self.decoders} decoders"
-        if not 1 <= self.decode_ranks <= units * self.cfg_parallel:
-            raise RequestError(
-                f"--decode-ranks must be 1 to {units * self.cfg_parallel}, the ranks of {where}, "
-                f"got {self.decode_ranks}"
-            )
+        ranks = self.cfg_parallel * (self.replica_size if self.decoders == 1 else 1)
+        limits = {"decoders": self.replica_size, "decode_ranks": ranks}
+        for name, most in limits.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise RequestError(
+                    f"--{name.replace('_', '-')} must be 1 to {most}, the ranks of a replica or "
+                    f"decoder, got {getattr(self, name)}"
+                )
 
     def _check_experts(self) -> None:
         boundary = self.expert_boundary
@@ -166,17 +153,10 @@ class Layout:
             )
 
     def _check_uniform(self) -> None:
-        stages, boundary = self.num_stages, self.expert_boundary
-        if boundary is not None and self.separates_experts:
-            check_even(self.num_steps, stages, boundary)
-        elif stages != self.world_size and self.num_steps % stages:
-            raise RequestError(
-                f"{self.num_steps} steps cannot be split evenly over the {stages} stages of a "
-                "replica",
-                "use --split balanced or --split alternating, which allow any number of steps",
-            )
+        if self.expert_boundary is not None and self.separates_experts:
+            check_even(self.num_steps, self.num_stages, self.expert_boundary)
         else:
-            check_uniform(self.num_steps, stages)
+            check_uniform(self.num_steps, self.num_stages)
 
     def __str__(self) -> str:
         pairs = self.cfg_parallel == 2
@@ -256,21 +236,20 @@ class Layout:
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
         """All pairs (from, to) that a clip can use, in the order in which ranks connect."""
-        return tuple(sorted({link for route in self._all_kinds_of_route() for link in route.links}))
+        return tuple(sorted({link for route in self._kinds_of_route() for link in route.links}))
 
     @cached_property
     def decode_links(self) -> tuple[tuple[int, int], ...]:
         """As `links`, for final latents and frames of clips that several ranks decode."""
-        routes = self._all_kinds_of_route()
+        routes = self._kinds_of_route()
         return tuple(sorted({link for route in routes for link in route.decode_links}))
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:
         """The parts of the model that each rank can need."""
-        encode: set[int] = set()
-        decode: set[int] = set()
+        encode, decode = set[int](), set[int]()
         experts: list[frozenset[int]] = [frozenset()] * self.world_size
-        for route in self._all_kinds_of_route():
+        for route in self._kinds_of_route():
             encode.add(route.ranges[0].rank)
             decode.update([route.ranges[-1].rank] if route.decodes else [])
             decode.update(share.rank for share in route.shares)
@@ -287,24 +266,20 @@ class Layout:
         """Peak memory of each rank, GiB; None if the costs do not give it."""
         return tuple(map(self.costs.peak_gib, self.roles))
 
-    def shares(self, replica: int) -> list[StepShare]:
-        """The steps of each rank of replica `replica`, in order; each second of a pair included."""
-        cuts, shares = self._cuts_of(replica), list[StepShare]()
-        parts = [part for route in self._kinds_of_route(replica) for part in route.ranges]
-        starts = {part.rank: part.start for part in sorted(parts, reverse=True)}
-        ends = {part.rank: part.end for part in sorted(parts, key=lambda part: part.end)}
-        for place, stage in enumerate(self.stages(replica)):
-            for turn, rank in enumerate(stage.ranks):
-                mean = cuts.mean_steps(place, turn, len(stage.ranks))
-                steps = starts.get(rank, 0), ends.get(rank, 0), mean
-                shares += [StepShare(rank + half, *steps) for half in range(self.cfg_parallel)]
-        return shares
-
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
         """The steps that each rank does of its replica's clips, by rank."""
-        shares = (share for replica in range(self.replicas) for share in self.shares(replica))
-        return tuple(sorted(shares, key=lambda share: share.rank))
+        shares = []
+        parts = [part for route in self._kinds_of_route() for part in route.ranges]
+        starts = {part.rank: part.start for part in sorted(parts, reverse=True)}
+        ends = {part.rank: part.end for part in sorted(parts, key=lambda part: part.end)}
+        for replica in range(self.replicas):
+            for place, stage in enumerate(self.stages(replica)):
+                for turn, rank in enumerate(stage.ranks):
+                    mean = self._cuts_of(replica).mean_steps(place, turn, len(stage.ranks))
+                    steps = starts.get(rank, 0), ends.get(rank, 0), mean
+                    shares += [StepShare(rank + half, *steps) for half in range(self.cfg_parallel)]
+        return tuple(sorted(shares))
 
     def stages(self, replica: int) -> list[Stage]:
         """The stages of replica `replica`, in the order in which clips visit them."""
@@ -313,7 +288,10 @@ class Layout:
         return [
             Stage(
                 unit,
-                tuple(map(self._step_on, unit)),
+                tuple(
+                    self.costs.step_on(rank, rank + 1 if self.cfg_parallel == 2 else -1)
+                    for rank in unit
+                ),
                 tuple(
                     (self.costs.encode_on(rank) if unit[0] == ranks[0] else 0.0)
                     + self._decode_seconds(rank, rank if unit is tail else tail[0])
@@ -322,10 +300,6 @@ class Layout:
             )
             for unit in (*((rank,) for rank in body), tail)
         ]
-
-    def _step_on(self, rank: int) -> float:
-        paired = self.cfg_parallel == 2
-        return self.costs.pair_step(rank, rank + 1) if paired else self.costs.step_on(rank)
 
     def _decode_seconds(self, rank: int, writer: int) -> float:
         """Seconds of work of `rank`, or the pair of which it is the first, for a decode."""
@@ -341,9 +315,9 @@ class Layout:
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """By the rank that finishes a clip, the frames that each rank decodes of it, its own first.
+        """By the rank that finishes a clip, the frames that each rank decodes of it.
 
-        The other rank of its pair comes next, then the ranks before them.
+        Its own come first, then those of the other rank of its pair and of the ranks before them.
         """
         chunks = self.chunks or (1,) * self.decode_ranks
         count = min(self.decode_ranks, len(chunks)) if self.decodes else 1
@@ -361,10 +335,7 @@ class Layout:
     def _route(
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
     ) -> Route:
-        """The route of one clip.
-
-        Unless `all_stages`, it skips stages without steps, except the first and the last.
-        """
+        """Unless `all_stages`, it skips stages without steps, except the first and the last."""
         ranks, body = self.replica_ranks[replica], self.replica_size - self.decoders
         ranges = [
             StepRange(ranks[index], cuts[index], cuts[index + 1])
@@ -386,14 +357,11 @@ class Layout:
         wholes = (Part(self.num_steps, self.stages(replica)) for replica in replicas)
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
-    def _all_kinds_of_route(self) -> Iterator[Route]:
+    def _kinds_of_route(self) -> Iterator[Route]:
+        """One route of each kind that a clip can take; its clip index is 0."""
         for replica in range(self.replicas):
-            yield from self._kinds_of_route(replica)
-
-    def _kinds_of_route(self, replica: int) -> Iterator[Route]:
-        """One route of each kind that a clip of the replica can take; its clip index is 0."""
-        for turn, cuts in self._cuts_of(replica).all_cuts():
-            yield self._route(0, replica, turn, cuts)
+            for turn, cuts in self._cuts_of(replica).all_cuts():
+                yield self._route(0, replica, turn, cuts)
 
 
 def assign_replicas(
@@ -401,11 +369,8 @@ def assign_replicas(
 ) -> tuple[tuple[int, ...], ...]:
     """The ranks of each replica; as many replicas as possible are within one host.
 
-    Each host gets as many whole replicas as fit. The remaining ranks of all hosts form the other
-    replicas, in order. On a single host replica 0 has the first ranks, replica 1 the next ones, and
-    so on.
-
-    `replica_size` and `ranks_per_host` divide `world_size`; None: all ranks are on one host.
+    The ranks of all hosts that form no whole replica form the others, in order. `replica_size` and
+    `ranks_per_host` divide `world_size`; None: all ranks are on one host.
     """
     on_host = ranks_per_host or world_size
     whole = on_host // replica_size * replica_size

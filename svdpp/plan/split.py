@@ -1,8 +1,7 @@
 """The rules that cut the denoising steps of a clip into ranges, one for each stage.
 
-The result of a step does not depend on the rank, so each clip can be cut anywhere. `uniform` makes
-equal ranges. `balanced` makes the slowest stage as fast as whole steps allow. `alternating` varies
-the ranges from clip to clip, so that on average all stages have equal work to a fraction of a step.
+`uniform` makes equal ranges. `balanced` makes the slowest stage as fast as whole steps allow.
+`alternating` varies the ranges from clip to clip, so that on average all stages have equal work.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import NamedTuple
 
 from svdpp.errors import RequestError
 
-#: Denoising steps of a clip in a plan. A run has the lower limit `config.limits.MAX_STEPS`.
+#: Denoising steps of a clip in a plan; a run has the lower limit `config.limits.MAX_STEPS`.
 MAX_PLANNED_STEPS = 65_536
-#: Ranks of a plan and of a run.
 MAX_RANKS = 65_536
 
 #: Names of the experts: the first does the steps before the boundary, the second the others.
@@ -33,8 +31,7 @@ _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
 # 2^64 / golden ratio: its multiples modulo 2^64 are the most evenly spread additive sequence.
 _GOLDEN = 0x9E3779B97F4A7C15
-# An encode or decode stage gets no steps if they speed the replica up by less than this fraction,
-# because its rank would have to hold the weights of the UNet.
+# A stage with encode or decode gets no steps, and its rank no UNet, if the gain is below this.
 _WORTH_A_UNET = 0.005
 
 
@@ -56,12 +53,10 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a replica: one rank, or several that alternate.
+    """A stage of a replica: one rank, or several that alternate, with the seconds of each.
 
-    Args:
-        ranks: of the stage; clip q of the replica has turn `q % len(ranks)`, an index of `ranks`.
-        step_seconds: of one step, for each of `ranks`.
-        fixed_seconds: of encode and decode in this stage, for each of `ranks`.
+    Clip q of the replica has turn `q % len(ranks)`, an index of `ranks`. The fixed seconds are of
+    encode and decode in this stage.
     """
 
     ranks: tuple[int, ...]
@@ -84,10 +79,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive stages of a replica, and the consecutive steps of each clip that they share.
-
-    It is the whole replica, or the stages of one expert.
-    """
+    """Stages of a replica, all or those of one expert, and the steps that they share."""
 
     num_steps: int
     stages: Sequence[Stage]
@@ -108,36 +100,28 @@ def join_cuts(each: Iterable[Cuts]) -> Cuts:
     return tuple(whole)
 
 
-def check_uniform(num_steps: int, world_size: int) -> None:
-    """Checks that the steps can be split evenly."""
-    check_counts(num_steps, world_size)
-    if world_size > num_steps:
-        raise RequestError(
-            f"{world_size} ranks are more than {num_steps} steps: some would have no step",
-            f"use --steps {world_size} or more, or --world {num_steps} or fewer, or --split "
-            "alternating",
-            details={"steps": num_steps, "ranks": world_size},
-        )
-    if num_steps % world_size:
-        below = num_steps // world_size * world_size
-        nearest = [below, below + world_size]
-        raise RequestError(
-            f"{num_steps} steps cannot be split evenly over {world_size} ranks; "
-            f"the nearest step counts that can are {below} and {below + world_size}",
-            f"use --steps {below} or --steps {below + world_size}, "
-            f"or --world {largest_world(num_steps, world_size)}, or --split alternating",
-            details={"steps": num_steps, "ranks": world_size, "nearest": nearest},
-        )
+def check_uniform(num_steps: int, num_stages: int) -> None:
+    """Checks that the steps can be split evenly over the stages, each of one rank or several."""
+    if num_steps % num_stages == 0:
+        return
+    below = num_steps // num_stages * num_stages
+    nearest = [count for count in (below, below + num_stages) if count]
+    can = "can are" if below else "can is"
+    raise RequestError(
+        f"{num_steps} steps cannot be split evenly over {num_stages} ranks; "
+        f"the nearest step count{'s' * (below > 0)} that {can} {' and '.join(map(str, nearest))}",
+        f"use {' or '.join(f'--steps {count}' for count in nearest)}, "
+        f"or --world {largest_world(num_steps, num_stages)}, or --split alternating",
+        details={"steps": num_steps, "ranks": num_stages, "nearest": nearest},
+    )
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
     """Check that the counts are positive and within the limits of a plan."""
     counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
     for name, count, most in counts:
-        if count < 1:
-            raise RequestError(f"the number of {name} must be 1 or more, got {count}")
-        if count > most:
-            raise RequestError(f"the number of {name} must be {most} or less, got {count}")
+        if not 1 <= count <= most:
+            raise RequestError(f"the number of {name} must be 1 to {most}, got {count}")
 
 
 def largest_world(num_steps: int, at_most: int) -> int:
@@ -161,7 +145,7 @@ def balanced_cuts(part: Part) -> Cuts:
 
     Each step goes to the stage that would finish first with it. This greedy rule is optimal: the
     slowest stage got its last step because every other stage would have been at least as slow with
-    it. So in any other split some stage is at least as slow. A stage can have no steps.
+    it. A stage can have no steps.
     """
     stages = part.stages
     counts = [0] * len(stages)
@@ -179,8 +163,7 @@ class ClipCuts:
 
     A position c becomes floor(c + phase), and the phases of successive clips are spread evenly over
     0 to 1. So the mean over clips is c, and the number of steps of a stage varies by at most one.
-    All positions of a clip share its phase, which keeps them in order. Whole positions are the cuts
-    of every clip.
+    All positions of a clip share its phase, which keeps them in order.
 
     Args:
         positions: in units of 2^-64 steps, for each turn in the replica's last stage.
@@ -216,7 +199,7 @@ class ClipCuts:
 def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
     """Cuts that give all stages of each part equal work on average; all clips are cut between them.
 
-    If a stage has several ranks of unequal speed, each turn has its own positions.
+    If the ranks of a stage differ in speed, each turn has its own positions.
     """
     by_part = [_positions_by_turn(part) for part in parts]
     turns = math.lcm(*map(len, by_part))
@@ -225,18 +208,13 @@ def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
     return ClipCuts(tuple(joined), _phase_step(turns))
 
 
-def fixed_cuts(cuts: Cuts, num_turns: int) -> ClipCuts:
-    """The same cuts for every clip; the replica's last stage has `num_turns` ranks."""
-    return ClipCuts((tuple(cut << _UNIT_BITS for cut in cuts),) * num_turns, 0)
-
-
 def _phase_step(turns: int) -> int:
     """The increment of the phase from clip to clip, in units, for evenly spread phases.
 
     The phases of each turn's own clips must be evenly spread too, so `turns` increments modulo 1
-    are the golden ratio (or its complement). Of the increments with this property, the one whose
-    continued fraction has the smallest terms spreads the phases of all clips most evenly
-    (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, 1992, chapter 3).
+    are the golden ratio (or its complement). Of those, the increment whose continued fraction has
+    the smallest terms spreads the phases of all clips most evenly (Niederreiter, Random Number
+    Generation and Quasi-Monte Carlo Methods, 1992, chapter 3).
     """
     increments = [
         (rounds * _UNIT + golden) // turns
@@ -256,19 +234,13 @@ def _terms(increment: int) -> list[int]:
     return terms
 
 
-def _positions_by_turn(part: Part) -> list[tuple[int, ...]]:
-    """Cut positions for each rank of the last stage; the other stages have one rank."""
-    turns = len(part.stages[-1].ranks)
-    shares = _shares_worth_a_unet(part, turns)
-    return [
-        _grid_positions(part.num_steps, [share[turn] for share in shares]) for turn in range(turns)
-    ]
+def _positions_by_turn(part: Part) -> list[Cuts]:
+    """Cut positions for each rank of the last stage; the other stages have one rank.
 
-
-def _shares_worth_a_unet(part: Part, turns: int) -> list[tuple[float, ...]]:
-    """`_shares`, with no steps in the first or last stage if they would gain too little."""
+    The first or last stage gets no steps if they would gain too little.
+    """
     free: list[int] = []
-    stages = part.stages
+    stages, turns = part.stages, len(part.stages[-1].ranks)
     seconds = best = fair_seconds(part)
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
         if any(stages[index].fixed_seconds):
@@ -276,15 +248,17 @@ def _shares_worth_a_unet(part: Part, turns: int) -> list[tuple[float, ...]]:
             if without <= best * (1 + _WORTH_A_UNET):
                 free.append(index)
                 seconds = without
-    return _shares(part.num_steps, stages, turns, seconds, free)
+    shares = _shares(part.num_steps, stages, turns, seconds, free)
+    return [
+        _grid_positions(part.num_steps, [share[turn] for share in shares]) for turn in range(turns)
+    ]
 
 
 def fair_seconds(part: Part, free: Sequence[int] = ()) -> float:
-    """The least seconds for each clip in which the stages can do all its steps.
+    """The least seconds for each clip in which the stages can do all its steps, by bisection.
 
     Steps count as divisible. Stages in `free` do no steps, and neither does a stage whose encode or
-    decode alone takes longer. Found by bisection, because the number of steps that can be done
-    grows with the time.
+    decode alone takes longer.
     """
     num_steps = part.num_steps
     working = [stage for index, stage in enumerate(part.stages) if index not in free]
@@ -300,9 +274,8 @@ def fair_seconds(part: Part, free: Sequence[int] = ()) -> float:
 
 
 def _mean_share(num_steps: int, stage: Stage, seconds: float) -> float:
-    return math.fsum(
-        min(num_steps, stage.steps_within(seconds, turn)) for turn in range(len(stage.ranks))
-    ) / len(stage.ranks)
+    turns = range(len(stage.ranks))
+    return math.fsum(min(num_steps, stage.steps_within(seconds, t)) for t in turns) / len(turns)
 
 
 def _shares(
@@ -329,11 +302,8 @@ def _shares(
     return [*shares, tuple(last)]
 
 
-def _grid_positions(num_steps: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Cumulative sums of `shares` in units of 2^-64 steps, rounded to 2^-32 steps.
-
-    The rounding removes floating-point errors.
-    """
+def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
+    """Cumulative sums of `shares` in units, rounded to 2^-32 steps against errors of floats."""
     sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares[:-1]))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
 
@@ -342,10 +312,7 @@ def _grid_positions(num_steps: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
-    """The cuts of the clips of one replica.
-
-    `boundary` is the number of steps of the first expert if every clip is cut there; else None.
-    """
+    """The cuts of one replica's clips, all of them also at `boundary`, where the expert changes."""
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
         fair_seconds if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
@@ -356,7 +323,8 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
         parts = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
     if split == "alternating":
         return alternating_cuts(parts)
-    return fixed_cuts(join_cuts(map(rule, parts)), len(whole.stages[-1].ranks))
+    cuts = tuple(cut << _UNIT_BITS for cut in join_cuts(map(rule, parts)))
+    return ClipCuts((cuts,) * len(whole.stages[-1].ranks), 0)
 
 
 def check_even(num_steps: int, num_stages: int, boundary: int) -> None:
@@ -386,8 +354,8 @@ def _divide(
 ) -> tuple[Part, Part]:
     """Divide the stages between the experts so that the slower part is as fast as possible.
 
-    `seconds_of` gives the seconds that a part takes for each clip; more stages do not make it
-    slower. `counts` are the possible numbers of stages of the first expert; None: any.
+    `seconds_of` gives the seconds of a part for each clip, no more with more stages. `counts` are
+    the possible numbers of stages of the first expert; None: any.
     """
 
     def parts(count: int) -> tuple[Part, Part]:

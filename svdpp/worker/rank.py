@@ -30,9 +30,8 @@ from svdpp.launch.world import World, is_member
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel
-from svdpp.plan.actions import Action, Kind
+from svdpp.plan.actions import Action, Kind, connect_rounds
 from svdpp.plan.layout import Roles
-from svdpp.plan.schedule import connect_rounds
 from svdpp.worker.device import (
     ClipProfiler,
     conditions_of,

@@ -1,10 +1,12 @@
 """Compares `svdpp run --layout auto` with a plain script of diffusers and accelerate.
 
+    python tests/bench/against_accelerate.py [--repeats 3] [--seeds 4]
+
 Both make the same clips with the demo model, from images to mp4 files, in two processes of one
 thread each. They run in turn, timed from the command's start to its end. Prints each round and the
-ratio.
-
-    python tests/bench/against_accelerate.py [--repeats 3] [--seeds 4]
+ratio. The plain script is `accelerate_script` below, the usual way without svdpp: diffusers'
+pipeline, `split_between_processes` and `export_to_video` (which needs the package imageio, from
+the extra `comparison`).
 """
 
 from __future__ import annotations
@@ -23,37 +25,58 @@ from svdpp.media.video import read_frames
 from tests.bench.options import options
 
 _MODEL = Path(svdpp.__file__).parent / "assets" / "demo-model"
-_SCRIPT = Path(__file__).with_name("accelerate_script.py")
 
 
-def ours(photos: list[str], num_seeds: int, out: Path) -> list[str]:
-    return [
-        *(sys.executable, "-m", "svdpp", "run", *photos, "--model", "demo", "--device", "cpu"),
-        *("--world", "2", "--threads", "1", "--layout", "auto", "--seeds", f"0-{num_seeds - 1}"),
-        *("--quiet", "--out", str(out)),
-    ]
+def accelerate_script(out: Path, num_seeds: int, images: list[str]) -> None:
+    """Animates each image with each seed, at the demo model's settings."""
+    import torch
+    from accelerate import PartialState
+    from diffusers import StableVideoDiffusionPipeline
+    from diffusers.utils import export_to_video, load_image
+
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    assert state.num_processes > 1, "needs two processes or more"
+    pipe = StableVideoDiffusionPipeline.from_pretrained(_MODEL, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    out.mkdir(parents=True, exist_ok=True)
+    jobs = [(image, seed) for image in images for seed in range(num_seeds)]
+    size = {"height": 128, "width": 128, "num_frames": 14}
+    with state.split_between_processes(jobs) as own:
+        for image, seed in own:
+            frames = pipe(
+                load_image(image),
+                **size,
+                num_inference_steps=28,
+                motion_bucket_id=40,
+                max_guidance_scale=1.1,
+                generator=torch.Generator("cpu").manual_seed(seed),
+            ).frames[0]
+            export_to_video(frames, str(out / f"{Path(image).stem}_{seed}.mp4"), fps=7)
 
 
-def theirs(photos: list[str], num_seeds: int, out: Path) -> list[str]:
-    """The command line of the script; by torchrun, because without MPI `accelerate launch` starts
-    only one CPU process."""
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(_SCRIPT), str(_MODEL)),
-        *(str(out), str(num_seeds), *photos),
-    ]
+def commands(photos: list[str], num_seeds: int, folder: Path) -> dict[str, list[str]]:
+    """By the output folder; torchrun, because without MPI accelerate starts one CPU process."""
+    ours, theirs = str(folder / "svdpp"), str(folder / "accelerate")
+    return {
+        ours: [
+            *(sys.executable, "-m", "svdpp", "run", *photos, "--model", "demo", "--device", "cpu"),
+            *("--world", "2", "--threads", "1", "--layout", "auto", "--quiet", "--out", ours),
+            *("--seeds", f"0-{num_seeds - 1}"),
+        ],
+        theirs: [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", __file__),
+            *("accelerate", theirs, str(num_seeds), *photos),
+        ],
+    }
 
 
 def seconds(command: list[str], out: Path, num_clips: int) -> float:
     """The wall seconds of `command`; checks that its clips exist and are complete."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     taken = time.monotonic() - begun
     if done.returncode:
         sys.exit(f"{' '.join(command[:6])} ... ended with {done.returncode}:\n{done.stderr}")
@@ -65,26 +88,21 @@ def seconds(command: list[str], out: Path, num_clips: int) -> float:
 def main() -> None:
     asked = options(__doc__, repeats=3, seeds=4)
     photos = [str(photo) for photo in example_photos()]
-    num_clips = len(photos) * asked.seeds
     ratios = []
     for repeat in range(asked.repeats):
         with tempfile.TemporaryDirectory() as name:
-            mine = Path(name, "svdpp")
-            plain = Path(name, "accelerate")
-            both = (
-                (ours(photos, asked.seeds, mine), mine),
-                (theirs(photos, asked.seeds, plain), plain),
-            )
-            order = both if repeat % 2 == 0 else both[::-1]
-            taken = {out.name: seconds(command, out, num_clips) for command, out in order}
+            both = list(commands(photos, asked.seeds, Path(name)).items())
+            taken = {
+                Path(out).name: seconds(command, Path(out), len(photos) * asked.seeds)
+                for out, command in (both if repeat % 2 == 0 else both[::-1])
+            }
         ratios.append(taken["svdpp"] / taken["accelerate"])
-        print(
-            f"round {repeat + 1}: {num_clips} clips, svdpp {taken['svdpp']:.1f} s, "
-            f"accelerate {taken['accelerate']:.1f} s, ratio {ratios[-1]:.3f}",
-            flush=True,
-        )
+        print(f"round {repeat + 1}: {taken}, ratio {ratios[-1]:.3f}", flush=True)
     print(f"median ratio svdpp / accelerate {statistics.median(ratios):.3f}: below 1 is faster")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["accelerate"]:
+        accelerate_script(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    else:
+        main()

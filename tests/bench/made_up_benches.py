@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE
-from svdpp.bench.config import read_config
-from svdpp.bench.runner import Bench, Results, Round
+from svdpp.bench.results import Results
+from svdpp.bench.runner import DATA_PARALLEL, ONE_DEVICE, PIPELINE, Bench, Round, read_config
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.trace import Trace
@@ -41,15 +40,14 @@ def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa"
         trace(0, StepDone(clip=0, step=step, seconds=seconds / 2))
     trace(0, ActionDone(action="DENOISE c0 0:2", start=5.0, end=5 + seconds, waited=0.0))
     trace(0, Finished(allocated_bytes=None, reserved_bytes=2**30))
-    figures = measured_figures(trace, config, config.layout.schedule)
+    figures = measured_figures(trace, config, config.layout.schedule(1))
     assert figures is not None
     return Round(
         case=case,
         number=number,
         trace=trace,
         figures=replace(figures, start_seconds=3.0),
-        latents_sha256=[sha256],
-        frames_sha256=[None],
+        sha256=[(sha256, None)],
     )
 
 

@@ -48,7 +48,6 @@ class Load:
 
     @property
     def is_over(self) -> bool:
-        """Whether all jobs are done, or one has gone wrong."""
         return len(self.done) >= self.num_jobs or bool(self.wrong)
 
     async def submit(self) -> None:

@@ -1,26 +1,152 @@
-"""Which cases a bench measures, with which clips, and what it records."""
+"""A bench's configuration: YAML, overrides, refusals; its cases, clips and costs."""
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
 from svdpp.bench import runner as module
-from svdpp.bench.compare import DATA_PARALLEL, ONE_DEVICE, PIPELINE, ROUNDS, SUMMARY, compare
-from svdpp.bench.config import read_config
-from svdpp.bench.runner import Bench, Results, Round, cases_of, differing, summary
-from svdpp.cli.bench import show_summary
-from svdpp.cli.console import Console
-from svdpp.config.files import read_costs
-from svdpp.errors import OutOfMemoryError
-from tests.bench.made_up_benches import bench_of, config_of, leave_bench, round_of
-from tests.diagnostics.made_up_runs import EVEN, replayed
+from svdpp.bench.results import costs_of, summary
+from svdpp.bench.runner import (
+    DATA_PARALLEL,
+    ONE_DEVICE,
+    PIPELINE,
+    Bench,
+    BenchConfig,
+    Round,
+    cases_of,
+    differing,
+    read_config,
+    shipped,
+)
+from svdpp.cli.bench import pipeline_config
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.diagnostics.machine import median_costs
+from svdpp.driver.trace import Trace
+from svdpp.errors import InputError, OutOfMemoryError, RequestError
+from svdpp.launch import gpus
+from svdpp.launch.world import World
+from svdpp.plan.layout import Layout
+from svdpp.worker.messages import ActionDone, StepDone, TransferDone
+from tests.bench.made_up_benches import bench_of, config_of, round_of
+
+
+def _file(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_what_is_shipped_is_valid(name: str) -> None:
+    point = read_config(name, [])
+    assert point.experiment == name
+    assert shipped() == ["smoke", "svd-xt", "wan-a14b"]
+
+
+def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> None:
+    point = read_config(_file(tmp_path, "workload:\n  # clips: 3\n"), [])
+    assert point == BenchConfig(experiment="mine")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("pipeline.wrold", "did you mean pipeline.world?"),
+        ("pipelin.world", "did you mean pipeline?"),
+        ("world", "did you mean pipeline.world?"),
+        ("workload.seeds", "did you mean measure.seeds?"),
+        ("zzz", "known: experiment, "),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None:
+    with pytest.raises(RequestError, match="no field") as caught:
+        read_config("smoke", [f"{key}=1"])
+    assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pipeline.world=many", "pipeline.world must be a whole number, got 'many'"),
+        ("pipeline.world=true", "pipeline.world must be a whole number, got True"),
+        ("pipeline.world=0", "pipeline.world must be 1 or more, got 0"),
+        ("precision=fp8", "precision must be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        ("experiment=../up", "experiment must match ^[A-Za-z0-9_]"),
+        ("measure.seeds=[]", "measure.seeds needs 1 or more values, got []"),
+        ("model=demo", "model must be a section, got 'demo'"),
+        ("model.name.x=1", "'name' is not a section"),
+        ("pipeline.world", "an override is section.field=value, got 'pipeline.world'"),
+        ("pipeline.world=[1", "the value is not YAML"),
+        ("workload.clips=100001", "workload.clips must be 100000 or less, got 100001"),
+        ("profile='yes'", "profile must be true or false, got 'yes'"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(override: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_config("smoke", [override])
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "just words", "\x00", "!!python/object:os.x {}"])
+def test_what_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read_config(_file(tmp_path, text), [])
+
+
+def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(RequestError, match="neither a file") as caught:
+        read_config("smok", [])
+    assert caught.value.hint == "did you mean smoke?"
+
+
+def test_the_last_override_holds_and_the_file_is_beneath_all(tmp_path: Path) -> None:
+    name = _file(tmp_path, "workload: {clips: 3, steps: 6}\n")
+    point = read_config(name, ["workload.clips=4", "workload.clips=5", "pipeline.timeout=1e1"])
+    assert (point.workload.clips, point.workload.steps) == (5, 6)
+    assert point.pipeline.timeout == 10.0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_fields_are_those_of_a_run(is_on: bool) -> None:
+    fields = ("model.channels_last", "pipeline.deterministic", "pipeline.allow_mixed_devices")
+    config = pipeline_config(read_config("smoke", [f"{field}=true" for field in fields if is_on]))
+    found = config.model.channels_last, config.deterministic, config.allow_mixed_devices
+    assert found == (is_on,) * 3
+
+
+def test_what_was_resolved_is_a_configuration_again(tmp_path: Path) -> None:
+    point = read_config("smoke", ["pipeline.threads=null", "precision=null"])
+    config = PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name="demo", dtype="bf16"),
+        sampling=SvdSampling(num_inference_steps=4, num_frames=8, decode_chunk_size=8),
+        num_threads=3,
+    )
+    resolved = point.resolved(config)
+    path = tmp_path / "again.yaml"
+    path.write_text(resolved.to_yaml())
+
+    assert (resolved.pipeline.threads, resolved.precision) == (3, "bf16")
+    assert (resolved.workload.frames, resolved.workload.decode_chunk_size) == (8, 8)
+    assert read_config(str(path), []) == resolved
+
+
+def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    point = read_config(
+        "smoke", [f"model.name={tmp_path}/weights", f"workload.images=[{tmp_path}/a.jpg]"]
+    )
+    text = point.to_yaml()
+    assert str(tmp_path) not in text
+    assert yaml.safe_load(text)["model"]["name"] == "~/weights"
+
+
+# --- the cases -----------------------------------------------------------------------------------
 
 
 def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
@@ -29,11 +155,7 @@ def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
     assert str(cases[DATA_PARALLEL].layout) == "data parallel"
     assert (cases[DATA_PARALLEL].world_size, cases[DATA_PARALLEL].checksum) == (2, True)
     assert cases[ONE_DEVICE].world_size == 1
-
-
-def test_data_parallel_is_not_measured_against_itself() -> None:
     assert list(cases_of(config_of(replicas=2))) == [PIPELINE, ONE_DEVICE]
-    assert list(cases_of(config_of().alone())) == [PIPELINE, ONE_DEVICE]
 
 
 def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
@@ -70,100 +192,110 @@ def test_arms_take_turns_and_one_that_does_not_fit_is_a_result(
 
 
 def test_a_pipeline_that_does_not_fit_ends_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: Bench, case: str, number: int, *_: object) -> Round:  # noqa: ARG001
+    def measure(self: Bench, *_: object) -> Round:  # noqa: ARG001
         raise OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(module.Bench, "_measure", measure)
     with pytest.raises(OutOfMemoryError):
-        bench_of().run(lambda said: None, lambda done: None)  # noqa: ARG005
+        bench_of().run(print, print)
 
 
 def test_bits_are_held_against_diffusers_own() -> None:
     rounds = [round_of(PIPELINE, 0), round_of(ONE_DEVICE, 0), round_of(PIPELINE, 1, sha256="bb")]
     assert differing(rounds[:2]) == []
     assert differing(rounds) == ["pipeline, round 2, clip 0"]
-    rounds[0].frames_sha256[0] = "cc"
+    rounds[0].sha256[0] = "aa", "cc"
     assert differing(rounds[:2]) == ["pipeline, round 1, clip 0"]
 
 
-def test_files_of_a_run(tmp_path: Path) -> None:
-    one = bench_of()
-    kept, other = Results(tmp_path, one), Results(tmp_path, one)
-    for number in range(2):
-        for case, seconds in ((PIPELINE, 1.0 + number), (ONE_DEVICE, 4.0)):
-            done = round_of(case, number, seconds=seconds)
-            one.rounds.append(done)
-            kept.add(done)
-    found = kept.finish()
+# --- the costs, of a bench and of `svdpp profile` -------------------------------------------------
 
-    assert kept.folder != other.folder
-    assert kept.folder.parent == tmp_path / "smoke"
-    assert kept.run_id.endswith(f"-{one.asked.sha256[:8]}")
-    names = "config.yaml env.json summary.json costs.json rounds.jsonl"
-    assert {path.name for path in kept.folder.iterdir()} == set(names.split())
-    source = f"measured by: svdpp bench, smoke/{kept.run_id}"
-    assert read_costs(kept.folder / "costs.json").source == source
-    assert json.loads((kept.folder / "summary.json").read_text()) == found
-    assert read_config(str(kept.folder / "config.yaml"), []) == one.asked
-    assert f"# sha256 {one.asked.sha256}\n" in (kept.folder / "config.yaml").read_text()
-    rates = [each["steady_clips_per_minute"] for each in found["cases"][PIPELINE]["rounds"]]
-    assert rates == [60.0, 30.0]
-    speedup = found["speedups"][ONE_DEVICE]
-    assert speedup["rounds"] == [4.0, 2.0]
-    assert speedup["over_rounds"] == pytest.approx(8**0.5)
-    figures = found["cases"][PIPELINE]["over_rounds"]
-    assert figures["start_seconds"] == pytest.approx(3.0)
-    assert figures["load_seconds"] == pytest.approx(2.0)
-    assert (figures["peak_allocated_gib"], figures["peak_reserved_gib"]) == (None, 1.0)
-    assert figures["step_p50_seconds"] == pytest.approx((0.5 * 1.0) ** 0.5)
-    parts = ("compute", "wait", "transfer", "idle", "unaccounted")
-    assert sum(figures[f"{part}_share"] for part in parts) == pytest.approx(1.0, abs=1e-3)
+TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 
 
-def test_a_bench_prints_the_figures_that_its_comparison_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def _config(world_size: int, device: str = "cpu") -> PipelineConfig:
+    sampling = SvdSampling(num_inference_steps=world_size, num_frames=2)
+    return replace(config_of(), world_size=world_size, sampling=sampling, device=device)
+
+
+def _note(
+    trace: Trace,
+    step_seconds: Mapping[int, float],
+    transfers: Mapping[tuple[int, int], float],
+    *,
+    clip: int = 0,
+    encode_seconds: float = 0.25,
+) -> Trace:
+    """Adds a clip in which each rank does one step."""
+    encode = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=encode_seconds, waited=0.0)
+    trace(0, encode)
+    for rank, seconds in step_seconds.items():
+        trace(rank, StepDone(clip=clip, step=rank, seconds=seconds))
+        action = f"DENOISE c{clip} {rank}:{rank + 1}"
+        trace(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
+    for (source, target), seconds in transfers.items():
+        about = {"clip": clip, "next_step": 1, "num_bytes": 77, "end": 9.0}
+        trace(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
+        trace(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "costs"),
+    [
+        ("cuda", (1.0, 1.05, 1.02), 1.02),  # the same GPUs: one number
+        ("cuda", (1.0, 2.0, 1.0), (1.0, 2.0, 1.0)),
+        ("cpu", (1.0, 2.0, 1.1), 1.1),  # one processor: noise
+    ],
+)
+def test_ranks_are_told_apart_where_gpus_differ(
+    device: str, steps: tuple[float, ...], costs: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds of 60, 60 and 7.5 clips per minute: the median is 60, the geometric mean 30."""
+    monkeypatch.setattr(gpus, "visible_gpus", list)
+    trace = _note(Trace(3), dict(enumerate(steps)), {})
+    found = median_costs(_config(3, device), None, [trace], source="")
+    assert found.step_seconds == pytest.approx(costs)
+
+
+def test_the_first_clip_warms_up_and_does_not_count() -> None:
+    trace = Trace(2, first_clip=1)
+    for clip, transfer in enumerate((1.0, 0.1, 0.1)):
+        took = 10.0 - clip
+        _note(trace, {1: took}, {(0, 1): transfer}, clip=clip, encode_seconds=took)
+    costs = median_costs(_config(2), None, [trace], source="a test")
+    assert (costs.step_seconds, costs.encode_seconds) == (8.5, 8.5)
+    assert costs.transfer_seconds == pytest.approx(0.1)
+    assert (costs.name, costs.source) == ("dummy fp32, 2 frames of 1024x576", "a test")
+
+
+def test_a_bench_has_the_medians_of_its_rounds() -> None:
     one = bench_of()
-    kept = Results(tmp_path, one)
-    for number, seconds in enumerate((1.0, 1.0, 8.0)):
-        one.rounds += [round_of(PIPELINE, number, seconds=seconds), round_of(ONE_DEVICE, number)]
-    found = kept.finish()
-    for ratio in compare(kept.folder, kept.folder).ratios:
-        case, _, figure = ratio.name.partition(": ")
-        if case == f"{PIPELINE} / {ONE_DEVICE}":
-            assert found["speedups"][ONE_DEVICE]["over_rounds"] == pytest.approx(ratio.a)
-        if figure == "clips/min":
-            over_rounds = found["cases"][case]["over_rounds"]
-            assert over_rounds["steady_clips_per_minute"] == pytest.approx(ratio.a)
-    show_summary(Console(), found)
-    printed = capsys.readouterr().out
-    assert "geometric means over rounds" in printed
-    assert re.search(r"steady_clips_per_minute +30 ", printed), printed
+    for seconds in (1.0, 9.0, 2.0):
+        trace = _note(Trace(2), {0: seconds, 1: seconds}, {(0, 1): seconds / 10})
+        one.rounds.append(replace(round_of(PIPELINE, 0), trace=trace))
+    costs = costs_of(one, "run")
+    assert (costs.step_seconds, costs.transfer_seconds) == (2.0, pytest.approx(0.2))
+    assert (costs.encode_seconds, costs.decode_seconds) == (0.25, 0.0)
+    assert costs.source == "measured by: svdpp bench, smoke/run"
 
 
-# --- what limits the pipeline ---------------------------------------------------------------------
+def test_a_slow_host_gets_fewer_steps() -> None:
+    """Ranks on different hosts get separate costs, and so do their transfers."""
+    steps = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}
+    trace = _note(Trace(4), steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})
+    costs = median_costs(_config(4), TWO_HOSTS, [trace], source="")
+    assert costs.step_seconds == (1.0, 1.0, 3.0, 3.0)
+    assert costs.ranks_per_host == 2
+    assert (costs.transfer_seconds, costs.inter_host_transfer_seconds) == pytest.approx((0.1, 0.5))
+    shares = Layout(num_steps=28, world_size=4, split="balanced", costs=costs).all_shares
+    sizes = [share.end - share.start for share in shares]
+    assert sum(sizes) == 28
+    assert max(sizes[2:]) < min(sizes[:2])
 
 
-def _limits(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / SUMMARY).read_text())["limits"]
-    return found
-
-
-def test_the_known_bottleneck_of_the_pipeline_comes_first(tmp_path: Path) -> None:
-    folder = leave_bench(tmp_path, replayed(replace(EVEN, decode_seconds=1.0)))
-    limits = _limits(folder)
-    first = limits["findings"][0]
-    assert (first["kind"], first["rank"], limits["round"]) == ("decode", 1, 1)
-    assert "its decodes take 67% of its work" in limits["headline"]
-    rounds = [json.loads(line) for line in (folder / ROUNDS).read_text().splitlines()]
-    assert [each["case"] for each in rounds] == ["pipeline", "data parallel", "diffusers"] * 3
-    assert rounds[3]["measured"] == limits["measured"], "of the median round"
-
-
-def test_layouts_are_advised_as_fields_of_the_configuration(tmp_path: Path) -> None:
-    folder = leave_bench(tmp_path, replayed(slow=(1.0, 2.0)))
-    options = shlex.split(_limits(folder)["advice"]["options"])
-    asked = read_config("smoke", [each.removeprefix("--") for each in options]).pipeline
-    assert (asked.split, asked.replicas) == ("alternating", 1)
-    assert asked.costs == str(folder / "costs.json")
+def test_a_step_of_a_pair_and_a_part_of_a_decode_count_as_whole_ones() -> None:
+    config = replace(_config(2), cfg_parallel=2)
+    trace = _note(Trace(2), {0: 1.0, 1: 1.0}, {(0, 1): 0.1})
+    trace(1, ActionDone(action="DECODE c0 @2 8:16/16", start=5.0, end=6.0, waited=0.0))
+    costs = median_costs(config, None, [trace], source="")
+    assert (costs.step_seconds, costs.decode_seconds) == (pytest.approx(1.8), 2.0)

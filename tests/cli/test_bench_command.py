@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.bench.compare import PIPELINE
-from svdpp.bench.runner import Bench
+from svdpp.bench.runner import PIPELINE, Bench
 from svdpp.cli import bench
 from svdpp.cli.bench import _sorted_out
 from svdpp.cli.console import Console
@@ -31,7 +30,7 @@ def test_overrides_stand_anywhere() -> None:
     ("arguments", "code", "words"),
     [
         ((), 2, ("one configuration, got none", "svdpp bench smoke")),
-        (("smoke", "svd-xt"), 2, ("got 2: smoke svd-xt",)),
+        (("smoke", "svd-xt"), 2, ("got smoke svd-xt",)),
         (("smoke", "--comapre", "a"), 2, ("no such option: --comapre",)),
         (("smoke", "-x"), 2, ("no such option: -x",)),
         (("smoke", "--pipeline.world=3"), 2, ("4 steps",)),
@@ -55,46 +54,35 @@ def test_ranks_of_a_launcher_are_refused() -> None:
     assert_error(answer, 2, "svdpp bench starts its own ranks", "without torchrun or srun")
 
 
-def test_a_missed_target_decides_the_exit_code_only_if_nothing_else_failed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Replaces the measurement; other tests cover when a target is missed."""
-    outcomes = {"overhead": {"verdict": "missed"}, "bubble": {"verdict": "met"}}
-    sha256 = ["aa", "bb"]
+def test_different_bits_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Replaces the measurement."""
 
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
         assert others
-        one.rounds = [round_of(PIPELINE, n, sha256=sha256[n]) for n in range(2)]
-        return {"targets": outcomes}
+        one.rounds = [round_of(PIPELINE, n, sha256=sha256) for n, sha256 in enumerate("ab")]
+        return {}
 
     monkeypatch.setattr(bench, "_run", run)
-    arguments = ("bench", "smoke", *TINY, "--results", str(tmp_path))
-    assert_error(svdpp_here(*arguments), 3, "bits differ")
-    sha256[1] = "aa"
-    assert_error(svdpp_here(*arguments), 10, "missed 1 target: overhead")
+    answer = svdpp_here("bench", "smoke", *TINY, "--results", str(tmp_path))
+    assert_error(answer, 3, "bits differ")
 
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_bench_with_targets_and_its_comparison_with_itself(
+def test_a_bench_and_its_comparison_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ("bench", "smoke", *TINY, "--measure.repeats=4", "--profile=true")
-    targets = ("--targets.step_p95_seconds=< 100", "--targets.makespan_seconds=< 0.000000001")
-    answer = svdpp_here(*asked, *targets, "--json")
+    answer = svdpp_here(*asked, "--json")
 
-    assert answer.code == 10, answer
-    assert "missed 1 target: makespan_seconds" in answer.err
+    assert answer.code == 0, answer
     assert "nothing of SVD" in answer.err
     (found,) = json.loads(answer.out)
-    verdicts = [each["verdict"] for each in found["targets"].values()]
-    assert verdicts == ["met", "missed"]
     assert list(found["cases"]) == ["pipeline", "data parallel", "diffusers"]
     assert found["same_bits"] is True
     assert len(found["latents_sha256"]) == 2
     folder = tmp_path / found["folder"]
-    assert json.loads((folder / "summary.json").read_text())["targets"] == found["targets"]
     kernels = json.loads((folder / "profile.json").read_text())["traceEvents"]
     assert "aten::conv3d" in {event["name"] for event in kernels}
     (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
@@ -115,5 +103,5 @@ def test_a_bench_with_targets_and_its_comparison_with_itself(
     assert compared["equal"] is True
     assert compared["same_bits"] is True
     answer = svdpp_here("bench", "--compare", str(folder), str(folder))
-    assert answer.out.endswith("verdict: equal: every difference is within noise\n")
+    assert answer.out.endswith("verdict: equal: every difference is noise\n")
     assert max(map(len, answer.out.splitlines()[3:])) <= 80

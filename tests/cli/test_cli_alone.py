@@ -120,7 +120,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    "module", ["svdpp.cli.app", "click", "svdpp.cli.plan", "svdpp.plan.large_forecast"]
+    "module", ["svdpp.cli.app", "click", "svdpp.cli.plan", "svdpp.plan.forecast"]
 )
 def test_an_interrupt_while_modules_are_imported(module: str) -> None:
     """In its first quarter of a second, Python answers Ctrl-C with a traceback."""

@@ -69,7 +69,7 @@ def test_json_is_that_of_the_issue() -> None:
             "seconds_per_clip": 4,
             "bubble": pytest.approx(6 / 20),
             "jitter_seconds": 0,
-            "latency_seconds": {"mean": 28, "p50": 28, "p90": 28, "p99": 28},
+            "latency_seconds": 28,
             "data_parallel": {
                 "makespan_seconds": 56,
                 "first_clip_seconds": 28,

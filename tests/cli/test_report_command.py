@@ -29,7 +29,7 @@ def test_the_report_fits_one_page(tmp_path: Path) -> None:
 
 def test_a_bench_is_no_run(tmp_path: Path) -> None:
     answer = svdpp_here("report", str(leave_bench(tmp_path)))
-    assert_error(answer, 7, "it has no run.json", "a bench prints what limits it")
+    assert_error(answer, 7, "has no run.json", "a bench prints what limits it")
 
 
 def test_a_table_in_a_file_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +59,7 @@ def test_a_run_that_left_no_figures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "is not the folder of a run: it has no run.json"),
+        (None, "has no run.json"),
         ("{", "is not a run's manifest"),
         ("[]", "is not a run's manifest"),
         ('{"schema_version": 9, "clips": []}', "schema_version must be 1"),
@@ -80,7 +80,7 @@ def test_several_runs_in_one_folder_are_told_apart(tmp_path: Path) -> None:
     content = leave(tmp_path / "one", replayed()).read_text()
     for name in ("sea", "sky"):
         (tmp_path / f"{name}.run.json").write_text(content)
-    assert_error(svdpp_here("report", str(tmp_path)), 7, "2 runs", "svdpp report")
+    assert_error(svdpp_here("report", str(tmp_path)), 7, "2 runs", "*.run.json")
     (tmp_path / "sky.run.json").unlink()
     report = json.loads(svdpp_here("report", str(tmp_path), "--json").out)
     assert report["findings"][0]["kind"] == "balanced"

@@ -18,7 +18,7 @@ from svdpp.cli.run import Run
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
-from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.forecast import forecast_layout
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_and_modules, svdpp_here
 from tests.cli.test_help import parsed
 
@@ -73,13 +73,12 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
 
     assert printed["costs"] == layout.costs.to_json()
     assert printed["layout"]["description"] == str(layout)
-    shares = [share for replica in range(layout.replicas) for share in layout.shares(replica)]
     assert [(rank["rank"], rank["start"], rank["end"]) for rank in printed["ranks"]] == [
-        (share.rank, share.start, share.end) for share in shares
+        (share.rank, share.start, share.end) for share in layout.all_shares
     ]
     forecast = forecast_layout(layout, 20)
     assert printed["forecast"]["makespan_seconds"] == forecast.makespan
-    assert printed["forecast"]["latency_seconds"] == forecast.latency._asdict()
+    assert printed["forecast"]["latency_seconds"] == forecast.latency
 
 
 # --- how many ranks, and which layout -------------------------------------------------------------

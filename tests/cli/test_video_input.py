@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from svdpp.bench.config import read_config
-from svdpp.bench.runner import Bench
+from svdpp.bench.runner import Bench, read_config
 from svdpp.cli.bench import pipeline_config
 from svdpp.config import OutputConfig
 from svdpp.driver.pipeline import Pipeline

@@ -20,7 +20,7 @@ from svdpp.errors import (
     TransportError,
 )
 from svdpp.launch.group import RankContext
-from svdpp.plan.schedule import connect_rounds
+from svdpp.plan.actions import connect_rounds
 from tests.processes import run_ranks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -53,7 +53,7 @@ def replayed(
         done = {"action": str(action), "start": start, "end": end, "waited": waited}
         trace(rank, ActionDone.model_validate({**done, "waits": {"packet": waited}}))
         ends[rank] = end
-    figures = measured_figures(trace, config, config.layout.schedule)
+    figures = measured_figures(trace, config, config.layout.schedule(clips))
     assert figures is not None
     return replace(figures, start_seconds=0.0)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
-from svdpp.diagnostics.environment import environment
+from svdpp.diagnostics.machine import environment
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch import gpus

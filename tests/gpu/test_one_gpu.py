@@ -21,7 +21,7 @@ from svdpp.comm.transport import Transport
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.launch.group import RankContext, start_ranks
-from svdpp.plan.schedule import connect_rounds
+from svdpp.plan.actions import connect_rounds
 from svdpp.verification.verify import verify
 from tests.faults.damage import Damage
 from tests.faults.processes import allowing_for_others, wait_until

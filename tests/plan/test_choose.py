@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.choose import choose_layout, compare_layouts
 from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.large_forecast import forecast_layout
+from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import divisors
 from tests.plan.plans import costs, memory
@@ -45,10 +45,7 @@ def test_where_memory_is_short_decode_gets_ranks_of_its_own() -> None:
     assert str(layout) == "1 replica of 8 ranks, balanced"
     assert max(peak or 99 for peak in layout.peak_gib) <= 11
     assert not layout.roles[7].denoise
-    assert reason.endswith(
-        "balanced: no other layout finishes 80 clips sooner, and none is simpler; "
-        "7 of 9 layouts need more memory"
-    )
+    assert reason.endswith("longer for 80 clips; 7 of 9 layouts need more memory")
 
 
 def test_devices_of_unequal_speed_share_replicas() -> None:
@@ -73,12 +70,6 @@ def test_memory_that_nothing_fits() -> None:
     )
 
 
-def test_memory_that_is_not_known_is_said_to_be() -> None:
-    _, reason = choose(memory_gib=(8.0,) * 8)
-
-    assert reason.endswith("; the costs do not give its memory")
-
-
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 20), costs)
 @settings(max_examples=50)
 def test_nothing_simple_is_better(
@@ -95,32 +86,6 @@ def test_nothing_simple_is_better(
                 assert makespan <= forecast_layout(other, num_clips).makespan * 1.002
     assert "\n" not in reason
     assert reason.startswith(f"{chosen}: ")
-
-
-@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 9), costs)
-@settings(max_examples=50)
-def test_anything_can_be_compared(
-    num_steps: int, world_size: int, num_clips: int, costs: Costs
-) -> None:
-    rows = compare_layouts(
-        num_steps=num_steps, world_size=world_size, num_clips=num_clips, costs=costs
-    )
-
-    names = [row.name for row in rows]
-    assert names[:3] == ["uniform", "balanced", "alternating"]
-    assert names[3].endswith("decoders") or world_size == 1
-    assert names[4:] == ["auto", "data parallel", *([] if world_size % 2 else ["pairs"])]
-    for row in rows:
-        assert (row.forecast is None) == (row.layout is None)
-        assert row.note or row.layout
-    assert (rows[0].layout is None) == bool(num_steps % world_size)
-
-
-def test_costs_of_another_world_are_not_compared() -> None:
-    with pytest.raises(RequestError, match="values for 2 ranks, but the run has 8"):
-        compare_layouts(
-            num_steps=25, world_size=8, num_clips=16, costs=Costs(step_seconds=(1.0, 2.0))
-        )
 
 
 def test_a_layout_that_does_not_fit_is_shown_with_a_note() -> None:
@@ -165,12 +130,7 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
             BOTH.format("12.5", "80 clips", "250", "data parallel", "25", "250"),
         ),
         ({"pairs": True, "costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
-        ({"pairs": True, "world_size": 7}, "data parallel", "; 7 ranks form no pairs"),
-        (
-            {"pairs": True, "costs": replace(A100, ranks_per_host=3), "world_size": 6},
-            "data parallel",
-            "; 6 ranks form no pairs",
-        ),
+        ({"pairs": True, "world_size": 7}, "data parallel", "the next best"),
         (  # only pairs can divide these steps evenly
             {"pairs": True, "fixed": {"replicas": 1}, "num_steps": 28},
             "1 replica of 4 pairs, uniform",
@@ -195,17 +155,6 @@ def test_pairs_are_chosen_for_latency(options: dict[str, Any], layout: str, reas
 def test_what_is_fixed_and_impossible_is_said_of_single_ranks() -> None:
     with pytest.raises(RequestError, match="over 8 ranks"):
         choose(pairs=True, fixed={"replicas": 1})
-
-
-def test_two_ranks_without_room_for_both_experts_are_no_pair() -> None:
-    options: dict[str, Any] = {
-        **{"world_size": 2, "num_clips": 1, "pairs": True, "sooner": True},
-        **{"costs": WITH_MEMORY, "expert_boundary": 10, "num_steps": 20},
-    }
-    assert str(choose(**options, memory_gib=(16.0,) * 2)[0]) == "one pair of ranks"
-    layout, why = choose(**options, memory_gib=(12.0,) * 2)
-    assert str(layout) == "1 replica of 2 ranks, uniform"
-    assert "need more memory" in why
 
 
 HOSTS = replace(A100, ranks_per_host=4, inter_host_transfer_seconds=None)

@@ -24,21 +24,13 @@ MEASURED = Costs(
     encode_seconds=0.25,
     decode_seconds=(4.0, 5.0),
     transfer_seconds=0.5,
-    transfer_bytes_per_second=1e6,
-    packet_bytes=250_000,
     **memory((1.5, 3.0, 0.25), (1.0, 6.0, 8.0)),
     name="demo",
     source="measured",
     device="2 cores",
 )
 
-HOSTS = Costs(
-    transfer_seconds=0.25,
-    ranks_per_host=4,
-    inter_host_transfer_seconds=3.0,
-    packet_bytes=8.0,
-    inter_host_bytes_per_second=4.0,
-)
+HOSTS = Costs(transfer_seconds=0.25, ranks_per_host=4, inter_host_transfer_seconds=3.0)
 
 
 def test_what_an_action_takes_on_each_rank() -> None:
@@ -49,11 +41,9 @@ def test_what_an_action_takes_on_each_rank() -> None:
         assert MEASURED.of(Action.at(kind, 0, 5), 0) == 0
 
 
-def test_a_transfer_is_latency_and_bytes_and_between_hosts_it_has_its_own() -> None:
-    assert MEASURED.transfer(0, 1) == 0.5 + 0.25
-    assert Costs(transfer_seconds=0.5, packet_bytes=1e12).transfer(0, 1) == 0.5
-    assert HOSTS.transfer(0, 3) == 0.25
-    assert HOSTS.transfer(3, 4) == 3.0 + 8.0 / 4.0
+def test_a_transfer_between_hosts_has_its_own_time() -> None:
+    assert MEASURED.transfer(0, 1) == 0.5
+    assert (HOSTS.transfer(0, 3), HOSTS.transfer(3, 4)) == (0.25, 3.0)
     assert [HOSTS.host_of(rank) for rank in (0, 3, 4, 11)] == [0, 0, 1, 2]
 
 
@@ -88,13 +78,11 @@ def test_the_file_both_ways(costs: Costs, tmp_path: Path) -> None:
     assert find_costs(str(path)) == costs
 
 
-def test_a_step_alone_is_enough() -> None:
-    assert Costs.from_json({"schema_version": 1, "step_seconds": 2}, "f") == Costs(step_seconds=2)
-
-
-def test_what_earlier_versions_measured_is_passed_over() -> None:
-    old = {"write_seconds": 0.5, "offload_gib_per_second": 2.0}
-    assert Costs.from_json({**GOOD, **old}, "f") == Costs()
+def test_a_step_alone_is_enough_and_fields_of_earlier_versions_are_passed_over() -> None:
+    old = {"write_seconds": 0.5, "packet_bytes": 9, "transfer_bytes_per_second": None}
+    assert Costs.from_json({"schema_version": 1, "step_seconds": 2, **old}, "f") == Costs(
+        step_seconds=2
+    )
 
 
 GOOD = {"schema_version": 1, "step_seconds": 1.0}
@@ -105,6 +93,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({**GOOD, "schema_version": "1"}, "f: schema_version must be 1, got '1'"),
     ({"schema_version": 1}, "f: step_seconds is missing"),
     ({**GOOD, "warp": 1}, "f: unknown key 'warp'"),
+    ({**GOOD, "transfer_bytes_per_second": 1}, "f: unknown key 'transfer_bytes_per_second'"),
 ]
 
 
@@ -117,27 +106,20 @@ def test_files_that_hold_no_costs(content: Any, words: str) -> None:
 
 
 NUMBERS = [
-    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds", "packet_bytes"),
-    *("transfer_bytes_per_second", "encode_weights_gib", "decode_work_gib"),
+    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds"),
+    *("encode_weights_gib", "decode_work_gib"),
 ]
-FINITE = "must be a finite number, 0 or more"
 FAULTS: list[tuple[str, Any, str]] = [
     *(
-        (name, value, f"{FINITE}, got {value}")
+        (name, value, "must be a number from 0 to")
         for name in NUMBERS
-        for value in (-1.0, -1e-9, math.inf, -math.inf, math.nan)
+        for value in (-1.0, -1e-9, math.inf, -math.inf, math.nan, "1", True, 10**400)
     ),
-    ("step_seconds", 0, "must be above 0"),
-    ("transfer_bytes_per_second", 0, "must be above 0"),
-    *(("step_seconds", value, FINITE) for value in ((1.0, -1.0), (1.0, math.nan), (1, [2]))),
-    ("step_seconds", (0.0, 1.0), "must be above 0"),
+    *(("step_seconds", value, "must be") for value in ((1.0, -1.0), (1, [2]), None, 0)),
     ("step_seconds", (), "must have a number for each rank"),
-    ("step_seconds", None, FINITE),
-    ("step_seconds", "1", f"{FINITE}, got '1'"),
-    ("step_seconds", True, FINITE),
-    ("step_seconds", 10**400, FINITE),
-    ("transfer_seconds", (1, 1), FINITE),
-    ("decode_seconds", 1e300, "must be 1e+09 or less"),
+    ("step_seconds", (0.0, 1.0), "must be above 0"),
+    ("transfer_seconds", (1, 1), "must be a number from 0 to"),
+    ("decode_seconds", 1e300, "must be a number from 0 to 1e+09"),
     *(("device", value, f"must be a string, got {value}") for value in (3, None)),
     *(("ranks_per_host", value, "must be") for value in (0, 1.5, -1, "4", True)),
 ]
@@ -190,22 +172,6 @@ def test_any_content_is_costs_or_refused(content: dict[str, Any]) -> None:
 # --- presets ------------------------------------------------------------------------------------
 
 
-def test_neither_file_nor_preset() -> None:
-    with pytest.raises(RequestError) as caught:
-        find_costs("svd-xt-tpu")
-
-    assert caught.value.message == "--costs 'svd-xt-tpu' is neither a file nor a preset"
-    assert caught.value.hint == "presets: svd-xt-a100, svd-xt-a100-pcie, svd-xt-h100-pcie"
-
-
-def test_presets_name_their_source() -> None:
-    for name, costs in PRESETS.items():
-        assert costs is find_costs(name)
-        assert costs.source.startswith("https://")
-        assert costs.name
-        assert costs.device
-
-
 def test_the_published_parts_add_up_to_the_published_whole() -> None:
     """The end-to-end times of the table include some ms of other work."""
     published = {
@@ -215,6 +181,7 @@ def test_the_published_parts_add_up_to_the_published_whole() -> None:
     }
     for name, whole in published.items():
         costs = PRESETS[name]
+        assert costs is find_costs(name)
         parts = costs.encode_on(0) + 25 * costs.step_on(0) + costs.decode_on(0)
         assert parts <= whole
         assert parts == pytest.approx(whole, rel=0.002)

@@ -1,4 +1,4 @@
-"""Layouts: all can be performed, their links and roles are right, and invalid ones are refused."""
+"""Layouts: all can be performed, links and roles are right, invalid ones refused; two experts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.actions import SENDS, Action, Kind
+from svdpp.plan.actions import SENDS, Action, Kind, Route, Schedule, build_schedule
+from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout, Roles, assign_replicas
-from svdpp.plan.schedule import Route, Schedule, build_schedule
-from svdpp.plan.split import StepRange
-from tests.plan.plans import WAN, layouts, memory
-from tests.plan.schedule_check import check_receives, check_schedule
+from svdpp.plan.split import Part, Stage, StepRange, balanced_cuts, uniform_cuts
+from tests.plan.plans import WAN, check_receives, check_schedule, layouts, memory, steps_in
 
 num_clips = st.integers(1, 20)
 
@@ -99,7 +98,7 @@ def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
 
 @given(layouts(pairs=True), num_clips)
 def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips: int) -> None:
-    shares = {s.rank: s for replica in range(layout.replicas) for s in layout.shares(replica)}
+    shares = {share.rank: share for share in layout.all_shares}
     assert sorted(shares) == list(range(layout.world_size))
     for clip in range(clips):
         route, index = layout.route(clip), clip // layout.replicas
@@ -135,14 +134,9 @@ def test_a_replica_for_each_rank_is_data_parallel(steps: int, world_size: int, c
 def test_a_rank_without_steps_is_passed_by() -> None:
     """6 ranks for 3 steps: clips skip ranks without steps, except the first and the last."""
     layout = Layout(num_steps=3, world_size=6, split="alternating")
-    routes = [layout.route(clip) for clip in range(50)]
-
-    for route in routes:
+    for route in map(layout.route, range(50)):
         assert (route.ranges[0].rank, route.ranges[-1].rank) == (0, 5)
         assert all(part.num_steps for part in route.ranges[1:-1])
-    steps = [sum(p.num_steps for r in routes for p in r.ranges if p.rank == n) for n in range(6)]
-    assert sum(steps) == 150
-    assert max(steps) - min(steps) <= 2
 
 
 def test_roles_say_what_need_not_be_loaded() -> None:
@@ -188,25 +182,22 @@ def test_replicas_keep_to_a_host_where_they_can(
     assert list(assign_replicas(world_size, replica_size, ranks_per_host)) == replica_ranks
 
 
+DIVISORS = "use a divisor: --replicas 1, 2, 4, 8"
 NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
 EVENLY = "{} cannot be split evenly over {}"
 EXPERTS = "13 high-noise and 27 low-noise steps"
+RANGE = "--decoders must be 1 to {}, the ranks of a replica or decoder, got {}"
 BOUNDARY = "--expert-boundary must be 1 or more and less than the number of steps (40), got {}"
 
 
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        ({"world_size": 0}, "the number of ranks must be 1 or more, got 0", ""),
-        ({"replicas": 3}, NOT_EQUAL.format(3), "use --replicas 2 or --replicas 4"),
-        ({"replicas": 0}, NOT_EQUAL.format(0), "use --replicas 1 or --replicas 2"),
-        ({"replicas": 16}, NOT_EQUAL.format(16), "use --replicas 4 or --replicas 8"),
-        ({"decoders": 0}, "--decoders must be 1 to 8, the size of a replica, got 0", ""),
-        (
-            {"decoders": 5, "replicas": 2},
-            "--decoders must be 1 to 4, the size of a replica, got 5",
-            "",
-        ),
+        ({"world_size": 0}, "the number of ranks must be 1 to 65536, got 0", ""),
+        ({"replicas": 3}, NOT_EQUAL.format(3), DIVISORS),
+        ({"replicas": 0}, NOT_EQUAL.format(0), DIVISORS),
+        ({"decoders": 0}, RANGE.format(8, 0), ""),
+        ({"decoders": 5, "replicas": 2}, RANGE.format(4, 5), ""),
         (
             {"split": "equal"},
             "--split must be one of uniform, balanced, alternating, got 'equal'",
@@ -224,8 +215,8 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
         ),
         (
             {"num_steps": 25, "decoders": 2},
-            EVENLY.format("25 steps", "the 7 stages of a replica"),
-            "use --split balanced or --split alternating, which allow any number of steps",
+            EVENLY.format("25 steps", "7 ranks; the nearest step counts that can are 21 and 28"),
+            "use --steps 21 or --steps 28, or --world 5, or --split alternating",
         ),
         (
             {"num_steps": 25},
@@ -259,3 +250,98 @@ def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
         Layout(**options)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+# --- two experts: ranks follow the work, and `auto` the memory -----------------------------------
+
+two_experts = layouts(experts=2)
+HIGH, LOW = frozenset({0}), frozenset({1})
+
+
+@given(two_experts.filter(lambda layout: layout.separates_experts))
+def test_no_division_of_the_ranks_is_faster(layout: Layout) -> None:
+    """Of fixed cuts the slowest stage is as fast as possible, of alternating ones up to 0.5%."""
+    shares = {share.rank: share.mean_steps for share in layout.all_shares}
+    for replica in range(layout.replicas):
+        stages = layout.stages(replica)
+        slowest = max(busy_seconds(stage, shares) for stage in stages)
+        for parts in divisions(layout, stages):
+            if layout.split == "alternating":
+                enough = slowest / 1.00501 - 1e-6
+                assert any(steps_in(enough, part) < part.num_steps for part in parts)
+            elif layout.split == "balanced":
+                cuts = [(part, balanced_cuts(part)) for part in parts]
+                assert slowest <= max(part.slowest_seconds(each) for part, each in cuts)
+            elif not any(part.num_steps % len(part.stages) for part in parts):
+                cuts = [(part, uniform_cuts(part)) for part in parts]
+                assert slowest <= max(part.slowest_seconds(each) for part, each in cuts)
+
+
+def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
+    """Mean seconds for each clip of the replica in the stage's slowest rank that does steps."""
+    return max(
+        (fixed + mean_steps[rank] * step) / len(stage.ranks) if mean_steps[rank] > 1e-9 else 0.0
+        for rank, step, fixed in zip(
+            stage.ranks, stage.step_seconds, stage.fixed_seconds, strict=True
+        )
+    )
+
+
+def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, Part]]:
+    """All divisions of the stages between the experts, at least one each."""
+    assert layout.expert_boundary is not None
+    low_noise = layout.num_steps - layout.expert_boundary
+    return [
+        (Part(layout.expert_boundary, stages[:count]), Part(low_noise, stages[count:]))
+        for count in range(1, len(stages))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [
+        ({"world_size": 4}, (0, 13, 22, 31, 40)),
+        ({"world_size": 4, "split": "balanced"}, (0, 13, 23, 33, 40)),
+        ({"world_size": 4, "split": "balanced", "share_experts": True}, (0, 10, 21, 32, 40)),
+        ({"world_size": 2, "split": "alternating"}, (0, 13, 40)),
+        ({"world_size": 8, "split": "balanced"}, (0, 4, 9, 13, 19, 25, 31, 37, 40)),
+    ],
+    ids=str,
+)
+def test_wan(options: dict[str, Any], cuts: tuple[int, ...]) -> None:
+    assert Layout(**WAN, **options).cuts(0) == cuts
+
+
+def test_a_rank_that_only_decodes_holds_no_expert() -> None:
+    costs = Costs(decode_seconds=9)
+    layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
+    assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
+    assert [role.experts for role in layout.roles] == [HIGH, LOW, LOW, frozenset()]
+
+
+FOUR = {**WAN, "world_size": 4, "num_clips": 16}
+
+
+def test_auto_takes_data_parallel_only_if_both_experts_fit() -> None:
+    roomy = choose_layout(**FOUR, memory_gib=(80.0,) * 4)
+    assert str(roomy.layout) == "data parallel"
+    assert roomy.reason.endswith("; 4 of 4 ranks hold both experts")
+    small = choose_layout(**FOUR, memory_gib=(48.0,) * 4)
+    assert small.layout.separates_experts
+    assert small.reason.endswith(
+        "; 0 of 4 ranks hold both experts; 1 of 7 layouts need more memory"
+    )
+    # Rank 0 needs 47 GiB, ranks 1 and 2 need 36, rank 3 needs 36.5.
+    assert choose_layout(**FOUR, memory_gib=(47.0, 36.0, 36.0, 36.5)).layout.replicas == 1
+    words = "no layout of 4 ranks fits in 36 to 47 GiB a rank: the smallest one needs 47"
+    with pytest.raises(RequestError, match=words):
+        choose_layout(**FOUR, memory_gib=(36.0, 36.5, 47.0, 36.0))
+
+
+def test_a_rank_holds_both_experts_where_its_card_has_room() -> None:
+    counts = {**FOUR, "num_clips": 64}
+    choice = choose_layout(**counts, memory_gib=(48.0, 64.0, 48.0, 48.0))
+    assert str(choice.layout) == "1 replica of 4 ranks, alternating, shared experts"
+    assert [len(role.experts) for role in choice.layout.roles] == [1, 2, 1, 1]
+    assert "; 1 of 4 ranks hold both experts; " in choice.reason
+    assert not choose_layout(**counts, memory_gib=(48.0,) * 4).layout.share_experts

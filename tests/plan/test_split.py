@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.split import (
-    Part,
-    Stage,
-    alternating_cuts,
-    balanced_cuts,
-    check_uniform,
-)
+from svdpp.plan.split import Part, Stage, alternating_cuts, balanced_cuts, check_uniform
 from tests.plan.plans import steps_in
 
 
@@ -38,24 +32,13 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
     )
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "world_size", "message", "hint"),
-    [
-        (0, 1, "the number of steps must be 1 or more, got 0", ""),
-        (28, 0, "the number of ranks must be 1 or more, got 0", ""),
-        (
-            4,
-            5,
-            "5 ranks are more than 4 steps: some would have no step",
-            "use --steps 5 or more, or --world 4 or fewer, or --split alternating",
-        ),
-    ],
-)
-def test_impossible_counts(num_steps: int, world_size: int, message: str, hint: str) -> None:
+def test_more_ranks_than_steps() -> None:
     with pytest.raises(RequestError) as caught:
-        check_uniform(num_steps, world_size)
-
-    assert (caught.value.message, caught.value.hint) == (message, hint)
+        check_uniform(4, 5)
+    assert caught.value.message == (
+        "4 steps cannot be split evenly over 5 ranks; the nearest step count that can is 5"
+    )
+    assert caught.value.hint == "use --steps 5, or --world 4, or --split alternating"
 
 
 # --- balanced and alternating ---------------------------------------------------------------------
@@ -114,15 +97,6 @@ def test_alternating_ranges_are_in_order_and_near_their_means(
     turns = len(alternating.positions)
     positions = [each / 2**64 for each in alternating.positions[index % turns]]
     assert all(abs(cut - real) < 1 + 1e-9 for cut, real in zip(cuts, positions, strict=True))
-
-
-@given(st.integers(1, 12), replica_ranks())
-def test_every_cut_that_comes_is_among_all_cuts(num_steps: int, stages: list[Stage]) -> None:
-    alternating = alternating_cuts([Part(num_steps, stages)])
-    turns = len(alternating.positions)
-
-    came = {(index % turns, alternating.cuts(index)) for index in range(200)}
-    assert came <= set(alternating.all_cuts())
 
 
 @given(st.integers(1, 30), replica_ranks())

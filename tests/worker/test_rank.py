@@ -25,11 +25,10 @@ from svdpp.config import (
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch.group import Channel, RankContext
 from svdpp.launch.world import World
-from svdpp.plan.actions import Action
+from svdpp.plan.actions import Action, Schedule, build_schedule
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay
 from svdpp.plan.layout import Layout
-from svdpp.plan.schedule import Schedule, build_schedule
 from svdpp.worker import rank as module
 from svdpp.worker.messages import (
     Cancel,
@@ -44,8 +43,7 @@ from svdpp.worker.rank import ActionQueue, Inbox
 from tests.driver.dummies import config, pids
 from tests.models.builders import save_tiny_checkpoint
 from tests.models.tiny_families import save_tiny_wan
-from tests.plan.plans import layouts
-from tests.plan.schedule_check import check_receives, check_schedule
+from tests.plan.plans import check_receives, check_schedule, layouts
 
 
 def _one_by_one(layout: Layout, clips: int) -> list[Schedule]:

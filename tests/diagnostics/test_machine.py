@@ -1,4 +1,4 @@
-"""What the environment says about a machine, and what it does not reveal."""
+"""What `env` says about a machine and does not reveal, and how `doctor` fails."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from svdpp import __version__
-from svdpp.diagnostics import environment as module
-from svdpp.diagnostics.environment import cpu_model, environment
+from svdpp.config import ModelConfig, PipelineConfig
+from svdpp.diagnostics import machine
+from svdpp.diagnostics.machine import cpu_model, environment
 from svdpp.launch import gpus
 from svdpp.launch.gpus import available_bytes
+from svdpp.verification.verify import Place, VerificationResult, compare_tensors
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,12 +50,19 @@ def test_versions_and_host() -> None:
 def test_commit_and_state_are_those_of_a_checkout_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
-    assert module._git() is None
+    monkeypatch.setattr(machine.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
+    assert machine._git() is None
     (tmp_path / ".git").mkdir()  # not a git repository
-    assert module._git() is None
+    assert machine._git() is None
 
 
-@pytest.mark.parametrize(("number", "text"), [(90100, "9.1.0"), (8902, "8.9.2"), (None, None)])
-def test_cudnns_number_is_written_with_dots(number: int | None, text: str | None) -> None:
-    assert module._dotted(number) == text
+def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = torch.zeros(1, 1, 4, 2, 2), torch.ones(1, 1, 4, 2, 2)
+    result = VerificationResult((compare_tensors("latent", one, other, Place(0, 1, 0)),))
+    monkeypatch.setattr(machine, "verify", lambda *_: result)
+    names = ("devices", "cut test")
+    monkeypatch.setattr(machine, "_CHECKS", {name: machine._CHECKS[name] for name in names})
+    config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
+    *_, check = machine.examine(config, tmp_path)
+    assert (check.verdict, check.exit_code) == ("failed", 3)
+    assert check.detail.startswith("other bits than diffusers' whole call: clip 0, the latent")

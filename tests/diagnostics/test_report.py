@@ -1,22 +1,34 @@
-"""The figures of a run: sums of its events, and parts of time that add up to the wall time."""
+"""The figures of a run, which add up; the bottleneck that its report names, and what would help."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config.files import read_costs
 from svdpp.diagnostics.figures import (
     RankFigures,
     RunFigures,
+    WorkFigures,
+    figures_of,
     figures_of_run,
     measured_figures,
 )
+from svdpp.diagnostics.report import Diagnosis, read_report
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
+from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import forecast_layout
+from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone, TransferDone
+from tests.cli.test_help import parsed
+from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
 from tests.faults.processes import allowing_for_others
 
 
@@ -100,27 +112,12 @@ def test_every_part_is_measured_for_itself() -> None:
     assert second.unaccounted == 0.5  # between the last step and the decode
 
 
-def test_what_was_not_measured_is_missed() -> None:
-    trace = _trace()
-    del trace.spans[1]
-    assert [each.unaccounted for each in _parts(trace)] == [0.0, 0.5]
-    trace.waits.clear()
-    trace.spans.append(trace.spans[0]._replace(start=109.0, end=109.5))
-    assert _parts(trace)[0].unaccounted == pytest.approx(8.0)
-
-
 def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() -> None:
     trace = _trace()
     transfer = {"clip": 1, "next_step": 2, "num_bytes": 8, "peer": 0, "direction": "recv"}
     for end in (106.0, 105.0, 104.5):  # during the denoise, the same second twice, half of one
         trace(1, TransferDone(seconds=1.0, end=end, **transfer))
     assert (_parts(trace)[1].wait, _parts(trace)[1].transfer) == (2.5, 1.5)
-
-
-def test_a_rank_that_did_nothing_was_idle() -> None:
-    trace = Trace(2)
-    trace(0, ActionDone(action="ENCODE c0 @0", start=1.0, end=3.0, waited=0.0))
-    assert [each.idle for each in _parts(trace)] == [0.0, 2.0]
 
 
 @pytest.mark.timing
@@ -152,9 +149,135 @@ def _check_figures(figures: RunFigures | None, pipeline: Pipeline) -> None:
     assert figures is not None
     assert figures.clips == 6
     for rank in figures.ranks:
-        causes = rank.image_wait + rank.packet_wait + rank.send_wait + rank.writer_wait
+        causes = sum(pipeline.trace.reported[rank.rank].waits.values())
         assert causes == pytest.approx(rank.wait + rank.transfer, abs=1e-6)
         assert rank.peak_bytes
     counts = [(rank.encode.count, rank.decode.count) for rank in figures.ranks]
     assert counts == ([(2, 2)] * 3 if pipeline.config.replicas == 3 else [(6, 0), (0, 0), (0, 6)])
     assert figures.forecast_seconds == pytest.approx(figures.makespan, rel=0.3)
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+_DECODE = replace(EVEN, decode_seconds=1.0)
+
+
+def _transfers() -> RunFigures:
+    figures = replace(delayed(replayed(), 1, 30.0), transfer_seconds=0.8)
+    return with_rank(figures, 1, transfer=30.0, wait=0.5, packet_wait=30.5)
+
+
+def _few_steps_left() -> RunFigures:
+    """A split by wrong costs: rank 0 does three steps in four."""
+    figures = replayed()
+    wall = figures.makespan * 1.5
+    figures = with_rank(
+        figures, 0, compute=wall, wait=0.0, packet_wait=0.0, idle=0.0,
+        step=WorkFigures(count=300, mean_seconds=0.1),
+    )  # fmt: skip
+    return with_rank(
+        figures, 1, compute=wall / 3, packet_wait=wall * 2 / 3,
+        step=WorkFigures(count=100, mean_seconds=0.1),
+    )  # fmt: skip
+
+
+def _disk() -> RunFigures:
+    figures = replace(delayed(replayed(), 1, 20.0, writer_wait=20.0), write_tail=2.0)
+    return with_rank(figures, 1, write=WorkFigures(count=40, mean_seconds=1.2))
+
+
+_FOUR: dict[str, Any] = {"world_size": 4, "num_steps": 12}
+#: What each made-up run suffers from, the rank that limits it, and words of the report.
+BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
+    "balanced": (replayed(), None, "no rank: each computes"),
+    "decode": (replayed(_DECODE), 1, "its decodes take 67% of its work"),
+    "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
+    "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),
+    "slow_device": (
+        *(replayed(slow=(1.0, 1.8, 1.0, 1.0), **_FOUR), 1),
+        "a step takes 0.18 s, on the others 0.1 s",
+    ),
+    "transfers": (_transfers(), 1, "waits 30.0 s while packets arrive, 0.8 s each"),
+    "images": (delayed(replayed(), 0, 15.0, image_wait=15.0), 0, "waits 15.0 s for images"),
+    "disk": (_disk(), 1, "rank 1 writes a clip in 1.2 s"),
+    "few_clips": (replayed(clips=2, **_FOUR), None, "2 clips cannot fill 4 ranks"),
+    "few_clips: one": (replayed(clips=1, **_FOUR), None, "1 clip cannot fill 4 ranks"),
+}
+
+
+def _diagnosis(folder: Path, figures: RunFigures) -> Diagnosis:
+    _, found = read_report(leave(folder, figures))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", BOTTLENECKS)
+def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_path: Path) -> None:
+    figures, rank, words = BOTTLENECKS[kind]
+    diagnosis = _diagnosis(tmp_path, figures)
+    first, advice = diagnosis.findings[0], diagnosis.advice
+    assert (first.kind, first.rank) == (kind.partition(":")[0], rank)
+    assert words in first.text
+    lines = diagnosis.lines
+    assert len(lines) == (3 if advice else 1)
+    assert all(len(line) <= 80 for line in lines[:2])
+    assert len(f"limited by: {first.text}") <= 80
+    if advice is None:
+        return
+    asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
+    names = {name: getattr(asked, name) for name in ("split", "replicas", "decoders")}
+    counts = {"num_steps": figures.num_steps, "world_size": figures.world_size}
+    layout = Layout(**counts, **names, costs=figures.costs)
+    assert (layout.split, layout.replicas) != ("uniform", 1), "the layout of each made-up run"
+    assert figures.forecast_seconds is not None
+    times = figures.forecast_seconds / forecast_layout(layout, figures.clips).makespan
+    assert times == pytest.approx(advice.times_as_fast, rel=0.05), advice
+
+
+def test_a_slow_rank_gets_costs_of_its_own(tmp_path: Path) -> None:
+    path = leave(tmp_path, replayed(slow=(1.0, 2.0)))
+    costs = read_costs(path)
+    assert costs.step_seconds == (0.1, 0.2)
+    assert costs.encode_seconds == (0.01, 0.02)
+    even = read_costs(leave(tmp_path / "even", replayed()))
+    assert (even.step_seconds, even.decode_seconds) == (0.1, 0.01)
+    with pytest.raises(RequestError, match="the run has measured no costs"):
+        read_costs(leave(tmp_path / "none", None))
+
+
+def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
+    figures = replace(replayed(), forecast_seconds=replayed().makespan / 2)
+    content = json.loads(json.dumps(read_report(leave(tmp_path, figures))[0]))
+    assert content["clips"] == {"done": 1, "failed": 1}
+    assert content["lost"] == [{"output": "a_1.mp4", "why": "a latent is not finite"}]
+    assert content["findings"][0]["kind"] == "balanced"
+    assert content["forecast_error"] == pytest.approx(1.0)
+    content, _ = read_report(leave(tmp_path, None))
+    assert (content["clips"]["done"], content["findings"]) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"makespan": 0.0}, "makespan must be above 0"),
+        ({"makespan": float("nan")}, "makespan must be a finite number"),
+        ({"ranks": []}, "ranks"),
+        ({"ranks": "many"}, "ranks"),
+        ({"schema_version": 2}, "schema_version must be 1"),
+        ({"clips": 0}, "clips must be 1 or more"),
+        (None, "damaged"),
+    ],
+)
+def test_damaged_figures_are_refused(changes: dict[str, Any] | None, words: str) -> None:
+    measured: Any = [] if changes is None else {**replayed().to_json(), **changes}
+    with pytest.raises(InputError, match=words):
+        figures_of({"measured": measured}, "'run.json'")
+
+
+def test_figures_read_back_are_the_same_and_small() -> None:
+    figures = replayed(clips=100, world_size=8, num_steps=16)
+    content = json.dumps({"measured": figures.to_json()})
+    found = figures_of(json.loads(content), "")
+    assert found is not None
+    assert found.to_json() == figures.to_json()
+    assert len(content) < 100_000

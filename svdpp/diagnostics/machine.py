@@ -1,0 +1,410 @@
+"""The machine: facts for `env`, checks of what a run needs for `doctor`, costs for `profile`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+
+import svdpp
+from svdpp.config import (
+    DEMO_MODEL,
+    DUMMY_MODEL,
+    ClipRequest,
+    ModelConfig,
+    OutputConfig,
+    PipelineConfig,
+    SvdSampling,
+)
+from svdpp.config.sampling import PromptedSampling
+from svdpp.diagnostics.figures import costs_of
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.resolve import estimate_parts, estimate_ranks, free_memory, resolve
+from svdpp.driver.supervisor import OpenObserver, no_observer
+from svdpp.driver.trace import Trace
+from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
+from svdpp.launch import gpus, process_group
+from svdpp.launch.gpus import available_bytes
+from svdpp.launch.process_lifetime import temp_folder
+from svdpp.launch.world import World
+from svdpp.media import output_files, video
+from svdpp.media.inputs import example_requests
+from svdpp.plan.costs import Costs
+from svdpp.redaction import redact_all
+from svdpp.verification.verify import verify
+
+# --- facts ---------------------------------------------------------------------------------------
+
+_LIBRARIES = (
+    *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface-hub"),
+    *("numpy", "pillow", "imageio-ffmpeg"),
+)
+
+#: Shown if they are set; no other variable is ever shown.
+_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "MKL_CBWR"),
+    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    *("PIPELINE_BACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "IMAGEIO_FFMPEG_EXE", "TMPDIR"),
+)
+_COMMAND_SECONDS = 10.0
+
+
+def environment() -> dict[str, Any]:
+    """Everything that a result depends on besides its request, for `svdpp env` and `env.json`.
+
+    The user's home is shown as `~`; only variables of a fixed list are shown. A fact that is
+    missing or unknown is None.
+    """
+    facts = {
+        "schema_version": 1,
+        "versions": _versions(),
+        "git": _git(),
+        "host": _host(),
+        "devices": {
+            "gpus": [
+                {"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability}
+                for gpu in gpus.visible_gpus()
+            ],
+        },
+        "ffmpeg": _ffmpeg_version(),
+        "hub_cache": {"path": HF_HUB_CACHE},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+    redacted: dict[str, Any] = redact_all(facts)
+    return redacted
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "svdpp": svdpp.__version__,
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in _LIBRARIES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+        "driver": gpus.driver_version(),
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and state of the checkout that svdpp runs from; None if it is installed."""
+    root = Path(svdpp.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    sha = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    if sha is None:
+        return None
+    return {"sha": sha, "dirty": bool(_output("git", "-C", str(root), "status", "--porcelain"))}
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "system": platform.platform(),
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "available_bytes": available_bytes(),
+        "argv": sys.argv,
+    }
+
+
+def _ffmpeg_version() -> dict[str, Any] | None:
+    try:
+        path = video.find_ffmpeg()
+    except OutputError:
+        return None
+    words = (_output(path, "-version") or "").split()
+    return {"path": path, "version": words[2] if words[:2] == ["ffmpeg", "version"] else None}
+
+
+def _output(*command: str) -> str | None:
+    """The output of a command, stripped; None if it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+_GIB = 2**30
+#: Enough for about a hundred clips and the log.
+_MIN_FREE_BYTES = 2**28
+# Small and quick, but real work for libx264 and the demo model.
+_SIDE, _FRAMES, _STEPS = 64, 4, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The result of one check; `fix` is a hint if it failed."""
+
+    name: str
+    verdict: Literal["ok", "failed", "skipped"]
+    detail: str
+    fix: str = ""
+    exit_code: int = 0
+
+
+class _Skipped(Exception):
+    """The check does not apply, or depends on a failed one; the text says which."""
+
+
+def examine(config: PipelineConfig, out: Path) -> Iterator[Check]:
+    """Tries everything that a run needs, one thing after the other, and yields each result."""
+    passed = set()
+    for name, (check, needed) in _CHECKS.items():
+        try:
+            if missing := [other for other in needed if other not in passed]:
+                raise _Skipped(f"needs {missing[0]}")
+            detail = check(config, out)
+        except _Skipped as reason:
+            yield Check(name=name, verdict="skipped", detail=str(reason))
+        except SvdppError as error:
+            code, fix = error.exit_code, error.hint or _FIXES.get(name, "")
+            yield Check(name=name, verdict="failed", detail=error.message, fix=fix, exit_code=code)
+        else:
+            passed.add(name)
+            yield Check(name=name, verdict="ok", detail=detail)
+
+
+def _devices(config: PipelineConfig, _: Path) -> str:
+    process_group.check_devices(config.device, config.world_size)
+    backend = process_group.choose_backend(config.device, config.world_size)
+    ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
+    threads = f"{config.num_threads} thread{'s' if config.num_threads > 1 else ''}"
+    return f"{ranks} on {config.device}, {threads} each, over {backend}"
+
+
+def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
+    """Encodes some frames; the writer reads them back and counts them."""
+    video.find_ffmpeg()
+    frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), np.uint8)
+    frames[:, :, :, 0] = np.arange(_SIDE)
+    with temp_folder("svdpp-doctor-") as folder:
+        path = folder / "clip.mp4"
+        video.write_clip(frames, OutputConfig(path=str(path)), fps=7, metadata={"trial": True})
+        size = path.stat().st_size
+    return f"{_FRAMES} frames encoded and read back, {size} bytes"
+
+
+def _output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
+    output_files.check_writable(folder)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < _MIN_FREE_BYTES:
+        raise OutputError(
+            f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
+            "free some space, or name another folder with --out",
+        )
+    return f"{str(folder)!r} can be written, {free / _GIB:.1f} GiB free"
+
+
+def _model(config: PipelineConfig, _: Path) -> str:
+    checkpoint = resolve(config)[1]
+    if checkpoint is None:
+        raise _Skipped("the dummy model has no files")
+    files = map(checkpoint.weight_files, checkpoint.weighted)
+    num_weights = sum(len(header) for headers in files for header in headers.values())
+    return f"{checkpoint.name}: {num_weights} weights complete, safetensors, no code, no pickle"
+
+
+def _memory(config: PipelineConfig, _: Path) -> str:
+    """The plan's estimate for each rank, against the free memory of its device."""
+    needed = estimate_ranks(config)
+    if config.device == "cuda":
+        devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
+    else:
+        devices = {config.device: sum(needed)}
+    for device, size in sorted(devices.items(), key=lambda item: item[1]):
+        free = free_memory(device)
+        text = f"{size / _GIB:.2f} GiB estimated for {device}, {free / _GIB:.2f} GiB free"
+        if size > free:
+            raise OutOfMemoryError(
+                text,
+                "--decode-chunk-size 2, --memory-opt, fewer ranks, or no --dtype fp32 lower it",
+                details={"asked": size, "free": free},
+            )
+    return text
+
+
+def _transfers(config: PipelineConfig, _: Path) -> str:
+    """Packets of the dummy model, with checksums."""
+    if config.world_size == 1:
+        raise _Skipped("one rank has no neighbour")
+    dummy = replace(
+        config,
+        model=ModelConfig(name=DUMMY_MODEL),
+        sampling=SvdSampling(num_inference_steps=config.world_size),
+        checksum=True,
+        expert_boundary=None,
+    )
+    with Pipeline(dummy) as pipeline:
+        pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
+    arrived = [packet for packet in pipeline.trace.received if packet.clip]
+    slowest = max(arrived, key=lambda packet: packet.end - packet.start)
+    milliseconds = (slowest.end - slowest.start) * 1000
+    return (
+        f"checksums agree, at worst {slowest.peer} -> {slowest.rank}: "
+        f"{slowest.num_bytes / 1e6:.3f} MB in {milliseconds:.2f} ms"
+    )
+
+
+def _cut_test(config: PipelineConfig, _: Path) -> str:
+    """A clip of the demo model, cut after each step, against diffusers' whole call."""
+    sampling = SvdSampling(
+        num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
+    )
+    demo = replace(
+        config.alone(),
+        world_size=_STEPS,
+        device="cuda:0" if config.device == "cuda" else config.device,
+        model=ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype),
+        sampling=sampling,
+        expert_boundary=None,
+    )
+    result = verify(demo, example_requests(demo, 1))
+    if (found := result.first_difference) is not None:
+        raise VerificationError(
+            f"other bits than diffusers' whole call: {found}",
+            "report it with the output of svdpp env",
+        )
+    return (
+        f"the demo model on a rank for each of {_STEPS} steps: bitwise equal to diffusers' whole "
+        f"call ({config.model.dtype})"
+    )
+
+
+#: Each check, and those that must have passed before.
+_CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str], tuple[str, ...]]] = {
+    "devices": (_devices, ()),
+    "ffmpeg": (_ffmpeg, ()),
+    "output folder": (_output_folder, ()),
+    "model": (_model, ()),
+    "memory": (_memory, ("devices", "model")),
+    "transfers": (_transfers, ("devices",)),
+    "cut test": (_cut_test, ("devices",)),
+}
+
+#: For errors without a hint.
+_FIXES = {
+    "output folder": "name another folder with --out",
+    "transfers": "on GPUs try PIPELINE_BACKEND=gloo",
+}
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+_STEPS_PER_RANK = 2
+
+
+def profile(
+    config: PipelineConfig,
+    *,
+    repeats: int,
+    log: Callable[[str], None],
+    open_observer: OpenObserver = no_observer,
+    prompt: str | None = None,
+) -> Costs:
+    """Measures the parts of a run on the devices of `config`, with all ranks working at once.
+
+    CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
+    Memory is estimated from the model's configs.
+
+    Args:
+        repeats: measured clips through each rank, after one that warms up.
+        prompt: of the clips; None: an example, if the model takes prompts.
+    """
+    config, checkpoint = resolve(measured_config(config), weights="all")
+    pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
+    # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
+    num_clips = config.world_size + repeats
+    log(f"{num_clips} clips through {config.world_size} ranks for the times")
+    requests = example_requests(config, num_clips, prompt=prompt)
+    with open_observer("profile", pipeline.schedule(requests)) as progress:
+        for observer in (progress, trace):
+            pipeline.observe(observer)
+        with pipeline:
+            pipeline.run(requests)
+    costs = median_costs(config, pipeline.world, [trace], source="measured by svdpp profile")
+    log("estimate of the memory of each part")
+    memory: dict[str, Any] = estimate_parts(config, checkpoint).as_costs()
+    return replace(costs, **memory)
+
+
+def measured_config(config: PipelineConfig) -> PipelineConfig:
+    """`config` with the steps of the measurement: a few for each rank.
+
+    One rank of a model with prompts does more, so that each of two experts has a step.
+    """
+    shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
+    steps = _STEPS_PER_RANK * shares
+    return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
+
+
+def median_costs(
+    config: PipelineConfig, world: World | None, traces: Sequence[Trace], *, source: str
+) -> Costs:
+    """The medians of all clips in `traces`.
+
+    Ranks are told apart if GPUs or hosts differ; on one CPU, differences are noise.
+
+    Args:
+        world: of the launcher that started the ranks; None if this process did.
+    """
+    per_host = None if world is None else world.ranks_per_host
+    sampling = config.sampling
+    size = f"{sampling.frames} frames of {sampling.width}x{sampling.height}"
+    processors = [cpu_model()]
+    if config.device != "cpu":
+        processors = [gpu.name for gpu in gpus.visible_gpus()]
+    ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
+    return costs_of(
+        config,
+        traces,
+        average=statistics.median,
+        tells_ranks_apart=config.device == "cuda" or per_host is not None,
+        ranks_per_host=per_host,
+        name=f"{config.model.name} {config.model.dtype}, {size}",
+        source=source,
+        device=f"{ranks} on {', '.join(dict.fromkeys(processors))}",
+    )
