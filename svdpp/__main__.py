@@ -22,8 +22,7 @@ def main() -> None:
 
     environment.collect_rarely()
     environment.set_defaults()  # before libraries are imported
-    from svdpp.cli.app import run_command_line
-    from svdpp.cli.command import end_at_once
+    from svdpp.cli.command import end_at_once, run_command_line
     from svdpp.launch.process_lifetime import exit_process
     from svdpp.launch.world import was_launched
 

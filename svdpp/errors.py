@@ -84,26 +84,17 @@ class RankError(SvdppError):
     """A rank died, raised, stalled or never started.
 
     Args:
-        message: which rank, clip and step, and the cause.
-        hint: what to do.
         picture: the rank x time grid with the place marked; empty where nothing had been done.
         trace: the rank's own traceback or last output, for `--debug` and the log.
-        details: as in `SvdppError`.
     """
 
     exit_code = 6
     meaning = "a rank died or stalled"
 
     def __init__(
-        self,
-        message: str,
-        hint: str = "",
-        *,
-        picture: str = "",
-        trace: str = "",
-        details: Mapping[str, Any] | None = None,
+        self, message: str, hint: str = "", *, picture: str = "", trace: str = "", **more: Any
     ) -> None:
-        super().__init__(message, hint, details=details)
+        super().__init__(message, hint, **more)
         self.picture = picture
         self.trace = trace
 
@@ -153,11 +144,7 @@ class TargetError(SvdppError):
 
 
 class Interrupted(BaseException):
-    """A signal ended the run; the exit code is 128 plus the signal's number, as in a shell.
-
-    Not an Exception, like KeyboardInterrupt: it can be raised at any point of the program, where a
-    library's `except Exception` would swallow it.
-    """
+    """A signal ended the run; no Exception, because libraries would swallow one."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -191,10 +178,7 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def reraisable(error: BaseException) -> BaseException:
-    """A copy of `error` with `error` as its cause, for one more thread to raise.
-
-    Each raise of one object adds to its traceback, and would keep the frames of all its callers.
-    """
+    """A copy of `error` for one more thread to raise: each raise adds to an object's traceback."""
     try:
         copied = copy.copy(error)
     except Exception:  # an exception class whose constructor takes other arguments
@@ -222,10 +206,7 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def describe_fault(fault: Mapping[str, Any]) -> str:
-    """What is wrong with a value in a file, in plain words; one entry of pydantic's `errors()`.
-
-    Pydantic's own words are for those who write the program.
-    """
+    """What is wrong with a value, in the words of users; one entry of pydantic's `errors()`."""
     kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
     given = f", got {value if len(value) <= 60 else value[:57] + '...'}"
     for beginning, wanted in _WANTED.items():
@@ -251,8 +232,7 @@ _WANTED = {
     "string_pattern": "must match {pattern}",
     "list_type": "must be a list",
     "dict_type": "must be a section",
-    "model_type": "must be a section",
-    "model_attributes_type": "must be a section",
+    "model_": "must be a section",
     "greater_than_equal": "must be {ge} or more",
     "greater_than": "must be above {gt}",
     "less_than_equal": "must be {le} or less",

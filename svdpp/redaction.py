@@ -1,7 +1,7 @@
-"""What must not be shown: the user's home, tokens and secrets, and control characters.
+"""What must not be shown: tokens, passwords, the user's home, and control characters.
 
 Errors, tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through
-`recorded_path`. Standard library only, so that every package can import it.
+`recorded_path`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
-#: Shorter values are switches such as `1` or `none`; removing them would garble the text.
-_MIN_SECRET_LENGTH = 8
 # huggingface.co issues hf_ and 34 letters and digits; older tokens can have 30.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 #: The folders of a path; with blanks if it is quoted, or all that there is.
@@ -27,46 +25,32 @@ _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
 
 def redact(text: str) -> str:
-    """`text` without secrets, and with `~` for the user's home.
+    """`text` without hub tokens and users and passwords of URLs, and with `~` for the home."""
+    text = _URL_PASSWORD.sub("***@", redact_tokens(text))
+    for home in _homes():
+        text = re.sub(rf"(?<![\w~.-]){re.escape(home)}(?=/)", "~", text)
+    return text
 
-    Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
-    user names and passwords in URLs.
-    """
-    return _redaction()(text)
+
+def redact_tokens(text: str) -> str:
+    """`text` without hub tokens; for names that a user can copy into a command."""
+    return _HUB_TOKEN.sub("hf_***", text)
 
 
-def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
-    """A JSON value with every string in it redacted, except keys; `how` replaces `redact`."""
-    clean = how or _redaction()
+def redact_all(value: Any, how: Callable[[str], str] = redact) -> Any:
+    """A JSON value with every string in it redacted, except keys."""
     if isinstance(value, str):
-        return clean(value)
+        return how(value)
     if isinstance(value, dict):
-        return {key: redact_all(each, clean) for key, each in value.items()}
+        return {key: redact_all(each, how) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redact_all(each, clean) for each in value]
+        return [redact_all(each, how) for each in value]
     return value
 
 
 def without_folders(text: str) -> str:
     """`text` with only the last part of each absolute path, for readers elsewhere."""
     return _FOLDERS.sub("", text)
-
-
-def _redaction() -> Callable[[str], str]:
-    """What `redact` does to a text, for the environment as it is now."""
-    # Whole names only: /home/al is not the home in /home/alice or /mnt/home/al.
-    homes = [re.compile(rf"(?<![\w~-]){re.escape(home)}(?![\w.-])") for home in _homes()]
-    secrets = _secrets()
-
-    def clean(text: str) -> str:
-        for secret in secrets:
-            text = text.replace(secret, "***")
-        text = _URL_PASSWORD.sub("***@", redact_tokens(text))
-        for home in homes:
-            text = home.sub("~", text)
-        return text
-
-    return clean
 
 
 def printable(text: str) -> str:
@@ -85,11 +69,6 @@ def one_line(text: str) -> str:
 def without_controls(name: str) -> str:
     """`name` for a new file: with `_` in place of control characters."""
     return _CONTROL.sub("_", name).replace("\n", "_")
-
-
-def redact_tokens(text: str) -> str:
-    """`text` without hub tokens; for names that a user can copy into a command."""
-    return _HUB_TOKEN.sub("hf_***", text)
 
 
 def recorded_path(path: str | Path, folder: str | Path) -> str:
@@ -123,20 +102,14 @@ def recorded_name(name: str) -> str:
 
 def _homes() -> list[str]:
     """The user's home as named and with links resolved, longest first; empty if unknown."""
-    home = os.path.expanduser("~").rstrip("/")
+    return _names_of(os.path.expanduser("~").rstrip("/"))
+
+
+@cache
+def _names_of(home: str) -> list[str]:
     names = {home, os.path.realpath(home)} if home.startswith("/") else set()
     return sorted(names - {"/"}, key=len, reverse=True)
 
 
 def _is_below(path: str, folder: str) -> bool:
     return path.startswith(folder + "/")
-
-
-def _secrets() -> list[str]:
-    """Secret values of the environment, longest first, because one can contain another."""
-    values = {
-        value
-        for name, value in os.environ.items()
-        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH
-    }
-    return sorted(values, key=len, reverse=True)

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.command import command
+from svdpp.cli.command import DIAGNOSTICS, argument, command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import DIAGNOSTICS, argument
-from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
+from svdpp.config.limits import require
 from svdpp.errors import RequestError, TargetError, VerificationError
 from svdpp.launch.world import World
 
@@ -55,24 +54,18 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     from those of diffusers, the results are written and the exit code is 3. It is 10 if a target
     is missed by more than noise.
     """
-    if launched is not None:
-        raise RequestError(
-            "svdpp bench starts its own ranks", "start it on one host, without torchrun or srun"
-        )
+    alone = "start it on one host, without torchrun or srun"
+    require(launched is None, "svdpp bench starts its own ranks", alone)
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
-        if names or overrides:
-            raise RequestError("--compare takes two folders and no configuration")
+        require(not asked.words, "--compare takes two folders and no configuration")
         _compare(console, *asked.compare)
         return
     from svdpp.bench.config import read_config, shipped
     from svdpp.launch import fork_server
 
-    if len(names) != 1:
-        given = f"got {len(names)}: {' '.join(names)}" if names else "got none"
-        raise RequestError(
-            f"bench takes one configuration, {given}", f"try: svdpp bench {shipped()[0]}"
-        )
+    wrong = f"bench takes one configuration, got {' '.join(names) or 'none'}"
+    require(len(names) == 1, wrong, f"try: svdpp bench {shipped()[0]}")
     point = read_config(names[0], overrides)
     model = _options(point)
     family = None if model.is_dummy else model.family
@@ -138,11 +131,9 @@ def pipeline_config(point: BenchConfig) -> PipelineConfig:
     """The configuration that `svdpp run` makes of the same options, by which errors name fields."""
     options, workload = _options(point), point.workload
     for name in ("prompts", "negative_prompt"):
-        if getattr(workload, name) is not None and options.family == "svd":
-            raise RequestError(
-                f"workload.{name} is not for {options.model}, a model of the family svd",
-                f"leave workload.{name} out",
-            )
+        wrong = f"workload.{name} is not for {options.model}, a model of the family svd"
+        is_given = getattr(workload, name) is not None
+        require(not (is_given and options.family == "svd"), wrong, f"leave workload.{name} out")
     from_image = True if workload.images else None
     request = PipelineRequest(options=options, num_clips=workload.clips, from_image=from_image)
     return request.resolve()[0]
@@ -200,8 +191,6 @@ def _headline(one: Bench) -> str:
     )
     if config.model.name in (DEMO_MODEL, DUMMY_MODEL):
         said += "; this is not Stable Video Diffusion, and its figures say nothing of SVD"
-    if config.device == "cpu" and config.model.dtype != "fp32":
-        said += f"; {config.model.dtype} on a CPU says nothing of a GPU"
     return said
 
 

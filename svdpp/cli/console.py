@@ -60,7 +60,6 @@ class Console:
     Args:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
-        variables: that set options, by the option's name; an error names those of its options.
         typed: names of options as the user typed them, by the names that errors have.
     """
 
@@ -69,29 +68,26 @@ class Console:
         *,
         as_json: bool = False,
         quiet: bool = False,
-        variables: Mapping[str, str] | None = None,
         typed: Mapping[str, str] | None = None,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
-        self._variables = variables or {}
         self._typed = typed or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
         """Prints a line or table of the result; nothing with `--json`."""
-        if isinstance(text, str) and self.out.is_terminal:
-            text = printable(text)
         if not self.as_json:
-            self.out.print(text, markup=False)
+            is_shown = isinstance(text, str) and self.out.is_terminal
+            self.out.print(printable(str(text)) if is_shown else text, markup=False)
 
     def prose(self, text: str, indent: str = "") -> None:
-        """Prints sentences of the result; folded between words on a terminal."""
-        width = (self.out.width if self.out.is_terminal else _WIDEST) - len(indent)
-        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-        self.result("\n".join(indent + line for line in lines))
+        """Prints sentences of the result; folded on a terminal, there with `indent`."""
+        width = self.out.width if self.out.is_terminal else _WIDEST
+        how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        self.result(textwrap.fill(text, width, subsequent_indent=indent, **how))
 
     def json(self, value: Any) -> None:
         """With `--json`, prints the whole result; call once."""
@@ -178,35 +174,24 @@ class Console:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
         message, hint = self._as_typed(message), self._as_typed(hint)
-        named = dict.fromkeys(_OPTION.findall(f"{message} {hint}"))
-        sets = [f"{self._variables[name]} sets {name}" for name in named if name in self._variables]
-        hint = "; ".join(filter(None, [hint, *sets[:1]]))
-        self._sentence(message, hint)
+        self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
+        if hint:
+            self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
         if self.as_json and not self._answered:
-            self.json({"schema_version": 1, "error": _record(error, message, hint)})
+            record = {
+                "type": error_to_dict(error)["type"] or type(error).__name__,
+                "exit_code": exit_code_of(error),
+                **{"message": message, "hint": hint, "details": getattr(error, "details", {})},
+            }
+            self.json({"schema_version": 1, "error": record})
 
     def _as_typed(self, text: str) -> str:
         """`text` with the names of options that the user knows."""
         return _OPTION.sub(lambda name: self._typed.get(name[0], name[0]), text)
 
-    def _sentence(self, message: str, hint: str) -> None:
-        self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
-        if hint:
-            self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
-
 
 def _shown(text: str) -> str:
     return printable(redact(text))
-
-
-def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
-    return {
-        "type": error_to_dict(error)["type"] or type(error).__name__,
-        "exit_code": exit_code_of(error),
-        "message": message,
-        "hint": hint,
-        "details": error.details if isinstance(error, SvdppError) else {},
-    }
 
 
 def counted(number: int, noun: str) -> str:

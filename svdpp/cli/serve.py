@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.files import LogOptions
+from svdpp.cli.options.pipeline import PipelineRequest
 from svdpp.cli.options.serve import ServeOptions
-from svdpp.cli.request import PipelineRequest
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
@@ -34,10 +34,6 @@ _MANY_CLIPS = 1000
         "svdpp serve --gpus 7 --data clips",
         "svdpp serve --device cpu --model demo",
         "svdpp serve --new-key alice --api-key-file keys.txt",
-    ),
-    common=(
-        *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
-        "sizes",
     ),
     without=("seed",),
     defaults={
@@ -65,7 +61,7 @@ def serve(
     if options.new_key is not None:
         _create_key(console, options.new_key, options.api_key_file)
         return
-    from svdpp.cli.log import serve_member
+    from svdpp.cli.progress import serve_member
     from svdpp.driver.pipeline import Pipeline
     from svdpp.serve.auth import check_host
 
@@ -100,7 +96,7 @@ def _serve(
     log: LogOptions,
 ) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
-    from svdpp.cli.log import EventLog
+    from svdpp.cli.progress import EventLog
     from svdpp.launch import fork_server
     from svdpp.serve.server import Server, build
 
@@ -141,7 +137,7 @@ def _config(asked: ServeOptions, launched: World | None) -> tuple[PipelineConfig
 def _settings(
     asked: ServeOptions, sizes: tuple[tuple[int, int], ...], config: PipelineConfig
 ) -> ServerSettings:
-    from svdpp.config.files import find_costs
+    from svdpp.config.limits import find_costs
     from svdpp.serve.guard import Limits
     from svdpp.serve.server import check_config
     from svdpp.serve.service import ServerSettings

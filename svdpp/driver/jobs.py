@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
-from svdpp.config.clip import identity, latents_key, parameters_sha256
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
+from svdpp.config.pipeline import identity, latents_key, parameters_sha256
 from svdpp.driver.run_manifest import NAME, RunManifest, check_replaceable, how_made
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files, video
@@ -42,8 +41,8 @@ class OutputPolicy:
     """
 
     folder: Path
-    template: str = video.CLIP_NAME
-    """Template of the clips' names, without the suffix; see `media.video.clip_path`."""
+    single_clip: str = ""
+    """The name of the run's only clip, without the suffix; empty if it makes a folder of clips."""
     format: VideoFormat = "mp4"
     crf: int = 18
     overwrite: bool = False
@@ -55,11 +54,6 @@ class OutputPolicy:
     def keeps_finished(self) -> bool:
         """Whether existing clips that are as requested are kept."""
         return self.resume or self.is_restarted
-
-    @property
-    def single_clip(self) -> str:
-        """The name of the run's only clip; empty if it makes a folder of clips."""
-        return "" if "{" in self.template else self.template
 
     @property
     def manifest(self) -> Path:
@@ -224,10 +218,11 @@ def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _outputs(
     inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[ClipInput, int, OutputConfig]]:
-    folder = policy.folder.absolute()
-    for index, (made_from, seed) in enumerate(itertools.product(inputs, seeds), start=1):
-        name, template = made_from.name, policy.template
-        path = video.clip_path(folder, name, seed, policy.format, template=template, index=index)
+    folder, single = policy.folder.absolute(), policy.single_clip
+    for made_from, seed in itertools.product(inputs, seeds):
+        path = folder / f"{single}{video.SUFFIXES[policy.format]}"
+        if not single:
+            path = video.clip_path(folder, made_from.name, seed, policy.format)
         yield made_from, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 
@@ -239,18 +234,10 @@ def _shared_names(
         owner = f"{made_from} with seed {seed}"
         if output.path in owners:
             first, name = owners[output.path]
-            yield made_from, first, _one_name(name, owner, output, policy)
+            both = f"{name} and {owner} would both become {Path(output.path).name!r}"
+            yield made_from, first, RequestError(both, "make them by runs with another --out")
         else:
             owners[output.path] = made_from, owner
-
-
-def _one_name(one: str, other: str, output: OutputConfig, policy: OutputPolicy) -> RequestError:
-    name = Path(output.path).name
-    numbered = f"{policy.folder / 'NAME_{index}'}{video.SUFFIXES[policy.format]}"
-    numbered = shlex.quote(numbered.replace("NAME", "{name}"))
-    return RequestError(
-        f"{one} and {other} would both become {name!r}", f"--out {numbered} numbers them"
-    )
 
 
 def _finished_clip(

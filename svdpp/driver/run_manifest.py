@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from svdpp.config.files import read_small_file
+from svdpp.config.limits import read_small_file
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind

@@ -17,7 +17,7 @@ from typing import IO
 from PIL import Image
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
-from svdpp.config.clip import IMAGE
+from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError
 from svdpp.media.image import (

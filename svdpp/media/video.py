@@ -40,8 +40,6 @@ Sound = tuple[npt.NDArray[np.int16], int]
 
 SUFFIXES: Mapping[VideoFormat, str] = {"mp4": ".mp4", "gif": ".gif", "webp": ".webp", "frames": ""}
 MAX_NAME_BYTES = 200
-#: Template of a clip's name, without its suffix.
-CLIP_NAME = "{name}_{seed}"
 
 _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
@@ -130,32 +128,16 @@ def read_metadata(path: Path) -> dict[str, object]:
     return record
 
 
-def clip_path(
-    out: Path,
-    stem: str,
-    seed: int,
-    format: VideoFormat,
-    *,
-    template: str = CLIP_NAME,
-    index: int = 1,
-) -> Path:
+def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
     """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
 
     Separators and control characters become `_`, and the stem is cut so that the name has at most
     `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
-
-    Args:
-        template: of the name without its suffix, with the fields name, seed and index.
-        index: of the clip in the request, from 1.
     """
-
-    def named(stem: str) -> str:
-        return template.format(name=stem, seed=seed, index=index) + SUFFIXES[format]
-
-    stem = without_controls(stem).replace("/", "_")
-    while stem and len(named(stem).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+    stem, end = without_controls(stem).replace("/", "_"), f"_{seed}{SUFFIXES[format]}"
+    while stem and len((stem + end).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
         stem = stem[:-1]
-    return out / named(stem)
+    return out / (stem + end)
 
 
 def find_ffmpeg() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.config.clip import latents_key
+from svdpp.config.pipeline import latents_key
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.jobs import clip_as_asked
 from svdpp.driver.memory import check_memory

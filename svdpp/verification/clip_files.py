@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from svdpp.config import OutputConfig
-from svdpp.config.files import read_small_file
+from svdpp.config.limits import read_small_file
 from svdpp.driver.run_manifest import NAME as MANIFEST
 from svdpp.errors import InputError, RequestError
 from svdpp.launch.process_lifetime import temp_folder

@@ -28,9 +28,8 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
-from svdpp.config.clip import parameters_sha256, sampling_fields
-from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_SEED
+from svdpp.config.limits import MAX_SEED, read_small_file
+from svdpp.config.pipeline import parameters_sha256, sampling_fields
 from svdpp.errors import InputError, describe_fault
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench, Results, Round, cases_of, differing, summary
 from svdpp.cli.bench import show_summary
 from svdpp.cli.console import Console
-from svdpp.config.files import read_costs
+from svdpp.config.limits import read_costs
 from svdpp.errors import OutOfMemoryError
 from tests.bench.made_up_benches import bench_of, config_of, leave_bench, round_of
 from tests.diagnostics.made_up_runs import EVEN, replayed

@@ -31,7 +31,7 @@ def test_overrides_stand_anywhere() -> None:
     ("arguments", "code", "words"),
     [
         ((), 2, ("one configuration, got none", "svdpp bench smoke")),
-        (("smoke", "svd-xt"), 2, ("got 2: smoke svd-xt",)),
+        (("smoke", "svd-xt"), 2, ("got smoke svd-xt",)),
         (("smoke", "--comapre", "a"), 2, ("no such option: --comapre",)),
         (("smoke", "-x"), 2, ("no such option: -x",)),
         (("smoke", "--pipeline.world=3"), 2, ("4 steps",)),

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from svdpp.config.files import read_costs
+from svdpp.config.limits import read_costs
 from svdpp.diagnostics.figures import RunFigures, WorkFigures, figures_of
 from svdpp.diagnostics.report import Diagnosis, read_report
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.large_forecast import forecast_layout
 from svdpp.plan.layout import Layout
-from tests.cli.test_help import parsed
+from tests.cli.shell import parsed
 from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
 
 _DECODE = replace(EVEN, decode_seconds=1.0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
+from svdpp.cli.command import COSTS, RECOVERY, SERVICE, VIDEO
 from svdpp.cli.options.files import ImageOptions
 from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.config import SamplingConfig
