@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.redaction import located_path, recorded_name, recorded_path, redact_all
+from svdpp.errors import located_path, recorded_name, recorded_path, redact_all
 from tests.cli.shell import PHOTO, svdpp_here
 
 TOKEN = "hf_" + "aB3" * 11 + "x"

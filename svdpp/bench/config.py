@@ -23,9 +23,15 @@ from pydantic import (
 from svdpp.bench.compare import check_targets
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED, read_small_file
-from svdpp.errors import InputError, RequestError, describe_fault, nearest
+from svdpp.errors import (
+    InputError,
+    RequestError,
+    describe_fault,
+    nearest,
+    recorded_name,
+    redact_all,
+)
 from svdpp.plan.layout import Split, present_split
-from svdpp.redaction import recorded_name, redact_all
 
 _MAX_ROUNDS = 1000
 

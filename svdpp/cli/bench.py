@@ -59,7 +59,9 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
         require(not asked.words, "--compare takes two folders and no configuration")
-        _compare(console, *asked.compare)
+        from svdpp.bench.compare import compare
+
+        console.answer(compare(*asked.compare).to_json())
         return
     from svdpp.bench.config import read_config, shipped
     from svdpp.launch import fork_server
@@ -74,33 +76,6 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     found = _run(console, one, asked.results)
     console.json([found])
     _check(one, found)
-
-
-def _compare(console: Console, a: Path, b: Path) -> None:
-    from svdpp.bench.compare import compare
-
-    found = compare(a, b)
-    console.json(found.to_json())
-    words = {True: "noise", False: "differs", None: "one round"}
-    rows = [
-        {
-            **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
-            "range": None if one.low is None else f"{one.low:.3g}..{one.high:.3g}",
-            "verdict": "drift" if one.is_baseline else words[one.is_noise],
-        }
-        for one in found.ratios
-    ]
-    console.result("geometric means over rounds")
-    console.show(
-        {
-            **{"A": str(a), "B": str(b)},
-            "settings": "; ".join(found.settings) or "the same",
-            "machines": "; ".join(found.machines) or "the same",
-            "ratios": rows,
-            "latents have the same bits": found.same_bits,
-            "verdict": found.verdict,
-        }
-    )
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:

@@ -21,8 +21,17 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
-from svdpp.redaction import one_line, printable, redact, redact_all
+from svdpp.errors import (
+    Interrupted,
+    RankError,
+    SvdppError,
+    error_to_dict,
+    exit_code_of,
+    one_line,
+    printable,
+    redact,
+    redact_all,
+)
 
 if TYPE_CHECKING:
     from svdpp.plan.forecast import Span

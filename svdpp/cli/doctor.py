@@ -13,9 +13,8 @@ from svdpp.cli.options.files import FolderOptions
 from svdpp.cli.options.model import LOOKS, PROMPT_FIELDS
 from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
-from svdpp.errors import ModelError
+from svdpp.errors import ModelError, redact
 from svdpp.launch.world import World
-from svdpp.redaction import redact
 
 
 @command(

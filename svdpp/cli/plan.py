@@ -223,8 +223,6 @@ def _refuse_contradictions(context: click.Context, options: PlanOptions) -> None
 
 
 def _remarks(options: PlanOptions, costs: Costs) -> Iterator[str]:
-    if options.memory and options.device == "cpu":
-        yield "memory: as in use at the same time; malloc may keep up to twice the working memory"
     if options.device_memory is not None and costs.denoise_weights_gib is None:
         yield "--device-memory leaves out no layout: these costs have no memory; --memory adds it"
     if options.costs is None and None in (options.step_seconds, options.decode_seconds):

@@ -22,14 +22,13 @@ from rich.text import Text
 from svdpp.cli.console import Console, counted
 from svdpp.config import ClipRequest
 from svdpp.driver.trace import MeanCosts
-from svdpp.errors import OutputError, RankError, RequestError
+from svdpp.errors import OutputError, RankError, RequestError, one_line, printable, redact
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
 from svdpp.plan.layout import Layout
 from svdpp.plan.schedule import Schedule
-from svdpp.redaction import one_line, printable, redact
 from svdpp.worker.messages import (
     ActionDone,
     CheckpointLost,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from functools import cache
@@ -19,7 +18,7 @@ from svdpp.config.limits import (
     require,
     shown,
 )
-from svdpp.errors import RequestError, nearest
+from svdpp.errors import RequestError
 
 Fit = Literal["crop", "pad", "stretch"]
 
@@ -130,7 +129,7 @@ def own_params(kind: Any) -> dict[str, Param]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonSampling(ABC):
+class CommonSampling:
     """The parameters that the pipelines of all families take; each family has its subclass."""
 
     #: Height and width are multiples of this number of pixels.
@@ -166,13 +165,10 @@ class CommonSampling(ABC):
             param.check(getattr(self, name))
         check_choice("--fit", self.fit, get_args(Fit))
         self._check_frames()
-        num_pixels = self.height * self.width * (self.num_frames or 1)
-        require(
-            num_pixels <= MAX_CLIP_PIXELS,
-            f"{self.num_frames or 1} frames of {self.height} x {self.width} are {num_pixels} "
-            f"pixels, more than {MAX_CLIP_PIXELS}",
-            "use fewer --frames, or a smaller --height and --width",
-        )
+        frames = self.num_frames or 1
+        num_pixels = self.height * self.width * frames
+        too_many = f"{frames} frames of {self.height} x {self.width} are {num_pixels} pixels"
+        require(num_pixels <= MAX_CLIP_PIXELS, f"{too_many}, more than {MAX_CLIP_PIXELS}")
 
     def _check_frames(self) -> None:
         unit, frames = self.frames_unit, self.num_frames or 1
@@ -182,11 +178,6 @@ class CommonSampling(ABC):
             f"--frames must be a multiple of {unit} plus 1, got {frames}",
             f"nearest: --frames {below} or --frames {below + unit}",
         )
-
-    @property
-    @abstractmethod
-    def guided(self) -> bool:
-        """Whether classifier-free guidance does two forward passes for each step."""
 
     @property
     def frames(self) -> int:
@@ -202,13 +193,12 @@ class CommonSampling(ABC):
 
     def check_videos(self, names: Collection[str]) -> None:
         """Checks that a clip has the further videos that the family takes, and no others."""
+        taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):
-            hint = nearest(name, self.videos, "leave it out")
-            raise RequestError(f"the family {self.family} takes no video {name!r}", hint)
+            raise RequestError(f"the family {self.family} takes no video {name!r}", taken)
         for name in self.videos:
-            if name not in names:
-                hint = f"give --video {name}=FILE"
-                raise RequestError(f"the family {self.family} needs the video {name}", hint)
+            wrong = f"the family {self.family} needs the video {name}"
+            require(name in names, wrong, f"give --video {name}=FILE")
 
     def resolved(self, *, model_frames: int) -> Self:
         """A copy with numbers in place of the model's defaults, as diffusers sets them."""
@@ -217,11 +207,7 @@ class CommonSampling(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SvdSampling(CommonSampling):
-    """The parameters of diffusers' `StableVideoDiffusionPipeline.__call__`, with its defaults.
-
-    None for `num_frames` or `decode_chunk_size` is replaced as in diffusers when the model is
-    known: by the frame count of the UNet's config, and by all frames at once.
-    """
+    """The parameters of diffusers' `StableVideoDiffusionPipeline.__call__`, with its defaults."""
 
     latent_axes: ClassVar[str] = "BFCHW"
     from_image: ClassVar[bool] = True
@@ -280,15 +266,14 @@ class PromptedSampling(CommonSampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.decode_chunk_size is None,
-            f"--decode-chunk-size is for Stable Video Diffusion; {self.family} decodes all frames "
-            "at once",
+        wrong = (
+            "--decode-chunk-size is for Stable Video Diffusion; others decode all frames at once"
         )
+        require(self.decode_chunk_size is None, wrong)
 
     @property
     def guided(self) -> bool:
-        """See `CommonSampling`; of two experts, the scale of the first decides in diffusers."""
+        """As of SVD; of two experts, the scale of the first decides in diffusers."""
         return self.guidance_scale > 1 and not self.embedded_guidance
 
 

@@ -15,11 +15,10 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
 import svdpp
-from svdpp.errors import OutputError
+from svdpp.errors import OutputError, redact_all
 from svdpp.launch import gpus
 from svdpp.launch.gpus import available_bytes
 from svdpp.media.video import find_ffmpeg
-from svdpp.redaction import redact_all
 
 SCHEMA_VERSION = 1
 

@@ -11,10 +11,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from svdpp.config.limits import read_small_file
-from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.errors import InputError, OutputError, RequestError, redact_all
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
-from svdpp.redaction import redact_all
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
 
 State = Literal["pending", "running", "done", "failed"]

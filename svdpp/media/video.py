@@ -29,9 +29,8 @@ from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.config.limits import MAX_CLIP_PIXELS, MAX_FRAMES
-from svdpp.errors import InputError, OutputError, SvdppError
+from svdpp.errors import InputError, OutputError, SvdppError, without_controls
 from svdpp.media.output_files import atomic_output, check_free, reason, sync
-from svdpp.redaction import without_controls
 
 Frames = npt.NDArray[np.uint8]
 

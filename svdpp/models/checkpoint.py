@@ -25,7 +25,7 @@ from svdpp.config import (
 )
 from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_sides, own_params
-from svdpp.errors import ModelError, RequestError
+from svdpp.errors import ModelError, RequestError, redact_tokens
 from svdpp.models.engine.configs import (
     Configs,
     JsonFile,
@@ -50,7 +50,6 @@ from svdpp.models.files import (
     weight_files,
 )
 from svdpp.plan.layout import Roles
-from svdpp.redaction import redact_tokens
 
 #: What a model does with an input of a clip.
 Use = Literal["needed", "optional", "refused"]

@@ -28,9 +28,8 @@ from loguru import logger
 from safetensors import SafetensorError, safe_open
 
 from svdpp.config import Lora, ModelConfig
-from svdpp.errors import ModelError, RequestError
+from svdpp.errors import ModelError, RequestError, redact, redact_tokens
 from svdpp.models.engine.configs import JsonFile, check_not_pointer, read_json, short_repr
-from svdpp.redaction import redact, redact_tokens
 
 #: Hint for a name that is not a model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"

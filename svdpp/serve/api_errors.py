@@ -23,8 +23,10 @@ from svdpp.errors import (
     RequestError,
     SvdppError,
     describe_fault,
+    redact,
+    redact_all,
+    without_folders,
 )
-from svdpp.redaction import redact, redact_all, without_folders
 from svdpp.serve.database import AwayError
 from svdpp.serve.photos import DecoderBusyError
 from svdpp.serve.views import FIELDS

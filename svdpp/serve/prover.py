@@ -21,14 +21,13 @@ from typing import Any, Literal
 from loguru import logger
 
 from svdpp.config import PipelineConfig
-from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict
+from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict, without_folders
 from svdpp.launch import environment
 from svdpp.launch.process_lifetime import (
     end_with_parent,
     exit_on_signals,
     exit_with_signal_code,
 )
-from svdpp.redaction import without_folders
 from svdpp.serve.background import Background
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue

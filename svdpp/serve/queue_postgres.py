@@ -16,9 +16,8 @@ from typing import Any
 
 import psycopg
 
-from svdpp.errors import ClosedError, OutputError, RequestError
+from svdpp.errors import ClosedError, OutputError, RequestError, redact
 from svdpp.media import output_files
-from svdpp.redaction import redact
 from svdpp.serve.database import VERSION, AwayError, check_own, check_version, schema
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 from svdpp.serve.store import MARK, FileStore

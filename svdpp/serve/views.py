@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from svdpp.config import SAMPLING_CLASSES, Param, PromptedSampling, SamplingConfig, params_of
+from svdpp.errors import redact_all, without_folders
 from svdpp.models.checkpoint import Use
-from svdpp.redaction import redact_all, without_folders
 from svdpp.serve.engine import Rank, RankSpan
 from svdpp.serve.job import EngineState, FleetServer, Job, JobState, Proof
 

@@ -144,10 +144,6 @@ def test_an_option_before_a_variable_before_what_is_built_in() -> None:
     assert "layouts" not in _plan(SVDPP_COMPARE="")  # as if it was not set
 
 
-def test_options_without_an_effect_may_be_set_for_other_commands() -> None:
-    assert _plan(SVDPP_MODEL="demo", SVDPP_FRAMES="4", SVDPP_RESUME="1")["world_size"] == 4
-
-
 def test_env_shows_what_is_set_without_passwords() -> None:
     variables = {"SVDPP_FRAM": "2", "SVDPP_QUEUE": "postgresql://a:b@c/d"}
     answer = svdpp_here("env", "--json", env=variables)

@@ -169,14 +169,6 @@ def test_elsewhere_every_clip_is_a_plain_line_and_the_closing_line_counts() -> N
         assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_quiet_shows_nothing(terminal: bool) -> None:
-    console = _console(terminal=terminal, quiet=True)
-    _shown(console, ClipDone(clip=1, metadata={}))
-
-    assert _written(console) == ""
-
-
 @pytest.mark.processes
 def test_an_interrupt_leaves_a_clean_terminal() -> None:
     """Ctrl-C in a real terminal of 80 columns: one sentence at the start of a line, the cursor."""
