@@ -86,8 +86,8 @@ REFUSED = [
     (OutputConfig, {"path": "x", "format": "avi"}, "--format must be one of mp4, gif, webp, frame"),
     (OutputConfig, {"path": "x", "crf": -1}, "--crf must be 0 to 51, got -1"),
     (OutputConfig, {"path": "x", "crf": 52}, "--crf must be 0 to 51, got 52"),
-    (ClipRequest, {"seed": -1}, "a seed must be 0 to 2^63 - 1, got -1"),
-    (ClipRequest, {"seed": 2**63}, f"a seed must be 0 to 2^63 - 1, got {2**63}"),
+    (ClipRequest, {"seed": -1}, f"a seed must be 0 to {2**63 - 1}, got -1"),
+    (ClipRequest, {"seed": 2**63}, f"a seed must be 0 to {2**63 - 1}, got {2**63}"),
 ]
 
 

@@ -36,7 +36,6 @@ from svdpp.errors import (
 if TYPE_CHECKING:
     from svdpp.plan.forecast import Span
 
-_CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
@@ -158,12 +157,12 @@ class Console:
             self.result(f"... and {len(rows) - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
-        """Prints a rank x time picture with a colour for each clip."""
+        """Prints a rank x time picture."""
         from svdpp.plan.forecast import draw_grid
 
         width = max(20, self.out.width - len(f"rank {world_size - 1} ||"))
         for line in draw_grid(spans, world_size, width=width):
-            self.result(_coloured(line))
+            self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
         """Prints one sentence, the hint and picture if any, and the traceback with `debug`.
@@ -171,8 +170,7 @@ class Console:
         With `--json` stdout also gets the error, unless a result that names it was printed.
         """
         if isinstance(error, RankError) and error.picture:
-            for line in error.picture.splitlines():
-                self.err.print(_coloured(line))
+            self.err.print(error.picture, markup=False)
         if debug:
             trace = error.trace if isinstance(error, RankError) else ""
             text = "".join(traceback.format_exception(error)) + trace
@@ -231,16 +229,3 @@ def _cell(name: str, value: Any) -> str:
         return f"{value / 2**30:.2f} GiB" if value >= 2**23 else f"{value / 2**10:.1f} KiB"
     unit = " s" if name.endswith("_seconds") else " GiB" if name.endswith("_gib") else ""
     return f"{value:.4g}{unit}" if isinstance(value, float) else f"{value}{unit}"
-
-
-def _coloured(line: str) -> Text:
-    text = Text(line)
-    begin, end = line.find("|") + 1, line.rfind("|")
-    for index in range(begin, end):
-        sign = line[index]
-        if sign == ".":
-            text.stylize("dim", index, index + 1)
-        elif sign.isalnum():
-            colour = _CLIP_COLOURS[int(sign, 36) % len(_CLIP_COLOURS)]
-            text.stylize(colour, index, index + 1)
-    return text

@@ -93,7 +93,7 @@ class PlanOptions(PipelineOptions, ClipOptions):
 
         check_whole("--world", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
-        return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
+        return self.clips or max(1, min(per_rank * world_size, MAX_CLIPS))
 
     def limits(self, world_size: int) -> tuple[float, ...]:
         """Memory of each device in GiB; empty without `--device-memory`."""

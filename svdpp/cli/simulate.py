@@ -73,12 +73,12 @@ def simulate(
         require(value is None, message, "--latent-shape sets its size")
     config, why = PipelineRequest(
         options=options,
-        num_clips=lambda world_size: options.at_least_one(2 * world_size),
+        num_clips=lambda world_size: options.clips or 2 * world_size,
         launched=launched,
         on_cpu=4,
         time_scale=options.time_scale,
     ).resolve()
-    num_clips = options.at_least_one(2 * config.world_size)
+    num_clips = options.clips or 2 * config.world_size
     log.open(console, launched)
     console.info(why)
     pipeline = Pipeline(config)

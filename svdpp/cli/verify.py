@@ -124,7 +124,7 @@ def _requests(
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     example = None if options.family == "svd" else EXAMPLE_PROMPT
     combined = options.combined(images, sampling, example=example)
-    num_clips = options.at_least_one(max(2, len(combined)))
+    num_clips = options.clips or max(2, len(combined))
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 

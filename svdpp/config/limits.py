@@ -65,19 +65,10 @@ def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> 
 
     The message names it as the user does, such as `--steps`; `where` follows the limits.
     """
-    if not (_is_whole(value) and low <= value <= high):  # the message takes long, for 100,000 clips
-        what = "" if _is_whole(value) else "a whole number, "
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips
+        what = "" if is_whole else "a whole number, "
         raise RequestError(f"{name} must be {what}{low} to {high}{where}, got {shown(value)}")
-
-
-def check_seed(seed: Any) -> None:
-    """Refuses a value that is not a seed of noise."""
-    if not (_is_whole(seed) and 0 <= seed <= MAX_SEED):
-        raise RequestError(f"a seed must be 0 to 2^63 - 1, got {shown(seed)}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_seconds(name: str, value: Any) -> None:

@@ -16,10 +16,10 @@ from svdpp.config.limits import (
     MAX_LATENT_ELEMENTS,
     MAX_LORA_WEIGHT,
     MAX_PROMPT_CHARACTERS,
+    MAX_SEED,
     MAX_STEPS,
     check_choice,
     check_seconds,
-    check_seed,
     check_type,
     check_whole,
     is_number,
@@ -200,11 +200,9 @@ class PipelineConfig:
         self.layout  # noqa: B018  checks the ranks against the steps
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
-        require(
-            self.cfg_parallel == 1 or not self.allow_mixed_devices,
-            "--cfg-parallel 2 cannot be used with --allow-mixed-devices: both ranks of a pair go "
-            "on from the same bits",
-        )
+        # Both ranks of a pair go on from the same bits.
+        wrong = "--cfg-parallel 2 cannot be used with --allow-mixed-devices"
+        require(self.cfg_parallel == 1 or not self.allow_mixed_devices, wrong)
         _check_device(self.device)
         check_seconds("--timeout", self.timeout_seconds)
         check_seconds("--start-timeout", self.start_timeout_seconds)
@@ -224,19 +222,14 @@ class PipelineConfig:
     @cached_property
     def layout(self) -> Layout:
         """The layout, which gives the route of each clip through the ranks."""
+        same = (
+            *("world_size", "split", "replicas", "decoders", "costs", "decodes", "chunks"),
+            *("expert_boundary", "share_experts", "cfg_parallel"),
+        )
         return Layout(
             num_steps=self.sampling.num_inference_steps,
-            world_size=self.world_size,
-            split=self.split,
-            replicas=self.replicas,
-            decoders=self.decoders,
-            costs=self.costs,
-            decodes=self.decodes,
-            expert_boundary=self.expert_boundary,
-            share_experts=self.share_experts,
-            cfg_parallel=self.cfg_parallel,
             decode_ranks=1 if self.decode_ranks is None else self.decode_ranks,
-            chunks=self.chunks,
+            **{name: getattr(self, name) for name in same},
         )
 
     @property
@@ -324,7 +317,7 @@ class ClipRequest:
     """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_whole("a seed", self.seed, 0, MAX_SEED)
         check_prompt("--prompt", self.prompt)
         check_prompt("--negative-prompt", self.negative_prompt)
         check_whole("done steps", self.done_steps, 0, MAX_STEPS)

@@ -235,7 +235,8 @@ def _shared_names(
         if output.path in owners:
             first, name = owners[output.path]
             both = f"{name} and {owner} would both become {Path(output.path).name!r}"
-            yield made_from, first, RequestError(both, "make them by runs with another --out")
+            hint = "name a folder as --out" if policy.single_clip else "use another --out for one"
+            yield made_from, first, RequestError(both, hint)
         else:
             owners[output.path] = made_from, owner
 

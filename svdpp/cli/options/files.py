@@ -38,10 +38,6 @@ class ClipOptions:
         "M", "Number of clips.", shown="2 for each rank", between=(1, MAX_CLIPS)
     )
 
-    def at_least_one(self, default: int) -> int:
-        """The number of clips."""
-        return self.clips or max(1, default)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:

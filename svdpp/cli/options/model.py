@@ -24,7 +24,7 @@ from svdpp.config import (
     params_of,
     sampling_defaults,
 )
-from svdpp.config.limits import MAX_SEED, check_seed, require
+from svdpp.config.limits import MAX_SEED, check_whole, require
 from svdpp.errors import RequestError, nearest
 
 if TYPE_CHECKING:
@@ -236,6 +236,6 @@ def parse_seeds(text: str) -> list[int]:
             0 <= last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS,
             f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds",
         )
-        check_seed(last)
+        check_whole("a seed", last, 0, MAX_SEED)
         seeds.update(dict.fromkeys(range(first, last + 1)))
     return list(seeds)
