@@ -14,10 +14,12 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
+#: Shorter values are switches such as `1` or `none`; removing them would garble the text.
+_SECRET_LENGTH = 8
 # huggingface.co issues hf_ and 34 letters and digits; older tokens can have 30.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 #: The folders of a path; with blanks if it is quoted, or all that there is.
@@ -259,11 +261,30 @@ _WANTED = {
 
 
 def redact(text: str) -> str:
-    """`text` without hub tokens and users and passwords of URLs, and with `~` for the home."""
-    text = _URL_PASSWORD.sub("***@", redact_tokens(text))
-    for home in _homes():
-        text = re.sub(rf"(?<![\w~.-]){re.escape(home)}(?=/)", "~", text)
-    return text
+    """`text` without secrets, and with `~` for the user's home.
+
+    Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
+    user names and passwords in URLs.
+    """
+    return _redaction()(text)
+
+
+def _redaction() -> Callable[[str], str]:
+    """What `redact` does to a text, for the environment as it is now."""
+    homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
+    named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
+    # Longest first, because one can contain another.
+    secrets = sorted({each for each in named if len(each) >= _SECRET_LENGTH}, key=len, reverse=True)
+
+    def clean(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        text = _URL_PASSWORD.sub("***@", redact_tokens(text))
+        for home in homes:
+            text = home.sub("~", text)
+        return text
+
+    return clean
 
 
 def redact_tokens(text: str) -> str:
@@ -271,14 +292,15 @@ def redact_tokens(text: str) -> str:
     return _HUB_TOKEN.sub("hf_***", text)
 
 
-def redact_all(value: Any, how: Callable[[str], str] = redact) -> Any:
-    """A JSON value with every string in it redacted, except keys."""
+def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
+    """A JSON value with every string in it redacted, except keys; `how` replaces `redact`."""
+    clean = how or _redaction()
     if isinstance(value, str):
-        return how(value)
+        return clean(value)
     if isinstance(value, dict):
-        return {key: redact_all(each, how) for key, each in value.items()}
+        return {key: redact_all(each, clean) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redact_all(each, how) for each in value]
+        return [redact_all(each, clean) for each in value]
     return value
 
 
@@ -336,11 +358,7 @@ def recorded_name(name: str) -> str:
 
 def _homes() -> list[str]:
     """The user's home as named and with links resolved, longest first; empty if unknown."""
-    return _names_of(os.path.expanduser("~").rstrip("/"))
-
-
-@cache
-def _names_of(home: str) -> list[str]:
+    home = os.path.expanduser("~").rstrip("/")
     names = {home, os.path.realpath(home)} if home.startswith("/") else set()
     return sorted(names - {"/"}, key=len, reverse=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.errors import located_path, recorded_name, recorded_path, redact_all
+from svdpp.errors import located_path, recorded_name, recorded_path, redact, redact_all
 from tests.cli.shell import PHOTO, svdpp_here
 
 TOKEN = "hf_" + "aB3" * 11 + "x"
@@ -35,6 +35,15 @@ def test_tokens_and_passwords_are_taken_out_of_texts_but_not_of_keys() -> None:
         "https://host/a@b",
     ]
     assert redact_all(others) == others
+
+
+def test_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "api_key", "DB_PASSWORD", "PGPASSWD"):
+        monkeypatch.setenv(name, f"correct {name}")
+        assert redact(f"a correct {name}!") == "a ***!"
+    monkeypatch.setenv("SHORT_TOKEN", "1")
+    monkeypatch.setenv("LONGER_TOKEN", "correct HF_TOKEN battery")
+    assert redact("1 correct HF_TOKEN battery") == "1 ***"
 
 
 @pytest.mark.parametrize("model", [TOKEN, URL])
