@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
+
 from svdpp import errors
-from svdpp.cli.app import COMMANDS, App, command_named
-from svdpp.cli.command import Command, panels_of
+from svdpp.cli.command import COMMANDS, App, Command, command_named
 from svdpp.cli.models import describe
-from svdpp.cli.options.declare import Argument
 from svdpp.config import SAMPLING_CLASSES
 
 TARGET = Path(__file__).resolve().parent / "cli.md"
@@ -82,10 +82,11 @@ def families() -> str:
 def reference() -> str:
     """The whole page in Markdown."""
     root = App()
-    options: Any = root.params
+    context = click.Context(root, **root.context_settings)
+    options: Any = root.get_params(context)
     blocks = [_HEAD, "# `svdpp`", _escaped(inspect.cleandoc(root.help or ""))]
     blocks.append("```console\n$ svdpp COMMAND ...\n```")
-    blocks.append(_list("Options", options))
+    blocks.append(_list("Options", options, context))
     links = (f"- [`{name}`](#svdpp-{name}): {_escaped(text)}" for name, text in COMMANDS.items())
     blocks.append("**Commands**\n\n" + "\n".join(links))
     for name in COMMANDS:
@@ -97,18 +98,17 @@ def _command(command: Command) -> Iterator[str]:
     """One command's section."""
     yield f"## `svdpp {command.name}`"
     yield _escaped(inspect.cleandoc(command.help or ""))
-    arguments: list[Any] = [one for one in command.params if isinstance(one, Argument)]
+    context = click.Context(command, **command.context_settings)
+    arguments: list[Any] = [one for one in command.params if isinstance(one, click.Argument)]
     words = ["svdpp", command.name, "[OPTIONS]", *(one.metavar for one in arguments)]
     yield f"```console\n$ {' '.join(words)}\n```"
     yield "For example:\n\n```sh\n" + "\n".join(command.examples) + "\n```"
-    if arguments:
-        yield _list("Arguments", arguments)
-    for title, options in panels_of(command).items():
-        yield _list(title, options)
+    for title, members in command.panels(context).items():
+        yield _list(title, members, context)
 
 
-def _list(title: str, members: Iterable[Any]) -> str:
-    rows = (each.get_help_record(None) for each in members)
+def _list(title: str, members: Iterable[Any], context: click.Context) -> str:
+    rows = (each.get_help_record(context) for each in members)
     lines = [_folded(f"- `{left}`: {_escaped(right)}") for left, right in rows]
     return f"**{title}**\n\n" + "\n".join(lines)
 

@@ -22,8 +22,7 @@ def main() -> None:
 
     process_lifetime.collect_rarely()
     process_lifetime.set_environment_defaults()  # before libraries are imported
-    from svdpp.cli.app import run_command_line
-    from svdpp.cli.command import end_at_once
+    from svdpp.cli.command import end_at_once, run_command_line
     from svdpp.launch.world import was_launched
 
     code = run_command_line(sys.argv[1:])

@@ -1,16 +1,34 @@
-"""Every error a user can meet, each with its exit code; imports no other package.
+"""What a user is told: errors with their exit codes, and texts without what must not be shown.
 
 An error is one sentence for the person at the terminal and, if there is one, a hint with the fix.
-It holds plain strings only, so that another process can raise it again as the same type.
+It holds plain strings only, so that another process can raise it again as the same type. Errors,
+tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through `recorded_path`.
+Imports no other package.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar
+
+_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
+#: Shorter values are switches such as `1` or `none`; removing them would garble the text.
+_SECRET_LENGTH = 8
+# huggingface.co issues hf_ and 34 letters and digits; older tokens can have 30.
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
+#: The folders of a path; with blanks if it is quoted, or all that there is.
+_FOLDERS = re.compile(
+    r"""(?<=['"])~?/[^'"]*/(?=[^'"/])|\A~?/[^'"]*/(?=[^/]+\Z)|(?<![\w:/.~'"])~?/\S*/(?=[^\s/])"""
+)
+# C0 without the line break, DEL, C1, and what changes the direction of writing.
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
 
 
 class SvdppError(Exception):
@@ -84,26 +102,17 @@ class RankError(SvdppError):
     """A rank died, raised, stalled or never started.
 
     Args:
-        message: which rank, clip and step, and the cause.
-        hint: what to do.
         picture: the rank x time grid with the place marked; empty where nothing had been done.
         trace: the rank's own traceback or last output, for `--debug` and the log.
-        details: as in `SvdppError`.
     """
 
     exit_code = 6
     meaning = "a rank died or stalled"
 
     def __init__(
-        self,
-        message: str,
-        hint: str = "",
-        *,
-        picture: str = "",
-        trace: str = "",
-        details: Mapping[str, Any] | None = None,
+        self, message: str, hint: str = "", *, picture: str = "", trace: str = "", **more: Any
     ) -> None:
-        super().__init__(message, hint, details=details)
+        super().__init__(message, hint, **more)
         self.picture = picture
         self.trace = trace
 
@@ -146,11 +155,7 @@ class NotFiniteError(SvdppError):
 
 
 class Interrupted(BaseException):
-    """A signal ended the run; the exit code is 128 plus the signal's number, as in a shell.
-
-    Not an Exception, like KeyboardInterrupt: it can be raised at any point of the program, where a
-    library's `except Exception` would swallow it.
-    """
+    """A signal ended the run; no Exception, because libraries would swallow one."""
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -184,10 +189,7 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def reraisable(error: BaseException) -> BaseException:
-    """A copy of `error` with `error` as its cause, for one more thread to raise.
-
-    Each raise of one object adds to its traceback, and would keep the frames of all its callers.
-    """
+    """A copy of `error` for one more thread to raise: each raise adds to an object's traceback."""
     try:
         copied = copy.copy(error)
     except Exception:  # an exception class whose constructor takes other arguments
@@ -215,10 +217,7 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def describe_fault(fault: Mapping[str, Any]) -> str:
-    """What is wrong with a value in a file, in plain words; one entry of pydantic's `errors()`.
-
-    Pydantic's own words are for those who write the program.
-    """
+    """What is wrong with a value, in the words of users; one entry of pydantic's `errors()`."""
     kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
     given = f", got {value if len(value) <= 60 else value[:57] + '...'}"
     for beginning, wanted in _WANTED.items():
@@ -244,8 +243,7 @@ _WANTED = {
     "string_pattern": "must match {pattern}",
     "list_type": "must be a list",
     "dict_type": "must be a section",
-    "model_type": "must be a section",
-    "model_attributes_type": "must be a section",
+    "model_": "must be a section",
     "greater_than_equal": "must be {ge} or more",
     "greater_than": "must be above {gt}",
     "less_than_equal": "must be {le} or less",
@@ -253,3 +251,110 @@ _WANTED = {
     "too_short": "needs {min_length} or more values",
     "too_long": "takes {max_length} values at most",
 }
+
+
+def redact(text: str) -> str:
+    """`text` without secrets, and with `~` for the user's home.
+
+    Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
+    user names and passwords in URLs.
+    """
+    return _redaction()(text)
+
+
+def _redaction() -> Callable[[str], str]:
+    """What `redact` does to a text, for the environment as it is now."""
+    homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
+    named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
+    # Longest first, because one can contain another.
+    secrets = sorted({each for each in named if len(each) >= _SECRET_LENGTH}, key=len, reverse=True)
+
+    def clean(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        text = _URL_PASSWORD.sub("***@", redact_tokens(text))
+        for home in homes:
+            text = home.sub("~", text)
+        return text
+
+    return clean
+
+
+def redact_tokens(text: str) -> str:
+    """`text` without hub tokens; for names that a user can copy into a command."""
+    return _HUB_TOKEN.sub("hf_***", text)
+
+
+def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
+    """A JSON value with every string in it redacted, except keys; `how` replaces `redact`."""
+    clean = how or _redaction()
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {key: redact_all(each, clean) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_all(each, clean) for each in value]
+    return value
+
+
+def without_folders(text: str) -> str:
+    """`text` with only the last part of each absolute path, for readers elsewhere."""
+    return _FOLDERS.sub("", text)
+
+
+def printable(text: str) -> str:
+    """`text` with Python's escapes in place of control characters, except line breaks.
+
+    A terminal obeys control characters, so a file's name could write anything there.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """`printable`, also with escapes for line breaks, by which a name could forge a line."""
+    return printable(text).replace("\n", "\\n")
+
+
+def without_controls(name: str) -> str:
+    """`name` for a new file: with `_` in place of control characters."""
+    return _CONTROL.sub("_", name).replace("\n", "_")
+
+
+def recorded_path(path: str | Path, folder: str | Path) -> str:
+    """The name of `path` in a file in `folder`: relative to `folder`, to reveal little.
+
+    If `path` is below the user's home and `folder` is not, the name is `~/...`. `located_path` with
+    the same folder is the inverse.
+    """
+    absolute, base = os.path.abspath(path), os.path.abspath(folder)
+    for home in _homes():
+        if _is_below(absolute, home) and not _is_below(base + "/", home):
+            return "~/" + os.path.relpath(absolute, home)
+    relative = os.path.relpath(absolute, base)
+    return "./" + relative if relative.startswith("~") else relative
+
+
+def located_path(text: str, folder: str | Path) -> Path:
+    """The path for a name `text` that `recorded_path` wrote for `folder`."""
+    if text.startswith("~/"):
+        return Path(os.path.expanduser("~")) / text[2:]
+    return Path(folder) / text
+
+
+def recorded_name(name: str) -> str:
+    """The recorded name of a model: a folder below the home as `~/...`, any other name as typed."""
+    for home in _homes():
+        if _is_below(name, home):
+            return "~/" + os.path.relpath(name, home)
+    return redact_tokens(name)
+
+
+def _homes() -> list[str]:
+    """The user's home as named and with links resolved, longest first; empty if unknown."""
+    home = os.path.expanduser("~").rstrip("/")
+    names = {home, os.path.realpath(home)} if home.startswith("/") else set()
+    return sorted(names - {"/"}, key=len, reverse=True)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(folder + "/")

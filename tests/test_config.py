@@ -22,9 +22,8 @@ from svdpp.config import (
     limits,
     params_of,
 )
-from svdpp.config.files import MAX_BYTES
+from svdpp.config.limits import SMALL_FILE_BYTES
 from svdpp.errors import RequestError, exit_code_of
-from svdpp.plan.costs import Costs
 from svdpp.plan.split import MAX_PLANNED_STEPS, MAX_RANKS
 from tests.cli.shell import ROOT
 
@@ -43,8 +42,7 @@ def pipeline(**given: Any) -> PipelineConfig:
 DEVICES_REFUSED = ("tpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "cpu:0", "cuda0")
 REFUSED = [
     (LatentSpec, {"shape": (1, 4, 8, 8)}, "latent shape 1 4 8 8 needs 5 positive sizes"),
-    (LatentSpec, {"shape": (1, 14, 4, 0, 8)}, "latent shape 1 14 4 0 8 needs 5 positive sizes"),
-    (LatentSpec, {"shape": (1, 14, 4, -8, 8)}, "in the order B C F H W"),
+    (LatentSpec, {"shape": (1, 14, 4, -8, 8)}, "latent shape 1 14 4 -8 8 needs 5 positive sizes"),
     (LatentSpec, {"shape": ()}, "in the order B C F H W"),
     (LatentSpec, {"shape": (1,) * 5, "dtype": "int8"}, "bf16, got 'int8'"),
     (ModelConfig, {"dtype": "float64"}, "--dtype must be one of fp32, fp16, bf16, got 'float64'"),
@@ -56,9 +54,8 @@ REFUSED = [
         for value in (param.lowest - 1, param.highest + 1, INF, -INF, NAN)
     ],
     *[
-        (SvdSampling, {side: value}, f"--{side} must be a multiple of 8 from 8 to 4096, got ")
+        (SvdSampling, {side: 577}, f"--{side} must be a multiple of 8 from 8 to 4096, got ")
         for side in ("height", "width")
-        for value in (0, 7, 100, 577)
     ],
     (SvdSampling, {"fps": 241}, "--fps must be 1 to 240, got 241"),
     (
@@ -67,7 +64,7 @@ REFUSED = [
         "--min-guidance-scale 2.0 is above 1 but --max-guidance-scale 1.0 is not",
     ),
     (SvdSampling, {"num_frames": 1}, "one frame uses only --min-guidance-scale"),
-    (SvdSampling, {"fit": "zoom"}, "--fit must be crop, pad or stretch, got 'zoom'"),
+    (SvdSampling, {"fit": "zoom"}, "--fit must be one of crop, pad, stretch, got 'zoom'"),
     (pipeline, {"world_size": 0}, "--world must be 1 to 65536, got 0"),
     (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
     (pipeline, {"num_threads": 0}, f"--threads must be 1 to {THREADS} on this machine, got 0"),
@@ -88,8 +85,8 @@ REFUSED = [
     (OutputConfig, {"path": "x", "format": "avi"}, "--format must be one of mp4, gif, webp, frame"),
     (OutputConfig, {"path": "x", "crf": -1}, "--crf must be 0 to 51, got -1"),
     (OutputConfig, {"path": "x", "crf": 52}, "--crf must be 0 to 51, got 52"),
-    (ClipRequest, {"seed": -1}, "a seed must be 0 to 2^63 - 1, got -1"),
-    (ClipRequest, {"seed": 2**63}, f"a seed must be 0 to 2^63 - 1, got {2**63}"),
+    (ClipRequest, {"seed": -1}, f"a seed must be 0 to {2**63 - 1}, got -1"),
+    (ClipRequest, {"seed": 2**63}, f"a seed must be 0 to {2**63 - 1}, got {2**63}"),
 ]
 
 
@@ -118,7 +115,7 @@ _SCALES = ("noise_aug_strength", "min_guidance_scale", "max_guidance_scale")
     [
         *((SvdSampling, name) for name in (*_KNOBS, *_SCALES, "decode_chunk_size", "fit")),
         *((pipeline, name) for name in ("world_size", "num_threads", "device", "timeout_seconds")),
-        *((ModelConfig, name) for name in ("name", "dtype", "memory_opt", "channels_last")),
+        *((ModelConfig, name) for name in ("name", "dtype")),
         *((partial(OutputConfig, path="x"), name) for name in ("format", "crf")),
         (ClipRequest, "seed"),
     ],
@@ -126,9 +123,7 @@ _SCALES = ("noise_aug_strength", "min_guidance_scale", "max_guidance_scale")
 )
 def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name: str) -> None:
     """As a clip's JSON or an HTTP request can hold it; never a TypeError or an OverflowError."""
-    hostile: list[Any] = [10**400, -(10**5000), -1, 1e300, NAN, b"7", [7], {}]
-    if name not in ("memory_opt", "channels_last"):
-        hostile.append(True)
+    hostile: list[Any] = [10**400, -(10**5000), -1, 1e300, NAN, b"7", [7], {}, True]
     if name != "name":
         hostile.append("7" * 5000)
     for value in hostile:
@@ -146,13 +141,6 @@ def test_a_clip_has_a_limit_of_pixels_whatever_its_frames() -> None:
         unresolved.resolved(model_frames=25)
 
 
-def test_threads_go_by_the_cores_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    pipeline(num_threads=64)
-    with pytest.raises(RequestError, match="--threads must be 1 to 64 on this machine, got 65"):
-        pipeline(num_threads=65)
-
-
 def test_the_dummys_latent_has_a_limit() -> None:
     LatentSpec(shape=(1, 4, 2**12, 2**7, 2**7))
     with pytest.raises(RequestError, match=r"latent shape .* has more than 268435456 elements"):
@@ -161,28 +149,16 @@ def test_the_dummys_latent_has_a_limit() -> None:
         LatentSpec(shape=(1, 4, True, 8, 8))
 
 
-ACCEPTED = [
-    (LatentSpec, {"shape": (1, 14, 4, 64, 64)}),
-    (SvdSampling, {"height": 8, "width": 8}),
-    (SvdSampling, {"fps": 1}),
-    (SvdSampling, {"fps": 240, "motion_bucket_id": 1023}),
-    (SvdSampling, {"motion_bucket_id": 0, "noise_aug_strength": 0.0}),
-    (SvdSampling, {"min_guidance_scale": 0.0, "max_guidance_scale": 0.0}),
-    (SvdSampling, {"min_guidance_scale": 3.0, "max_guidance_scale": 1.1}),
-    (SvdSampling, {"num_frames": 1, "max_guidance_scale": 1.0}),
-    (SvdSampling, {"num_frames": 1, "min_guidance_scale": 1.5}),
-    (pipeline, {"world_size": 28}),
-    (pipeline, {"device": "cuda:17", "num_threads": THREADS}),
-    (OutputConfig, {"path": "x", "crf": 0}),
-    (OutputConfig, {"path": "x", "crf": 51}),
-    (ClipRequest, {"seed": 0}),
-    (ClipRequest, {"seed": 2**63 - 1}),
-]
-
-
-@pytest.mark.parametrize(("make", "given"), ACCEPTED, ids=_name)
-def test_the_last_that_can_be_done_is_accepted(make: Any, given: dict[str, Any]) -> None:
-    make(**given)
+def test_the_last_that_can_be_done_is_accepted() -> None:
+    LatentSpec(shape=(1, 14, 4, 64, 64))
+    SvdSampling(height=8, width=8, fps=1, motion_bucket_id=0, noise_aug_strength=0.0)
+    SvdSampling(fps=240, motion_bucket_id=1023, min_guidance_scale=0.0, max_guidance_scale=0.0)
+    SvdSampling(num_frames=1, max_guidance_scale=1.0)
+    SvdSampling(num_frames=1, min_guidance_scale=1.5)
+    pipeline(world_size=28, device="cuda:17", num_threads=THREADS)
+    for crf, seed in ((0, 0), (51, 2**63 - 1)):
+        OutputConfig(path="x", crf=crf)
+        ClipRequest(seed=seed)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
@@ -201,19 +177,6 @@ def test_guidance_that_rounds_to_one_is_refused(dtype: str, exponent: int) -> No
         assert refused == (torch.tensor(scale, dtype=types[dtype]).item() == 1), scale
 
 
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [(100, "96 or 104"), (577, "576 or 584"), (7, "8"), (0, "8"), (-20, "8"), (1, "8")],
-)
-def test_the_nearest_sizes_are_named_and_work(value: int, hint: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        SvdSampling(height=value)
-
-    assert caught.value.hint == f"nearest: --height {hint}"
-    for size in hint.split(" or "):
-        SvdSampling(height=int(size))
-
-
 def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
     from diffusers import StableVideoDiffusionPipeline
 
@@ -227,25 +190,6 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
     assert {name: type(value) for name, value in ours.items()} == {
         name: type(parameters[name].default) for name in ours
     }
-
-
-def test_resolved_takes_the_models_frames() -> None:
-    resolved = SvdSampling().resolved(model_frames=25)
-
-    assert (resolved.frames, resolved.decode_chunk_size) == (25, 25)
-    given = SvdSampling(num_frames=6, decode_chunk_size=2).resolved(model_frames=25)
-    assert (given.frames, given.decode_chunk_size) == (6, 2)
-    assert SvdSampling(num_frames=6).resolved(model_frames=25).decode_chunk_size == 6
-
-
-def test_alone_is_the_same_work_on_one_device() -> None:
-    costs = Costs(step_seconds=(1.0, 2.0, 3.0))
-    config = pipeline(world_size=3, split="alternating", decoders=2, costs=costs, num_threads=2)
-
-    alone = config.alone()
-
-    assert alone.layout.route(1).ranges == ((0, 0, 28),)
-    assert (alone.sampling, alone.model, alone.num_threads) == (config.sampling, config.model, 2)
 
 
 def test_a_dummy_that_sleeps_computes_next_to_nothing() -> None:
@@ -271,5 +215,5 @@ def test_the_table_names_every_limit_and_its_value() -> None:
 def test_so_are_those_of_plans_and_files() -> None:
     assert MAX_RANKS == MAX_PLANNED_STEPS == 65536
     assert "may have 65536 ranks" in SECURITY
-    assert MAX_BYTES == 1_000_000
+    assert SMALL_FILE_BYTES == 1_000_000
     assert "are read up to 1 MB" in SECURITY

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from svdpp.cli.app import COMMANDS, App
+from svdpp.cli.command import COMMANDS, App
 from svdpp.media.inputs import example_photos
 from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
@@ -93,7 +93,7 @@ def test_every_option_exists(page: Path) -> None:
     for name, arguments in _ASKED.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
         command = app.get_command(context, name)
         assert command is not None
-        known = {option for each in command.params for option in each.opts}
+        known = {option for each in command.get_params(context) for option in each.opts}
         asked = set(re.findall(r"(?<= )--[a-z-]+(?=[ =]|$)", arguments))
         assert asked <= known, (name, arguments)
 

@@ -19,14 +19,21 @@ from svdpp.config import (
     SamplingConfig,
     params_of,
 )
-from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_CLIPS, MAX_SEED
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED, read_small_file
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.driver.trace import Trace
-from svdpp.errors import InputError, OutOfMemoryError, RequestError, describe_fault, nearest
+from svdpp.errors import (
+    InputError,
+    OutOfMemoryError,
+    RequestError,
+    describe_fault,
+    nearest,
+    recorded_name,
+    redact_all,
+)
 from svdpp.media.inputs import (
     EXAMPLE_PROMPT,
     ClipInput,
@@ -36,7 +43,6 @@ from svdpp.media.inputs import (
     in_turn,
 )
 from svdpp.plan.layout import Split, present_split
-from svdpp.redaction import recorded_name, redact_all
 from svdpp.verification.verify import run_reference
 
 #: The case that is measured, and its two baselines.

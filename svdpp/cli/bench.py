@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.command import command
+from svdpp.cli.command import DIAGNOSTICS, argument, command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import DIAGNOSTICS, argument
-from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
+from svdpp.config.limits import require
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.world import World
 
@@ -53,15 +52,14 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
     from those of diffusers, the results are written and the exit code is 3.
     """
-    if launched is not None:
-        raise RequestError(
-            "svdpp bench starts its own ranks", "start it on one host, without torchrun or srun"
-        )
+    alone = "start it on one host, without torchrun or srun"
+    require(launched is None, "svdpp bench starts its own ranks", alone)
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
-        if names or overrides:
-            raise RequestError("--compare takes two folders and no configuration")
-        _compare(console, *asked.compare)
+        require(not asked.words, "--compare takes two folders and no configuration")
+        from svdpp.bench.results import compare
+
+        console.answer(compare(*asked.compare).to_json())
         return
     from svdpp.bench.runner import Bench, differing, read_config, shipped
     from svdpp.driver.pipeline import Pipeline

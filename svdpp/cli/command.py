@@ -1,4 +1,4 @@
-"""A command: a function of option groups, its help, and its answer to errors and signals."""
+"""The command line: how options are declared, and how commands run, answer errors, and end."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import contextlib
 import inspect
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from importlib import import_module
 from types import FrameType
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import click
+from click.core import ParameterSource
 
+from svdpp import __version__
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import (
-    DIAGNOSTICS,
-    PANELS,
-    Option,
-    parameters,
-    set_by_variables,
-)
 from svdpp.errors import (
     Interrupted,
     RankError,
@@ -32,16 +28,148 @@ from svdpp.errors import (
 from svdpp.launch import process_lifetime
 from svdpp.launch.world import World, find_world, is_member
 
+#: The first sentence of each command's help. A command's module is imported only to run it.
+COMMANDS: Mapping[str, str] = {
+    "run": "Animate images: each becomes a clip.",
+    "plan": "Show which rank does which steps, when, and how long it takes.",
+    "simulate": "Rehearse a run with real processes, without weights or GPUs.",
+    "verify": "Prove that the pipeline's clips equal those of diffusers, bit for bit.",
+    "profile": "Measure the costs that plans are based on.",
+    "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
+    "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
+    "models": "List the families of models, and what one family or checkpoint takes.",
+    "report": "Say what limits a finished run, and what would make it faster.",
+    "doctor": "Check in half a minute that a run has what it needs.",
+    "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
+}
+
+# Where a command is not in the module of its name.
+_MODULES = {"env": "doctor"}
+
+_HELP = """Run video diffusion on several devices by splitting the denoising steps.
+
+Every clip has the same bits as from diffusers on one device, and `svdpp verify` proves it. The
+pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make each clip sooner.
+"""
+
+#: Paragraphs at the end of the help.
+EPILOG = """
+Variables such as SVDPP_MODEL set defaults of options; svdpp env shows them. For completion in bash
+(zsh, fish): eval "$(_SVDPP_COMPLETE=bash_source svdpp)".
+
+Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of
+memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input
+unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 10 a bench missed a
+target; 128 + n ended by signal n. If several clips fail, the exit code is the highest of theirs.
+"""
+
 # The annotation for the launcher's world.
 _LAUNCHED = World | None
-_LEFT = 28
-# Key of the context's `meta`: whether the help shows all options.
-_ALL = "svdpp.all"
-# Another key: the names of options as they were typed, and the values between them.
-_TYPED = "svdpp.typed"
+# Key of the context's `meta`: the words of the command line.
+_WORDS = "svdpp.words"
 # Rank 0 may have failed with the same error before it could listen.
 _REPORT_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+# Of a service that is named svdpp, as Kubernetes sets it.
+_NOT_OURS = "SVDPP_PORT"
+
+
+class Panel(str):
+    """A panel of the help, which declares its options."""
+
+    __slots__ = ()
+
+    def setting(self, metavar: str, help: str, *names: str, **more: Any) -> Any:
+        """A field that is an option with a value.
+
+        Args:
+            metavar: placeholder of the value in the help; "": the choices of a `Literal`.
+            help: one or two sentences, without the default.
+            names: as users type them; without them, the field's name with dashes.
+            more: `default` of the field, `shown` for its text in the help, `between` for the limits
+                of a whole number, and arguments of `Option`.
+        """
+        default = more.pop("default", None)
+        about = {"panel": self, "metavar": metavar, "help": help, "names": names, **more}
+        return field(default=default, metadata=about)
+
+    def switch(self, help: str, *names: str, default: Any = False, **more: Any) -> Any:
+        """A field that is an option without a value; arguments as for `setting`."""
+        return self.setting("", help, *names, default=default, **more)
+
+
+VIDEO = Panel("Video")
+PROMPTS = Panel("Prompts")
+MODEL = Panel("Model and precision")
+LAYOUT = Panel("Layout")
+COSTS = Panel("Costs")
+MEMORY = Panel("Memory")
+SERVICE = Panel("Service")
+RECOVERY = Panel("Recovery")
+DIAGNOSTICS = Panel("Diagnostics")
+_PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
+
+
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    """A field that is an argument of the command; None if it is not given."""
+    return field(default=None, metadata={"metavar": metavar, "help": help, **more})
+
+
+class Option(click.Option):
+    """An option with its panel in the help, and a variable for each of its long names."""
+
+    def __init__(self, name: str, *, panel: Panel, **about: Any) -> None:
+        names = about.pop("names") or (f"--{name.replace('_', '-')}",)
+        variables = [f"SVDPP_{each[2:].replace('-', '_').upper()}" for each in names if each[2:]]
+        about["envvar"] = [each for each in variables if each != _NOT_OURS] or None
+        shown = about.pop("shown", "") or not about.get("count")
+        super().__init__([name, *names], show_default=shown, **about)
+        self.panel = panel
+
+
+class _Choice(click.Choice):  # type: ignore[type-arg]
+    """Also takes a choice by a name that it had before."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from svdpp.plan.layout import present_split
+
+        return super().convert(present_split(value), param, ctx)
+
+
+def _parameters(group: Any, command: Command) -> Iterator[click.Parameter]:
+    """The options and arguments of a group for click, with its values as defaults."""
+    hints = get_type_hints(type(group))
+    for each in fields(group):
+        if each.name in command.without:
+            continue
+        about = {**_typed(hints[each.name]), **each.metadata}
+        about["help"] = command.meanings.get(each.name, about["help"])
+        if "panel" not in about:
+            multiple = about.pop("multiple", False)
+            yield click.Argument(
+                [each.name], **{"nargs": -1 if multiple else 1, "required": False, **about}
+            )
+            continue
+        if (between := about.pop("between", None)) is not None:
+            about["type"] = click.IntRange(*between)
+        about["shown"] = command.defaults.get(each.name, about.get("shown", ""))
+        about["metavar"] = about["metavar"] or None
+        yield Option(each.name, **about, default=getattr(group, each.name))
+
+
+def _typed(hint: Any) -> dict[str, Any]:
+    """click's arguments for values of this type."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if type(None) in inner:
+        return _typed(inner[0])
+    if origin is Literal:
+        return {"type": _Choice(inner)}
+    if origin is list:
+        return {"type": inner[0], "multiple": True}
+    if origin is tuple:
+        return {"type": inner[0], "nargs": len(inner)}
+    return {"is_flag": True} if hint is bool else {"type": hint}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,35 +181,6 @@ class TalkOptions:
     quiet: bool = DIAGNOSTICS.switch("Print no progress and no remarks.", "--quiet", "-q")
 
 
-class _Formatter(click.HelpFormatter):
-    """click's, which folds text at the hyphens of options; these hyphens do not break."""
-
-    def write_text(self, text: str) -> None:
-        super().write_text(_unbroken(text))
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], *_: Any, **_more: Any) -> None:
-        super().write_dl([(left, _unbroken(right)) for left, right in rows], _LEFT)
-
-    def getvalue(self) -> str:
-        return super().getvalue().replace(_HYPHEN, "-")
-
-
-_HYPHEN = "\N{NON-BREAKING HYPHEN}"
-
-
-def _unbroken(text: str) -> str:
-    return text.replace("-", _HYPHEN)
-
-
-class Context(click.Context):
-    """The context of a command; its help is at most 100 columns wide."""
-
-    formatter_class = _Formatter
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **{"max_content_width": 100, **more})
-
-
 class Command(click.Command):
     """One command of the program.
 
@@ -91,34 +190,31 @@ class Command(click.Command):
 
     Args:
         examples: command lines for the help; all of them run.
-        common: parameters in the panel Common, in order; empty: the help shows all options at once.
         without: fields of its groups that the command does not offer; they keep their defaults.
         defaults: this command's own text for the default of a parameter, by name.
         meanings: this command's own help for a parameter, by name.
         settings: click's settings of the context.
     """
 
-    context_class = Context
-
     def __init__(
         self,
         function: Callable[..., None],
         *,
         examples: Sequence[str] = (),
-        common: Sequence[str] = (),
         without: Sequence[str] = (),
         defaults: Mapping[str, str] | None = None,
         meanings: Mapping[str, str] | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.function, self.examples, self.common = function, examples, common
+        self.function, self.examples, self.without = function, examples, without
+        self.defaults, self.meanings = defaults or {}, meanings or {}
         self._hints = get_type_hints(function)
         self._hints.pop("return", None)
         super().__init__(
             function.__name__,
             help=function.__doc__,
-            context_settings=settings,
-            add_help_option=False,
+            epilog="\n".join(["\b", "Examples:", *(f"  {each}" for each in examples)]),
+            context_settings={**_HELP_NAMES, **(settings or {})},
         )
         # An instance of each group, with the command's defaults.
         self._groups: dict[str, Any] = {}
@@ -127,24 +223,18 @@ class Command(click.Command):
                 new: Any = self._hints[name]
                 self._groups[name] = new() if given.default is given.empty else given.default
         for group in (*self._groups.values(), TalkOptions()):
-            self.params += parameters(group, without, defaults or {}, meanings or {})
-        self.params.append(help_option("-h", "--help", help="Show this help."))
-        self.params.append(help_option("--help-all", help="Show all options."))
+            self.params += _parameters(group, self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See `click.Command`."""
-        ctx.meta[_TYPED] = [word.partition("=")[0] for word in args]
+        ctx.meta[_WORDS] = [word.partition("=")[0] for word in args]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> None:
         """Calls the function, and ends the program if it fails."""
-        values = ctx.params
-        console = Console(
-            as_json=values["as_json"],
-            quiet=values["quiet"],
-            variables=set_by_variables(ctx),
-            typed={one.names[-1]: _typed_name(ctx, one) for one in _given(ctx).values()},
-        )
+        values, typed = ctx.params, given_options(ctx)
+        names = {opt: typed.get(str(one.name), opt) for one in self.params for opt in one.opts}
+        console = Console(as_json=values["as_json"], quiet=values["quiet"], typed=names)
         with answered(console, debug=values["debug"]):
             known: dict[Any, Any] = {Console: console, click.Context: ctx}
             if _LAUNCHED in self._hints.values():
@@ -157,23 +247,24 @@ class Command(click.Command):
                 },
             )
 
+    def panels(self, ctx: click.Context) -> dict[str, list[click.Parameter]]:
+        """Its arguments and options in the order of the help."""
+        found: dict[str, list[click.Parameter]] = {"Arguments": []}
+        found |= {panel: [] for panel in _PANELS}
+        for one in self.get_params(ctx):
+            is_argument = isinstance(one, click.Argument)
+            found["Arguments" if is_argument else getattr(one, "panel", DIAGNOSTICS)].append(one)
+        return {title: members for title, members in found.items() if members}
+
     def format_arguments(self, *_: object) -> None:
-        """Writes nothing: `format_options` does, with every version of click."""
+        """Writes nothing: `format_options` does."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the arguments, the common options or all of them, and the examples."""
-        arguments = [one for one in self.params if not isinstance(one, Option)]
-        panels: dict[str, Sequence[Any]] = {"Arguments": arguments, **panels_of(self)}
-        others = {} if ctx.meta.get(_ALL) or not self.common else dict(list(panels.items())[2:])
-        for title, members in panels.items():
-            if members and title not in others:
-                _section(formatter, title, [one.get_help_record(ctx) for one in members])
-        more = [
-            (name, " ".join(_long_name(one) for one in found)) for name, found in others.items()
-        ]
-        _section(formatter, "More, described by --help-all", more)
-        if self.examples:
-            formatter.write("\nExamples:\n" + "".join(f"  {one}\n" for one in self.examples))
+        """Writes arguments and options, panel by panel."""
+        for title, members in self.panels(ctx).items():
+            with formatter.section(title):
+                records = (one.get_help_record(ctx) for one in members)
+                formatter.write_dl([record for record in records if record], col_max=28)
 
 
 def command(**about: Any) -> Callable[[Callable[..., None]], Command]:
@@ -182,59 +273,70 @@ def command(**about: Any) -> Callable[[Callable[..., None]], Command]:
 
 
 def given_options(context: click.Context) -> dict[str, str]:
-    """The options given on the command line as they were typed, by parameter."""
-    return {name: _typed_name(context, option) for name, option in _given(context).items()}
-
-
-def _given(context: click.Context) -> dict[str, Option]:
+    """The options on the command line as typed, such as `--gpus` for `--world`, by parameter."""
+    words = context.meta[_WORDS]
     return {
-        str(option.name): option
-        for option in context.command.params
-        if isinstance(option, Option)
-        and context.get_parameter_source(str(option.name)) is click.core.ParameterSource.COMMANDLINE
+        str(one.name): next((opt for opt in one.opts if opt in words), one.opts[0])
+        for one in context.command.params
+        if isinstance(one, Option)
+        and context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE
     }
 
 
-def _typed_name(context: click.Context, option: Option) -> str:
-    """The long name under which the option was given, such as `--gpus` for `--world`."""
-    typed = (name for name in option.opts if name in context.meta[_TYPED])
-    return next((name for name in typed if name.startswith("--")), option.names[-1])
+def command_named(name: str) -> Command:
+    """The command of that name; its module is imported."""
+    found: Command = getattr(import_module(f"svdpp.cli.{_MODULES.get(name, name)}"), name)
+    return found
 
 
-def help_option(*names: str, help: str, text: str = "") -> Option:
-    """An option that prints `text`, or the command's help, instead of running the command."""
+class App(click.Group):
+    """The program; a command is imported only if it is named."""
 
-    def answer(context: click.Context, option: click.Parameter, wanted: bool) -> None:
-        if wanted:
-            context.meta[_ALL] = "--help-all" in option.opts
-            click.echo(text or context.get_help())
-            context.exit()
+    def __init__(self) -> None:
+        super().__init__(
+            "svdpp",
+            help=_HELP,
+            epilog=EPILOG,
+            subcommand_metavar="COMMAND ...",
+            options_metavar="",
+            context_settings=_HELP_NAMES,
+        )
+        click.version_option(__version__, message="svdpp %(version)s")(self)
 
-    about: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
-    return Option([*names], panel="", help=help, callback=answer, **about)
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """See `click.Group`."""
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """See `click.Group`."""
+        return list(COMMANDS)
 
-def panels_of(command: Command) -> dict[str, list[Option]]:
-    """The options of a command by panel, in the order of the help; the first has --help."""
-    options = {str(one.name): one for one in command.params if isinstance(one, Option)}
-    panels = {"Common": [options.pop(name) for name in command.common]}
-    panels |= {panel: [] for panel in PANELS}
-    last = [options.pop(name) for name in ("help", "help_all")]
-    for option in options.values():
-        panels[option.panel].append(option)
-    panels = {title: members for title, members in panels.items() if members}
-    panels["Common" if command.common else [*panels][-1]] += last
-    return panels
-
-
-def _long_name(option: Option) -> str:
-    return next(name for name in option.names if name.startswith("--"))
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The command; its module is imported."""
+        return command_named(cmd_name) if cmd_name in COMMANDS else None
 
 
-def _section(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    if rows:
-        with formatter.section(title):
-            formatter.write_dl(rows)
+def run_command_line(arguments: Sequence[str]) -> int:
+    """Runs the command that `arguments` name, and returns the exit code."""
+    try:
+        return App().main(list(arguments), prog_name="svdpp", standalone_mode=False) or 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return error.exit_code
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        sentence = error.format_message().strip().rstrip(".")
+        # click does not say where a value is missing.
+        path = " ".join(["svdpp", *arguments[:1]]) if context is None else context.command_path
+        hint = f"{path} --help shows its usage"
+        refused = RequestError(sentence[:1].lower() + sentence[1:], hint)
+        Console(as_json="--json" in arguments).error(refused)
+        return refused.exit_code
+    except click.Abort:
+        return 1
+    except SystemExit as error:  # after a completion, or if the reader of stdout has ended
+        return 128 + signal.SIGPIPE if error.code else 0
 
 
 @contextlib.contextmanager

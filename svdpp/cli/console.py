@@ -21,13 +21,21 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from svdpp.errors import Interrupted, RankError, SvdppError, error_to_dict, exit_code_of
-from svdpp.redaction import one_line, printable, redact, redact_all
+from svdpp.errors import (
+    Interrupted,
+    RankError,
+    SvdppError,
+    error_to_dict,
+    exit_code_of,
+    one_line,
+    printable,
+    redact,
+    redact_all,
+)
 
 if TYPE_CHECKING:
     from svdpp.plan.forecast import Span
 
-_CLIP_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "white")
 # Characters of the widest table.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
@@ -60,7 +68,6 @@ class Console:
     Args:
         as_json: stdout gets only JSON.
         quiet: stderr gets only errors.
-        variables: that set options, by the option's name; an error names those of its options.
         typed: names of options as the user typed them, by the names that errors have.
     """
 
@@ -69,29 +76,26 @@ class Console:
         *,
         as_json: bool = False,
         quiet: bool = False,
-        variables: Mapping[str, str] | None = None,
         typed: Mapping[str, str] | None = None,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
-        self._variables = variables or {}
         self._typed = typed or {}
         self.out = Stdout(highlight=False, soft_wrap=True)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
         """Prints a line or table of the result; nothing with `--json`."""
-        if isinstance(text, str) and self.out.is_terminal:
-            text = printable(text)
         if not self.as_json:
-            self.out.print(text, markup=False)
+            is_shown = isinstance(text, str) and self.out.is_terminal
+            self.out.print(printable(str(text)) if is_shown else text, markup=False)
 
     def prose(self, text: str, indent: str = "") -> None:
-        """Prints sentences of the result; folded between words on a terminal."""
-        width = (self.out.width if self.out.is_terminal else _WIDEST) - len(indent)
-        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-        self.result("\n".join(indent + line for line in lines))
+        """Prints sentences of the result; folded on a terminal, there with `indent`."""
+        width = self.out.width if self.out.is_terminal else _WIDEST
+        how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        self.result(textwrap.fill(text, width, subsequent_indent=indent, **how))
 
     def json(self, value: Any) -> None:
         """With `--json`, prints the whole result; call once."""
@@ -153,12 +157,12 @@ class Console:
             self.result(f"... and {len(rows) - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
-        """Prints a rank x time picture with a colour for each clip."""
+        """Prints a rank x time picture."""
         from svdpp.plan.forecast import draw_grid
 
         width = max(20, self.out.width - len(f"rank {world_size - 1} ||"))
         for line in draw_grid(spans, world_size, width=width):
-            self.result(_coloured(line))
+            self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
         """Prints one sentence, the hint and picture if any, and the traceback with `debug`.
@@ -166,8 +170,7 @@ class Console:
         With `--json` stdout also gets the error, unless a result that names it was printed.
         """
         if isinstance(error, RankError) and error.picture:
-            for line in error.picture.splitlines():
-                self.err.print(_coloured(line))
+            self.err.print(error.picture, markup=False)
         if debug:
             trace = error.trace if isinstance(error, RankError) else ""
             text = "".join(traceback.format_exception(error)) + trace
@@ -178,35 +181,24 @@ class Console:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
         message, hint = self._as_typed(message), self._as_typed(hint)
-        named = dict.fromkeys(_OPTION.findall(f"{message} {hint}"))
-        sets = [f"{self._variables[name]} sets {name}" for name in named if name in self._variables]
-        hint = "; ".join(filter(None, [hint, *sets[:1]]))
-        self._sentence(message, hint)
+        self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
+        if hint:
+            self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
         if self.as_json and not self._answered:
-            self.json({"schema_version": 1, "error": _record(error, message, hint)})
+            record = {
+                "type": error_to_dict(error)["type"] or type(error).__name__,
+                "exit_code": exit_code_of(error),
+                **{"message": message, "hint": hint, "details": getattr(error, "details", {})},
+            }
+            self.json({"schema_version": 1, "error": record})
 
     def _as_typed(self, text: str) -> str:
         """`text` with the names of options that the user knows."""
         return _OPTION.sub(lambda name: self._typed.get(name[0], name[0]), text)
 
-    def _sentence(self, message: str, hint: str) -> None:
-        self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
-        if hint:
-            self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
-
 
 def _shown(text: str) -> str:
     return printable(redact(text))
-
-
-def _record(error: BaseException, message: str, hint: str) -> dict[str, Any]:
-    return {
-        "type": error_to_dict(error)["type"] or type(error).__name__,
-        "exit_code": exit_code_of(error),
-        "message": message,
-        "hint": hint,
-        "details": error.details if isinstance(error, SvdppError) else {},
-    }
 
 
 def counted(number: int, noun: str) -> str:
@@ -237,16 +229,3 @@ def _cell(name: str, value: Any) -> str:
         return f"{value / 2**30:.2f} GiB" if value >= 2**23 else f"{value / 2**10:.1f} KiB"
     unit = " s" if name.endswith("_seconds") else " GiB" if name.endswith("_gib") else ""
     return f"{value:.4g}{unit}" if isinstance(value, float) else f"{value}{unit}"
-
-
-def _coloured(line: str) -> Text:
-    text = Text(line)
-    begin, end = line.find("|") + 1, line.rfind("|")
-    for index in range(begin, end):
-        sign = line[index]
-        if sign == ".":
-            text.stylize("dim", index, index + 1)
-        elif sign.isalnum():
-            colour = _CLIP_COLOURS[int(sign, 36) % len(_CLIP_COLOURS)]
-            text.stylize(colour, index, index + 1)
-    return text

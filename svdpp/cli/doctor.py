@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 import click
 
-from svdpp.cli.command import command, given_options
+from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.files import FolderOptions
 from svdpp.cli.options.model import LOOKS, PROMPT_FIELDS
-from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
-from svdpp.errors import ModelError
+from svdpp.errors import ModelError, redact
 from svdpp.launch.world import World
-from svdpp.redaction import redact, redact_all
-
-if TYPE_CHECKING:
-    from svdpp.diagnostics.machine import Check
 
 
 @command(
@@ -33,7 +27,6 @@ if TYPE_CHECKING:
     meanings={"out": "Output folder to check."},
 )
 def doctor(
-    context: click.Context,
     console: Console,
     launched: World | None,
     folder: FolderOptions,
@@ -51,7 +44,9 @@ def doctor(
     checks = []
     for check in examine(config, folder.out):
         checks.append(check)
-        _print(console, check)
+        console.prose(f"{check.verdict:<8}{check.name:<18}{redact(check.detail)}", " " * 26)
+        if check.fix:
+            console.prose(f"{'':26}fix: {redact(check.fix)}", " " * 26)
     failed = [check for check in checks if check.verdict == "failed"]
     examined = {name: getattr(config, name) for name in ("device", "world_size")}
     console.json(
@@ -67,7 +62,7 @@ def doctor(
         raise click.exceptions.Exit(failed[0].exit_code)
     ranks = counted(config.world_size, f"{config.device} rank")
     console.info(f"{options.model} on {ranks} has what it needs")
-    if "model" not in given_options(context):
+    if options.model == DEMO_MODEL:
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
 
 
@@ -90,13 +85,6 @@ def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfi
     return request.with_a_step_each().resolve()[0]
 
 
-def _print(console: Console, check: Check) -> None:
-    head = f"{check.verdict:<8}{check.name:<18}"
-    console.prose(redact(head + check.detail))
-    if check.fix:
-        console.prose(redact(f"fix: {check.fix}"), " " * len(head))
-
-
 @command(examples=("svdpp env", "svdpp env --json"))
 def env(console: Console) -> None:
     """Show versions, devices, ffmpeg and settings, ready to paste into a report.
@@ -105,18 +93,8 @@ def env(console: Console) -> None:
     is shown as ~. Other variables are shown only if they are on a list of harmless names, so no
     token is shown.
     """
-    from svdpp.cli.app import COMMANDS, command_named
     from svdpp.diagnostics.machine import environment
 
-    options = {
-        variable: option.opts[0]
-        for name in COMMANDS
-        for option in command_named(name).params
-        for variable in option.envvar or ()
-    }
-    defaults = [
-        {"variable": name, "value": value, "option": options.get(name, "none has this name")}
-        for name, value in sorted(os.environ.items())
-        if name.startswith("SVDPP_")
-    ]
-    console.answer({**environment(), "defaults": redact_all(defaults)})
+    named = sorted(name for name in os.environ if name.startswith("SVDPP_"))
+    defaults = {name: redact(os.environ[name]) for name in named}
+    console.answer({**environment(), "defaults": defaults})

@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from svdpp.cli.command import command
+from svdpp.cli.command import argument, command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import argument
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, own_params
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
-# The same for all families so far; tests/models and tests/driver hold it.
-_VERIFIED = (
-    "every cut, latents and frames, on the CPU, with small random models of these classes and "
-    "these schedulers: bitwise equal to diffusers' whole call"
-)
-_NEVER_RAN = "the published weights; a GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +31,20 @@ def models(console: Console, asked: NameOptions) -> None:
     name = asked.name
     if name is None:
         found = [describe(family) for family in SAMPLING_CLASSES]
+        columns = ("family", "title", "from")
         rows = [{**one, "from": " or ".join(one["inputs"])} for one in found]
-        console.table([{key: row[key] for key in ("family", "title", "from")} for row in rows])
+        console.table([{key: row[key] for key in columns} for row in rows])
     else:
         found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
-        console.show(found[0])
+        words = {
+            f"--param {key}": {
+                "default": one["default_in_words"] or str(one["default"]),
+                "range": f"{one['lowest']:g} to {one['highest']:g}",
+                "help": one["help"],
+            }
+            for key, one in found[0]["parameters"].items()
+        }
+        console.show({**found[0], "parameters": words})
     console.json({"schema_version": 1, "families": found})
 
 
@@ -51,18 +53,14 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.models.engine.rows import ROWS
 
     row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
-    visual = _visual(sampling)
-    classes = {"text": row.text, visual: row.image}
+    classes = {"text": row.text, _visual(sampling): row.image}
     return {
         "family": family,
         "title": row.title,
         "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
-        "other_families": [name for name, other in ROWS.items() if row.text in other.also],
         "inputs": [what for what, name in classes.items() if name is not None],
         "schedulers": list(row.schedulers),
         "lora": row.loras,
-        "verified": _VERIFIED,
-        "never_ran": _NEVER_RAN,
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
             name: {

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
-from svdpp.cli.command import command, given_options
+from svdpp.cli.command import COSTS, LAYOUT, MEMORY, command, given_options
 from svdpp.cli.console import MAX_ROWS, Console, counted
-from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY
 from svdpp.cli.options.files import ClipOptions
 from svdpp.cli.options.model import LOOKS
-from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
-from svdpp.config.limits import MAX_CLIPS, check_whole
+from svdpp.config.limits import MAX_CLIPS, check_whole, is_number, require
 from svdpp.errors import RequestError
 from svdpp.plan.choose import Row, compare_layouts
 from svdpp.plan.costs import Costs
@@ -31,7 +29,6 @@ SCHEMA_VERSION = 2
 
 # Visits of clips at ranks: about a second of drawing.
 _MAX_DRAWN = 50_000
-_CLIPS_WHOSE_CUTS_ARE_SHOWN = 4
 _MAX_CUTS = 16
 _COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
@@ -88,7 +85,7 @@ class PlanOptions(PipelineOptions, ClipOptions):
         """Clips to plan for."""
         check_whole("--world", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
-        return self.at_least_one(min(per_rank * world_size, MAX_CLIPS))
+        return self.clips or max(1, min(per_rank * world_size, MAX_CLIPS))
 
     def limits(self, world_size: int) -> tuple[float, ...]:
         """Memory of each device in GiB; empty without `--device-memory`."""
@@ -98,12 +95,14 @@ class PlanOptions(PipelineOptions, ClipOptions):
         try:
             sizes = tuple(map(float, asked.split(",")))
         except ValueError:
-            sizes = ()
-        if len(sizes) not in (1, world_size) or not all(0 < size < math.inf for size in sizes):
-            raise RequestError(
-                f"--device-memory must be 1 or {world_size} finite numbers above 0, got {asked!r}",
-                "such as --device-memory 79, or 79,79,47,47 for devices that differ",
-            )
+            sizes = (math.nan,)
+        are_sizes = all(is_number(size) and size > 0 for size in sizes)
+        require(are_sizes, f"--device-memory must be finite numbers above 0, got {asked!r}")
+        require(
+            len(sizes) in (1, world_size),
+            f"--device-memory {asked} names {len(sizes)} devices, but there are {world_size} ranks",
+            f"use --gpus {len(sizes)}, or name {world_size} devices",
+        )
         return sizes if len(sizes) == world_size else sizes * world_size
 
     def world_and_per_host(self) -> tuple[int, int | None]:
@@ -112,14 +111,16 @@ class PlanOptions(PipelineOptions, ClipOptions):
         if hosts is None:
             return (_DEFAULT_WORLD if asked is None else asked), None
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", hosts, re.ASCII)
-        num_hosts, per_host = map(int, match.groups()) if match else (0, 0)
-        if not match or asked not in (None, num_hosts * per_host):
-            raise RequestError(
-                f"--hosts must be HOSTSxRANKS, such as 2x4 for 2 hosts of 4 ranks, got {hosts!r}"
-                + (f" with --world {asked}" if asked else ""),
-                "leave --world out",
-            )
-        return num_hosts * per_host, per_host
+        if match is None:
+            raise RequestError(f"--hosts must be HOSTSxRANKS, such as 2x4, got {hosts!r}")
+        per_host = int(match[2])
+        size = int(match[1]) * per_host
+        require(
+            asked in (None, size),
+            f"--hosts {hosts} makes {size} ranks, but --world is {asked}",
+            "leave --world out",
+        )
+        return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> Costs:
         """The costs with the given seconds, for hosts of so many ranks, and with `--memory`."""
@@ -137,7 +138,6 @@ class PlanOptions(PipelineOptions, ClipOptions):
         "svdpp plan --gpus 8 --clips 100 --compare",
         "svdpp plan --hosts 2x4 --split alternating --inter-host-transfer-seconds 0.002",
     ),
-    common=("world", "clips", "steps", "layout", "split", "costs", "compare", "memory", "as_json"),
     without=(
         *("threads", "timeout", "start_timeout", "checksum", "variant", "latent_shape", "seed"),
         *(*LOOKS, "channels_last", "deterministic", "allow_mixed_devices"),
@@ -199,14 +199,19 @@ def _memory(options: PipelineOptions) -> dict[str, Any]:
 
 
 def _refuse_contradictions(context: click.Context, options: PlanOptions) -> None:
-    if options.device_memory is not None and not (options.compare or options.chooses):
-        raise RequestError(
-            "--device-memory has an effect only with --layout auto or --compare",
-            "add one of them, or leave out --device-memory",
-        )
+    require(
+        options.device_memory is None or options.compare or options.chooses,
+        "--device-memory has an effect only with --layout auto or --compare",
+        "add one of them, or leave out --device-memory",
+    )
+    require(
+        not options.memory or options.expert_boundary is None,
+        "with --memory the model gives the boundary between its experts",
+        "leave out --expert-boundary",
+    )
     for name, option in given_options(context).items():
-        if options.compare and name in OF_LAYOUT:
-            raise RequestError(f"--compare shows all layouts: leave out {option}")
+        is_shown = options.compare and name in OF_LAYOUT
+        require(not is_shown, f"--compare shows all layouts: leave out {option}")
 
 
 def _remarks(options: PlanOptions, costs: Costs) -> Iterator[str]:
@@ -223,10 +228,9 @@ def _remarks(options: PlanOptions, costs: Costs) -> Iterator[str]:
 
 
 def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason: str = "") -> None:
-    """Prints the ranks, picture and forecast of a pipeline, with the forecast of data parallel.
+    """Prints ranks, picture and forecast; `reason` says why `auto` chose the layout."""
+    from svdpp.plan.choose import Row
 
-    `reason` says why `auto` chose the layout.
-    """
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [
         Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
@@ -256,7 +260,10 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     console.show({"ranks": [ranks[rank] for rank in shown]})
     if len(shown) < layout.world_size:
         console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
-    _print_cuts(console, layout, num_clips)
+    if layout.split == "alternating" and 1 < layout.num_stages <= _MAX_CUTS:
+        console.result()
+        for clip in range(0, min(num_clips, 4) * layout.replicas, layout.replicas):
+            console.result(f"clip {clip} is cut at {' '.join(map(str, layout.cuts(clip)[1:-1]))}")
     console.result()
     _print_picture(console, layout, num_clips)
     console.result()
@@ -274,15 +281,6 @@ def _rank(layout: Layout, rank: int) -> dict[str, Any]:
     if layout.costs.ranks_per_host is not None:
         found["host"] = layout.costs.host_of(rank)
     return found | {"peak_gib": layout.peak_gib[rank]}
-
-
-def _print_cuts(console: Console, layout: Layout, num_clips: int) -> None:
-    if layout.split != "alternating" or not 1 < layout.num_stages <= _MAX_CUTS:
-        return
-    console.result()
-    for clip in range(min(num_clips, _CLIPS_WHOSE_CUTS_ARE_SHOWN)):
-        inner = " ".join(map(str, layout.cuts(clip * layout.replicas)[1:-1]))
-        console.result(f"clip {clip * layout.replicas} is cut at {inner}")
 
 
 def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
@@ -305,11 +303,12 @@ def _facts(layout: Layout) -> dict[str, Any]:
     return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
 
 
-def _gib(peaks: Sequence[float | None]) -> str:
-    """Lowest and highest peak of several ranks; a dash if one is unknown."""
-    known = sorted(peak for peak in peaks if peak is not None)
-    ends = dict.fromkeys(f"{peak:.1f}" for peak in (known[:1] + known[-1:]))
-    return "..".join(ends) if len(known) == len(peaks) else "-"
+def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Prints layouts side by side, then notes on them."""
+    about = {name: counts[name] for name in ("num_steps", "world_size")}
+    about |= {"clips": counts["num_clips"], "layouts": [*map(_row_json, rows)]}
+    console.json({"schema_version": SCHEMA_VERSION, **about})
+    _print_forecasts(console, rows, counts["num_clips"], counts["world_size"])
 
 
 def _print_forecasts(
@@ -341,7 +340,9 @@ def _compared(row: Row) -> dict[str, str]:
         rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
         times = forecast.makespan, forecast.first_clip, forecast.latency, forecast.jitter
         total, *others = (f"{round(time, 3):.4g}" for time in times)
-        cells = [total, rate, *others, _gib(row.layout.peak_gib), f"{forecast.bubble:.0%}"]
+        peaks = [peak for peak in row.layout.peak_gib if peak is not None]
+        both = dict.fromkeys(f"{each(peaks):.1f}" for each in (min, max) if peaks)
+        cells = [total, rate, *others, "..".join(both) or "-", f"{forecast.bubble:.0%}"]
     return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
 
 

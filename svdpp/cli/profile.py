@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from svdpp.cli.command import command
+from svdpp.cli.command import COSTS, RECOVERY, command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS, RECOVERY
 from svdpp.cli.options.files import LogOptions, PromptOptions
 from svdpp.cli.options.model import LOOKS
-from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, is_member
@@ -38,7 +36,6 @@ class MeasureOptions(PipelineOptions, PromptOptions):
         "svdpp profile --model demo --device cpu --frames 4",
         "svdpp profile --gpus 8 --out a100.json",
     ),
-    common=("out", "world", "model", "num_frames", "repeats", "overwrite", "as_json"),
     without=(
         *(*LOOKS, "checksum", "steps", "seed", "prompts", "negative_prompt", "video"),
         *(*OF_LAYOUT, "costs", "share_experts"),
@@ -59,7 +56,7 @@ def profile(
     request = PipelineRequest(options=options, num_clips=None, launched=launched)
     config = request.with_a_step_each().resolve()[0]
     if is_member(launched):
-        from svdpp.cli.log import serve_member
+        from svdpp.cli.progress import serve_member
         from svdpp.diagnostics.machine import measured_config
         from svdpp.driver.pipeline import Pipeline
 

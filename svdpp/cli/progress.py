@@ -1,12 +1,18 @@
-"""The progress display: a live picture on a terminal, plain lines elsewhere."""
+"""What is said of clips in progress: the display, or plain lines; and the log of ranks' events."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from loguru import logger
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
@@ -16,26 +22,39 @@ from rich.text import Text
 from svdpp.cli.console import Console, counted
 from svdpp.config import ClipRequest
 from svdpp.driver.trace import MeanCosts
-from svdpp.errors import RequestError
+from svdpp.errors import OutputError, RankError, RequestError, one_line, printable, redact
+from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind, Schedule
 from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import replay, summarise
-from svdpp.redaction import one_line
+from svdpp.plan.layout import Layout
 from svdpp.worker.messages import (
+    ActionDone,
     CheckpointLost,
     ClipDone,
     ClipFailed,
     Event,
+    Failed,
     Heartbeat,
     Joined,
     PromptCut,
     StepDone,
+    TransferDone,
 )
+
+if TYPE_CHECKING:
+    from loguru import Message, Record
+
+    from svdpp.driver.pipeline import Pipeline
 
 # Without a live picture, a line this often shows that the run goes on.
 _LINE_SECONDS = 60.0
-# Characters of a clip's name in the line of a rank.
-_NAME = 20
+# A log of a server that runs for months: at most this size, and so many older ones beside it.
+_FILE_BYTES = 50_000_000
+_OLD_FILES = 4
+_FORMAT = "{time:HH:mm:ss.SSS} {level: <5} rank {extra[rank]} {message}"
+# All ranks report a disk that is full; one warning is enough.
+_WARNING_SECONDS = 3600.0
 _WORDS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
 
 
@@ -148,21 +167,17 @@ class Progress(Bars):
                 state = "ready"
             case StepDone():
                 self.advance(task.id)
-                state = f"{self._short(event.clip)}, step {event.step + 1}, "
+                state = f"{self._labels[event.clip]:.20}, step {event.step + 1}, "
                 state += f"{event.seconds:.2f} s/step"
             case Heartbeat(action=None):
                 is_loading = task.fields["state"] in ("starting", "loading")
                 state = "loading" if is_loading else "idle"
             case Heartbeat(action=Action() as action) if event.waiting or action.kind in _WORDS:
                 word = "waiting" if event.waiting else _WORDS[action.kind]
-                state = f"{self._short(action.clip)}, {word}"
+                state = f"{self._labels[action.clip]:.20}, {word}"
             case _:
                 return
         self.update(task.id, state=state)
-
-    def _short(self, clip: int) -> str:
-        name = self._labels[clip]
-        return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
 
     def _settle(self, event: ClipDone | ClipFailed) -> None:
         label = self._labels[event.clip]
@@ -237,3 +252,145 @@ def _name(request: ClipRequest) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def open_log(
+    *,
+    verbosity: int,
+    log_file: Path | None,
+    write: Callable[[str], Any] = sys.stderr.write,
+    quiet: bool = False,
+    warns: bool = False,
+) -> None:
+    """Sends records to stderr by verbosity, and more of them to a file of JSON lines.
+
+    Without verbosity stderr gets only remarks, such as that a download begins, and with `warns`
+    warnings; the file has no transfers and steps.
+    """
+    logger.remove()
+    logger.configure(extra={"rank": "-"}, patcher=_redact)
+
+    def sink(message: Message) -> None:
+        # The lines of a traceback are indented, so that no name looks like another record.
+        write(str(message).rstrip("\n").replace("\n", "\n    "))
+
+    if verbosity > 0:
+        level = "INFO" if verbosity == 1 else "DEBUG"
+        logger.add(sink, level=level, format=_FORMAT, colorize=False)
+    elif not quiet:
+        logger.add(sink, level="INFO", filter=_is_remark, format="{message}", colorize=False)
+        if warns:
+            form = "{time:HH:mm:ss} {level: <7} {message}"
+            logger.add(sink, level="WARNING", format=form, colorize=False)
+    if log_file is not None:
+        level = "DEBUG" if verbosity else "INFO"
+        logger.add(_LogFile(log_file, write), level=level, serialize=True, format="{message}")
+
+
+class _LogFile(RotatingFileHandler):
+    """The file; loguru's own would print every record to stderr when the disk is full.
+
+    A run must not fail because of its log: if the file cannot be written, this warns once.
+    """
+
+    terminator = ""  # a serialized record ends its line itself
+
+    def __init__(self, path: Path, warn: Callable[[str], Any]) -> None:
+        self._path, self._warn = path, warn
+        bounds: dict[str, Any] = {"maxBytes": _FILE_BYTES, "backupCount": _OLD_FILES}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            super().__init__(path, encoding="utf-8", errors="backslashreplace", **bounds)
+        except OSError as error:
+            raise OutputError(f"cannot write the log {str(path)!r}: {error.strerror}") from error
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The text alone: it has the exception already."""
+        return record.getMessage()
+
+    def close(self) -> None:
+        """Closes the file."""
+        with contextlib.suppress(OSError):  # it writes the rest, which may fail again
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002
+        """Says the first time why a record was not written."""
+        error = redact(f"{str(self._path)!r}: {sys.exception()}")
+        self._warn(f"warning: cannot write the log {error}")
+        self._warn = lambda text: None  # noqa: ARG005
+
+
+def _is_remark(record: Record) -> bool:
+    return "is_remark" in record["extra"]
+
+
+def _redact(record: Record) -> None:
+    record["message"] = printable(redact(record["message"]))
+    record["file"].path = redact(record["file"].path)  # often below the home folder
+
+
+class EventLog:
+    """Writes each event as one record."""
+
+    def __init__(self, layout: Layout, name_of: Callable[[int], str] = "clip {}".format) -> None:
+        self._shares = layout.all_shares
+        self._name_of = name_of
+        self._next_warning = 0.0
+
+    def __call__(self, rank: int, event: Event) -> None:
+        """Takes one event of `rank`."""
+        log = logger.bind(rank=rank)
+        clip = self._name_of(event.clip) if hasattr(event, "clip") else ""
+        match event:
+            case Joined():
+                part = self._shares[rank]
+                log.info(
+                    "ready: steps {} to {} on {}, loaded in {:.2f} s",
+                    *(part.start, part.end, event.device, event.load_seconds),
+                )
+            case TransferDone():
+                arrow = "from" if event.direction == "recv" else "to"
+                # A rank that lags makes its neighbour wait; the time of the link is separate.
+                waited = f", waited {event.waited:.4f} s" if event.direction == "send" else ""
+                log.debug(
+                    "{} {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
+                    *(event.direction, clip, event.next_step, arrow, event.peer),
+                    *(event.num_bytes, event.seconds, waited),
+                )
+            case StepDone():
+                log.debug("{} step {}: {:.4f} s", clip, event.step, event.seconds)
+            case ActionDone():
+                seconds = event.end - event.start
+                log.debug("{}: {:.4f} s, waited {:.4f} s", event.action, seconds, event.waited)
+            case ClipDone():
+                log.info("{} is finished", clip)
+            case PromptCut():
+                # Prompts are private: a log may have other readers than their authors.
+                log.warning(
+                    "{}: the model does not read the last {} characters of its prompt",
+                    *(clip, len(event.text)),
+                )
+            case CheckpointLost() if time.monotonic() >= self._next_warning:
+                self._next_warning = time.monotonic() + _WARNING_SECONDS
+                log.warning("{}: {}", event.error["message"], event.error["hint"])
+            case ClipFailed():
+                log.error("{} is lost: {}", clip, event.error["message"])
+            case Failed():
+                log.error("failed at {}: {}", event.action or "start", event.error["message"])
+                log.info("{}", event.traceback)
+            case _:
+                pass
+
+
+def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
+    """Works as another rank of a launcher; rank 0 logs for all ranks of its own host."""
+    log = logger.bind(rank=world.rank)
+    if not world.on_first_host:
+        pipeline.observe(EventLog(pipeline.config.layout))
+
+    def say(sentence: str, is_loud: bool) -> None:
+        log.error(sentence)
+        if is_loud and world.local_rank == 0:
+            console.error(RankError(sentence, "is its host down, or the network to it?"))
+
+    pipeline.serve(say=say)

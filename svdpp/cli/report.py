@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from svdpp.cli.command import command
+from svdpp.cli.command import argument, command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import argument
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.figures import RankFigures
@@ -22,12 +21,7 @@ class ReportOptions:
     folder: Path = argument("FOLDER", "Folder of a run, or a run.json.", required=True)
 
 
-@command(
-    examples=(
-        "svdpp report out",
-        "svdpp report out --json",
-    )
-)
+@command(examples=("svdpp report out", "svdpp report out --json"))
 def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run, and what would make it faster.
 
@@ -60,15 +54,14 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
     console.result("\nWhat limits it")
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
-        console.prose(f"{finding.text}{lost}", "  ")
+        console.prose(f"  {finding.text}{lost}", "  ")
     if (advice := found.advice) is not None:
         console.result("\nWhat would help, at the measured costs")
-        console.prose(f"{advice.text}:", "  ")
+        console.prose(f"  {advice.text}:", "  ")
         console.result(f"    {advice.options}")
     if found.forecast_error is not None:
-        change = "more" if found.forecast_error > 0 else "less"
-        share = f"{abs(found.forecast_error):.0%}"
-        console.result(f"\nthe run took {share} {change} than the forecast from its measured costs")
+        more = f"{found.forecast_error:+.0%}"
+        console.result(f"\nthe run took {more} against the forecast from its measured costs")
 
 
 def _row(rank: RankFigures) -> dict[str, str]:

@@ -17,13 +17,12 @@ from svdpp.cli.options.files import (
     TraceOptions,
 )
 from svdpp.cli.options.model import parse_seeds
-from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
+from svdpp.config.limits import require
 from svdpp.errors import (
     Interrupted,
     RankError,
-    RequestError,
     SvdppError,
     error_from_dict,
     error_to_dict,
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 # Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
 _TRACE_CLIPS = 1000
 
-# Ratio of two aspect ratios whose difference is not visible.
-_SAME_SHAPE = 1.05
 # Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
 _AT_ONCE = 1000
 # Checking these takes a second or two.
@@ -65,10 +62,6 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
         "svdpp run photo.jpg",
         "svdpp run photos/ --seeds 1-4 --out clips --resume",
         "svdpp run photo.jpg --model demo --device cpu",
-    ),
-    common=(
-        *("out", "world", "model", "seeds", "layout", "resume", "overwrite", "steps"),
-        *("num_frames", "decode_chunk_size"),
     ),
     without=("latent_shape",),
 )
@@ -95,18 +88,17 @@ def run(
     config, why = asked.config(len(found) * len(asked.seeds))
     log.open(console, launched)
     if is_member(launched):
-        from svdpp.cli.log import serve_member
+        from svdpp.cli.progress import serve_member
 
         serve_member(asked.pipeline(config), launched, console)
         return
-    remarks = asked.stretched(found), why
     if options.dry_run:
-        asked.show(config, found, remarks)
+        asked.show(config, found, why)
         return
     traces.check()
     with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = asked.planned(config, found)
-        console.info(*remarks, _UNLOCKED.format(why_not) if why_not else "")
+        console.info(why, _UNLOCKED.format(why_not) if why_not else "")
         asked.make(pipeline, clips, refused)
 
 
@@ -123,8 +115,7 @@ class Run:
     def seeds(self) -> list[int]:
         """The seeds of each image's clips."""
         seed, seeds = self.options.seed, self.options.seeds
-        if None not in (seed, seeds):
-            raise RequestError("--seed and --seeds contradict each other")
+        require(None in (seed, seeds), "--seed and --seeds contradict each other")
         return [seed or 0] if seeds is None else parse_seeds(seeds)
 
     @cached_property
@@ -144,21 +135,16 @@ class Run:
         assert self.options.place()
         assert self._sampling
         assert self.seeds
-        if self.options.is_dummy:
-            raise RequestError(
-                "the dummy model makes no video files",
-                "use --model demo, or svdpp simulate, which runs the dummy model",
-            )
-        if self.options.dry_run and self.launched is not None:
-            raise RequestError("--dry-run starts no ranks", "start it without torchrun or srun")
-        if self.options.has_prompt and not isinstance(self._sampling, PromptedSampling):
-            # Before the clips' names, which would be those of one image for each prompt.
-            raise RequestError(f"model {self.options.model!r} takes no prompt", "leave it out")
-        if not self.options.inputs and not self.options.has_prompt:
-            raise RequestError(
-                "INPUT is missing: name an image, or give a prompt to a model that takes one",
-                "svdpp run photo.jpg",
-            )
+        options = self.options
+        require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")
+        is_dry = options.dry_run and self.launched is not None
+        require(not is_dry, "--dry-run starts no ranks", "start it without torchrun or srun")
+        has_prompt = options.prompt is not None or options.prompts is not None
+        # Before the clips' names, which would be those of one image for each prompt.
+        takes_it = not has_prompt or isinstance(self._sampling, PromptedSampling)
+        require(takes_it, f"model {options.model!r} takes no prompt", "leave it out")
+        missing = "INPUT is missing: name an image, or give a prompt to a model that takes one"
+        require(has_prompt or bool(options.inputs), missing, "svdpp run photo.jpg")
 
     def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
         """What clips are made from, and errors for inputs that make none; only rank 0 has them."""
@@ -194,24 +180,6 @@ class Run:
             from_image=bool(self.options.inputs),
         ).resolve()
 
-    def stretched(self, found: Sequence[ClipInput]) -> str:
-        """A remark on images of another shape than the frame's; "" if there are none."""
-        config = self._sampling
-        shape = config.width / config.height
-        images = {photo.path: photo.width / photo.height for each in found if (photo := each.photo)}
-        names = [
-            path.name
-            for path, own in images.items()
-            if not 1 / _SAME_SHAPE <= own / shape <= _SAME_SHAPE
-        ]
-        if not names or config.fit != "stretch":
-            return ""
-        more = f" and {len(names) - 1} more are" if names[1:] else " is"
-        return (
-            f"fit: {names[0]!r}{more} stretched to {config.width}x{config.height}; "
-            "--fit crop keeps proportions"
-        )
-
     def pipeline(self, config: PipelineConfig, inputs: Sequence[ClipInput] = ()) -> Pipeline:
         """The pipeline of `config`, with the request's folders; rank 0 gives the inputs."""
         from svdpp.driver.pipeline import Pipeline
@@ -220,7 +188,7 @@ class Run:
         files = [each.photo for each in inputs if each.photo]
         files += [video for _, video in (inputs[0].videos if inputs else ())]
         folders = {file.path.parent: file.path for file in files}
-        shared = [self.options.place().folder, *folders.values()]
+        shared = [self.options.place()[0], *folders.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
@@ -263,11 +231,10 @@ class Run:
             lost.append({"output": output, "error": error_to_dict(failure.error)})
         if made and figures is not None and figures.clips > figures.world_size:
             limits = diagnose(figures, policy.manifest).lines
-            console.info(*limits, f"  svdpp report {shlex.quote(str(policy.manifest))}")
-        if console.as_json:
-            console.json([*clips.skipped, *made, *lost])
-        else:
-            print_clips(console, policy.folder, clips.skipped, made, lost)
+            report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
+            console.info(*limits, report if limits else "")
+        console.json([*clips.skipped, *made, *lost])
+        print_clips(console, policy.folder, clips.skipped, made, lost)
         if lost:
             num_clips = counted(len(clips.skipped) + len(made) + len(lost), "clip")
             errors = [error_from_dict(clip["error"]) for clip in lost]
@@ -277,8 +244,7 @@ class Run:
         self, pipeline: Pipeline, clips: ClipPlan, manifest: RunManifest
     ) -> tuple[list[dict[str, Any]], RunFigures | None]:
         """The metadata of the finished clips, in the order of the request, and the figures."""
-        from svdpp.cli.log import EventLog
-        from svdpp.cli.progress import Progress, labels
+        from svdpp.cli.progress import EventLog, Progress, labels
         from svdpp.diagnostics.figures import figures_of_run
 
         console, requests, config = self.console, clips.requests, pipeline.config
@@ -314,8 +280,6 @@ class Run:
 
     def _announce(self, config: PipelineConfig, requests: Sequence[ClipRequest]) -> None:
         begun = sum(request.done_steps > 0 for request in requests)
-        if self.options.latents_dir is not None and not config.layout.links:
-            self.console.info("--latents-dir has no effect: in this layout no rank sends a latent")
         self.console.info(
             f"{counted(len(requests), 'clip')} of {counted(config.sampling.frames, 'frame')}, "
             f"{config.sampling.width}x{config.sampling.height}, on "
@@ -323,9 +287,7 @@ class Run:
             + (f"; {begun} of them continued from an earlier run" if begun else "")
         )
 
-    def show(
-        self, config: PipelineConfig, found: Sequence[ClipInput], remarks: Sequence[str]
-    ) -> None:
+    def show(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
         """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
         from svdpp.driver.jobs import check_outputs, plan_clips
         from svdpp.driver.resolve import estimate_ranks, resolve
@@ -335,7 +297,7 @@ class Run:
         assert checkpoint is not None
         check_outputs(found, self.seeds, policy)
         clips = plan_clips(found, self.seeds, policy, config, checkpoint)
-        console.info(*remarks)
+        console.info(why)
         num_clips, sampling = len(clips.requests), config.sampling
         ranks = estimate_ranks(config, weights="none")
         console.result(
@@ -396,8 +358,7 @@ def print_clips(
         console.info(f"already finished: {counted(len(skipped), 'clip')}")
     exact = [metadata for metadata in made if metadata["exact"] is True]
     if any(metadata.get("cfg_parallel", 1) > 1 for metadata in made) and not exact:
-        console.info("not called exact: pairs divide a batch of two; how far apart that is:")
-        console.info("  svdpp verify --cfg-parallel 2, with the options of this run")
+        console.info("not called exact: pairs divide a batch of two; svdpp verify --cfg-parallel 2")
     if exact:
         path = shlex.quote(str(out / exact[0]["output"]))
         console.info(f"to prove one: svdpp verify {path}")

@@ -9,12 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.command import command
+from svdpp.cli.command import COSTS, RECOVERY, SERVICE, VIDEO, command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import COSTS, RECOVERY, SERVICE, VIDEO
 from svdpp.cli.options.files import ImageOptions, LogOptions
-from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, shown
 from svdpp.errors import Interrupted, RequestError
@@ -162,10 +160,6 @@ class ServeOptions(PipelineOptions, ImageOptions):
         "svdpp serve --device cpu --model demo",
         "svdpp serve --new-key alice --api-key-file keys.txt",
     ),
-    common=(
-        *("host", "port", "data", "api_key_file", "new_key", "world", "device", "model"),
-        "sizes",
-    ),
     without=("seed",),
     defaults={
         "world": "all GPUs; on the CPU 2",
@@ -201,7 +195,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
 
 def _serve_rank(console: Console, asked: ServeOptions, launched: World, log: LogOptions) -> None:
     """Works for rank 0, which serves."""
-    from svdpp.cli.log import serve_member
+    from svdpp.cli.progress import serve_member
     from svdpp.driver.pipeline import Pipeline
 
     config, _ = _config(asked, launched)
@@ -217,7 +211,7 @@ def _serve_rank(console: Console, asked: ServeOptions, launched: World, log: Log
 
 def _serve(console: Console, asked: ServeOptions, launched: World | None, log: LogOptions) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
-    from svdpp.cli.log import EventLog
+    from svdpp.cli.progress import EventLog
     from svdpp.launch.group import start_fork_server_early
     from svdpp.serve.auth import check_host
     from svdpp.serve.server import Server, build

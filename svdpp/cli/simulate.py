@@ -5,23 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.command import command
+from svdpp.cli.command import COSTS, command
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
 from svdpp.cli.options.model import LOOKS
-from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL
-from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.config.limits import require
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.figures import RankFigures
     from svdpp.driver.pipeline import Pipeline
-
-_MEMORY_HINT = "smaller sizes in --latent-shape, --dtype fp16 or a smaller --world use less"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +36,6 @@ class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
     examples=(
         "svdpp simulate --gpus 2 --steps 8",
         "svdpp simulate --gpus 4 --split alternating --time-scale 0.01 --trace t.json",
-    ),
-    common=(
-        *("world", "clips", "steps", "model", "latent_shape", "layout", "split", "time_scale"),
-        "as_json",
     ),
     without=(
         *(*LOOKS, "decode_chunk_size", "memory_opt", "channels_last", "lora"),
@@ -75,20 +67,23 @@ def simulate(
     from svdpp.media.inputs import example_requests
 
     traces.check()
-    _check_sizes(options)
+    given = {"frames": options.num_frames, "height": options.height, "width": options.width}
+    for name, value in given.items() if options.is_dummy else ():
+        message = f"--{name} has no effect on the dummy model"
+        require(value is None, message, "--latent-shape sets its size")
     config, why = PipelineRequest(
         options=options,
-        num_clips=lambda world_size: options.at_least_one(2 * world_size),
+        num_clips=lambda world_size: options.clips or 2 * world_size,
         launched=launched,
         on_cpu=4,
         time_scale=options.time_scale,
     ).resolve()
-    num_clips = options.at_least_one(2 * config.world_size)
+    num_clips = options.clips or 2 * config.world_size
     log.open(console, launched)
     console.info(why)
     pipeline = Pipeline(config)
     if is_member(launched):
-        from svdpp.cli.log import serve_member
+        from svdpp.cli.progress import serve_member
 
         serve_member(pipeline, launched, console)
         return
@@ -98,32 +93,18 @@ def simulate(
     _show(console, pipeline, requests)
 
 
-def _check_sizes(options: PipelineOptions) -> None:
-    given = {"frames": options.num_frames, "height": options.height, "width": options.width}
-    for name, value in given.items():
-        if options.is_dummy and value is not None:
-            raise RequestError(
-                f"--{name} has no effect on the dummy model", "--latent-shape sets its size"
-            )
-
-
 def _perform(
     console: Console, pipeline: Pipeline, requests: list[ClipRequest], traces: TraceOptions
 ) -> None:
-    from svdpp.cli.log import EventLog
-    from svdpp.cli.progress import Progress
+    from svdpp.cli.progress import EventLog, Progress
 
     config = pipeline.config
     progress = Progress(console, "simulate", pipeline.schedule(requests), costs=config.costs)
     with progress:
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.layout))
-        try:
-            with traces.of(pipeline), pipeline:
-                pipeline.run(requests)
-        except OutOfMemoryError as error:
-            error.hint = _MEMORY_HINT  # its own names options that only run and verify have
-            raise
+        with traces.of(pipeline), pipeline:
+            pipeline.run(requests)
     console.info(", wrote ".join([progress.closing, *traces.paths]))
 
 

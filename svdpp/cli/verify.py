@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from svdpp.cli.command import command, given_options
+from svdpp.cli.command import DIAGNOSTICS, argument, command, given_options
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import DIAGNOSTICS, argument
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions
-from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
-from svdpp.errors import RequestError, VerificationError, worst_of
+from svdpp.config.limits import require
+from svdpp.errors import VerificationError, worst_of
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import Photo
     from svdpp.verification.clip_proof import ClipProof
-    from svdpp.verification.verify import VerificationResult
 
 # Parameters of `verify` that have an effect on finished clips.
 _EFFECTIVE = frozenset(
@@ -43,9 +41,8 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
 
     inputs: list[str] | None = argument(
         "[INPUT...|CLIP...]",
-        "Image files, folders or globs; or finished clips to recompute: files, their JSON, or a "
-        "folder of them.",
-        shown="an image that comes with svdpp",
+        "Image files, folders or globs, by default one that comes with svdpp; or finished clips to "
+        "recompute: files, their JSON, or a folder of them.",
     )
     image: Path | None = DIAGNOSTICS.setting(
         "PATH",
@@ -60,7 +57,6 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
         "svdpp verify out/photo_0.mp4",
         "svdpp verify photo.jpg --gpus 4 --split alternating",
     ),
-    common=("world", "model", "clips", "steps", "split", "num_frames", "as_json"),
     without=("checksum",),
     defaults={"clips": "one for each input, at least 2"},
     meanings={"clips": "Number of clips: inputs in turn, each turn with the next seed."},
@@ -90,8 +86,7 @@ def verify(
         if not is_member(launched):  # one device is enough
             _verify_clips(console, clips, options)
         return
-    if options.image is not None:
-        raise RequestError("--image is for finished clips", "give the image as INPUT")
+    require(options.image is None, "--image is for finished clips", "give the image as INPUT")
     from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
     requests = []
     if not is_member(launched):
@@ -105,7 +100,7 @@ def verify(
         from_image=from_image,
     ).resolve()
     if is_member(launched):  # only rank 0 compares
-        from svdpp.cli.log import serve_member
+        from svdpp.cli.progress import serve_member
 
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")
         serve_member(pipeline, launched, console)
@@ -119,8 +114,8 @@ def _requests(
 ) -> list[ClipRequest]:
     from svdpp.media.inputs import EXAMPLE_PROMPT, check_inputs, example_photos, in_turn
 
-    if options.is_dummy and inputs:
-        raise RequestError("the dummy model takes no images", "use --model demo")
+    no_images = options.is_dummy and bool(inputs)
+    require(not no_images, "the dummy model takes no images", "use --model demo")
     seed = options.seed or 0
     images: Sequence[Photo | None] = [None]
     sampling = options.sampling_config(from_image=from_image)
@@ -128,13 +123,12 @@ def _requests(
         images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
     example = None if options.family == "svd" else EXAMPLE_PROMPT
     combined = options.combined(images, sampling, example=example)
-    num_clips = options.at_least_one(max(2, len(combined)))
+    num_clips = options.clips or max(2, len(combined))
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
 def _compare(console: Console, config: PipelineConfig, requests: list[ClipRequest]) -> None:
-    from svdpp.cli.log import EventLog
-    from svdpp.cli.progress import Progress, labels
+    from svdpp.cli.progress import EventLog, Progress, labels
     from svdpp.verification.verify import verify as prove
 
     verdict = prove(
@@ -144,12 +138,6 @@ def _compare(console: Console, config: PipelineConfig, requests: list[ClipReques
         open_observer=partial(Progress, console, labels=labels(requests)),
     )
     console.json(verdict.to_json())
-    _print_verdict(console, verdict)
-    if verdict.first_difference is not None:
-        raise VerificationError(f"not equal: {verdict.first_difference}")
-
-
-def _print_verdict(console: Console, verdict: VerificationResult) -> None:
     console.table(
         [
             {
@@ -167,17 +155,17 @@ def _print_verdict(console: Console, verdict: VerificationResult) -> None:
             f"bitwise equal: {counted(clips, 'clip')}, "
             f"{len(verdict.checks)} comparisons with diffusers' sequential result"
         )
+    if verdict.first_difference is not None:
+        raise VerificationError(f"not equal: {verdict.first_difference}")
 
 
 def _refuse_without_effect(context: click.Context) -> None:
-    given = given_options(context)
-    given = {name: option for name, option in given.items() if name not in _EFFECTIVE}
-    if given:
-        raise RequestError(
-            f"no effect on a finished clip: {', '.join(given.values())}; its metadata says how it "
-            "was made, and one device recomputes it",
-            "leave that out; svdpp verify PHOTO runs the ranks with it",
-        )
+    given = [each for name, each in given_options(context).items() if name not in _EFFECTIVE]
+    require(
+        not given,
+        f"no effect on a finished clip: {', '.join(given)}; its metadata says how it was made",
+        "leave that out; svdpp verify PHOTO runs the ranks with it",
+    )
 
 
 def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions) -> None:
@@ -185,10 +173,8 @@ def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
     settings = Settings(
-        image=options.image,
-        local_files_only=options.local_files_only,
-        timeout=options.timeout,
-        start_timeout=options.start_timeout,
+        **{name: getattr(options, name) for name in ("image", "local_files_only")},
+        **{name: getattr(options, name) for name in ("timeout", "start_timeout")},
     )
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
@@ -209,11 +195,11 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
     found = [proof.to_json() for proof in proofs]
     several = {"equal": not different and not errors, "clips": found}
     console.json({"schema_version": 2, **(found[0] if is_single else several)})
+    for check in proofs[0].checks if is_single else ():
+        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
+        sha256 = (check.found or "")[:12]
+        console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
     for proof in proofs:
-        for check in proof.checks if is_single else ():
-            word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
-            sha256 = (check.found or "")[:12]
-            console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
         console.result(str(proof))
     if not is_single:
         num_equal = len(proofs) - len(different) - len(errors)

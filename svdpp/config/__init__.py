@@ -4,33 +4,33 @@ Options, benchmark YAML, clip metadata and the Python API all create these datac
 `__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.
 """
 
-from svdpp.config.clip import ClipRequest, OutputConfig, VideoFormat
-from svdpp.config.families import (
-    SAMPLING_CLASSES,
-    LtxSampling,
-    SamplingConfig,
-    WanSampling,
-    sampling_from,
-)
 from svdpp.config.pipeline import (
     DEFAULT_MODEL,
     DEMO_MODEL,
     DEMO_SAMPLING,
     DUMMY_MODEL,
+    ClipRequest,
     Dtype,
     LatentSpec,
     Lora,
     ModelConfig,
+    OutputConfig,
     PipelineConfig,
+    VideoFormat,
     sampling_defaults,
 )
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
+    SAMPLING_CLASSES,
     CommonSampling,
     Fit,
+    LtxSampling,
     Param,
     PromptedSampling,
+    SamplingConfig,
     SvdSampling,
+    WanSampling,
     own_params,
     params_of,
+    sampling_from,
 )

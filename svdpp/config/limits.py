@@ -1,31 +1,33 @@
-"""The upper limits of a request; docs/security.md lists them.
+"""The upper limits of a request, which docs/security.md lists, and the checks by them.
 
-The limits are far above any use of Stable Video Diffusion. They stop hostile or mistyped requests
-before any work. `driver.resolve` checks whether a run fits in the machine's memory. The ranges of
-sampling parameters are in `config.sampling`.
+The limits are far above any use of video diffusion. They stop hostile or mistyped requests before
+any work. The ranges of sampling parameters are in `config.sampling`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from svdpp.errors import RequestError
+from svdpp.errors import InputError, RequestError
+from svdpp.plan.costs import PRESETS, Costs
 
-#: Denoising steps; SVD was trained with 1000 noise levels, so more steps gain nothing.
+#: Denoising steps; models were trained with 1000 noise levels, so more steps gain nothing.
 MAX_STEPS = 1000
 #: torch.Generator.manual_seed takes 64 bits and maps negative seeds to positive ones.
 MAX_SEED = 2**63 - 1
-#: Frames of a clip; SVD-XT was trained for 25.
 MAX_FRAMES = 1024
-#: Height and width of a frame, in pixels; SVD-XT was trained at 576 x 1024.
+#: Height and width of a frame, in pixels.
 MAX_SIDE = 4096
 #: Height x width x frames; enough for 25 frames of 4096 x 2304.
 MAX_CLIP_PIXELS = 2**28
 #: Weight of a LoRA, whose sign may be negative; usual are 0.5 to 1.
 MAX_LORA_WEIGHT = 100.0
-#: Characters of a prompt's text.
 MAX_PROMPT_CHARACTERS = 20_000
 #: Pixels of an image that clips are made from, in millions.
 MAX_MEGAPIXELS = 50
@@ -33,8 +35,7 @@ MAX_MEGAPIXELS = 50
 LARGE_MEGAPIXELS = 4
 #: Clips of one request: number of images x number of seeds.
 MAX_CLIPS = 100_000
-#: Intra-op threads of a rank for each core of this machine. More than 1, so that `verify` can
-#: reproduce the bits of a clip from a machine with more cores.
+#: More than 1, so that `verify` can reproduce the bits of a clip from a machine with more cores.
 MAX_THREADS_PER_CORE = 16
 #: Elements of the dummy model's latent.
 MAX_LATENT_ELEMENTS = 2**28
@@ -42,6 +43,10 @@ MAX_LATENT_ELEMENTS = 2**28
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 #: The index in `cuda:N`.
 MAX_CUDA_INDEX = 1023
+#: The default limit of a small file.
+SMALL_FILE_BYTES = 1_000_000
+# A run's manifest, which holds the run's costs, grows with its clips.
+_COSTS_BYTES = 2**26
 
 
 def max_threads() -> int:
@@ -50,13 +55,13 @@ def max_threads() -> int:
 
 
 def require(condition: bool, message: str, hint: str = "") -> None:
-    """Raise RequestError with `message` and `hint` unless `condition` is true."""
+    """Raises RequestError with `message` and `hint` unless `condition` is true."""
     if not condition:
         raise RequestError(message, hint)
 
 
 def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> None:
-    """Refuse a value that is not an int from `low` to `high`; `True` and `2.0` are not ints.
+    """Refuses a value that is not an int from `low` to `high`; `True` and `2.0` are not ints.
 
     The message names it as the user does, such as `--steps`; `where` follows the limits.
     """
@@ -67,7 +72,7 @@ def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> 
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Refuse a value that is not a number of seconds above 0, at most a week."""
+    """Refuses a value that is not a number of seconds above 0, at most a week."""
     require(
         is_number(value) and 0 < value <= MAX_TIMEOUT_SECONDS,
         f"{name} must be above 0 and at most {MAX_TIMEOUT_SECONDS:.0f} s, got {shown(value)}",
@@ -75,24 +80,23 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def check_type(name: str, value: Any, *types: type) -> None:
-    """Refuse a value whose type is not one of `types`; `type(None)` allows None."""
+    """Refuses a value whose type is not one of `types`; `type(None)` allows None."""
     if type(value) not in types:
         names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
         raise RequestError(f"{name} must be {names}, got {shown(value)}")
 
 
-def check_seed(seed: Any) -> None:
-    """Refuse a value that is not a seed of noise."""
-    is_whole = isinstance(seed, int) and not isinstance(seed, bool)
-    require(is_whole and 0 <= seed <= MAX_SEED, f"a seed must be 0 to 2^63 - 1, got {shown(seed)}")
+def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
+    """Refuses a value that is not one of `known`."""
+    if value not in known:
+        raise RequestError(f"{name} must be one of {', '.join(known)}, got {shown(value)}")
 
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number and not a bool."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
     try:
-        return math.isfinite(value)
+        is_real = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_real and math.isfinite(value)
     except OverflowError:  # an int too large for a float
         return False
 
@@ -104,3 +108,46 @@ def shown(value: Any) -> str:
     except ValueError:  # Python does not convert an int of more than 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
+    """The content of a regular file of at most `max_bytes`; messages name the kind by `what`.
+
+    A pipe or device is refused, because a read of it could block.
+    """
+    try:
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{what} {str(path)!r} is not a regular file")
+            data = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{what} {str(path)!r} cannot be read: {reason}") from error
+    if len(data) > max_bytes:
+        raise InputError(f"{what} {str(path)!r} is larger than {max_bytes} bytes")
+    return data
+
+
+def find_costs(name_or_path: str) -> Costs:
+    """The preset of that name, else the costs file at that path."""
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    require(
+        Path(name_or_path).exists(),
+        f"--costs {name_or_path!r} is neither a file nor a preset",
+        f"presets: {', '.join(PRESETS)}",
+    )
+    return read_costs(name_or_path)
+
+
+def read_costs(path: str | Path) -> Costs:
+    """The costs in a costs file, or those that a run measured, in its `run.json`."""
+    try:
+        content = json.loads(read_small_file(Path(path), "costs file", _COSTS_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"costs file {str(path)!r} is not JSON: {error}") from error
+    if isinstance(content, Mapping) and "clips" in content:
+        measured = content.get("measured")
+        content = measured.get("costs") if isinstance(measured, Mapping) else None
+        require(content is not None, f"{path}: the run has measured no costs")
+    return Costs.from_json(content, str(path))

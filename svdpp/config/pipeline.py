@@ -1,19 +1,24 @@
-"""The configuration of a pipeline: model, sampler, and the ranks that share the steps."""
+"""What a run is asked for: model, sampler and ranks, and its clips with what identifies them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from typing import Any, Literal, get_args
 
-from svdpp.config.families import SamplingConfig
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
     MAX_LATENT_ELEMENTS,
     MAX_LORA_WEIGHT,
+    MAX_PROMPT_CHARACTERS,
+    MAX_SEED,
+    MAX_STEPS,
+    check_choice,
     check_seconds,
     check_type,
     check_whole,
@@ -22,7 +27,7 @@ from svdpp.config.limits import (
     require,
     shown,
 )
-from svdpp.config.sampling import SvdSampling
+from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout, Split, frame_chunks, present_split
 from svdpp.plan.split import MAX_RANKS
@@ -55,16 +60,13 @@ class LatentSpec:
     dtype: Dtype = "fp32"
 
     def __post_init__(self) -> None:
-        sizes = " ".join(map(shown, self.shape))
-        require(
-            len(self.shape) == 5 and all(type(size) is int and size > 0 for size in self.shape),
-            f"latent shape {sizes} needs 5 positive sizes, in the order B C F H W",
-        )
-        require(
-            math.prod(self.shape) <= MAX_LATENT_ELEMENTS,
-            f"latent shape {sizes} has more than {MAX_LATENT_ELEMENTS} elements",
-        )
-        _check_dtype(self.dtype)
+        named = f"latent shape {' '.join(map(shown, self.shape))}"
+        are_sizes = all(type(size) is int and size > 0 for size in self.shape)
+        is_shape = are_sizes and len(self.shape) == 5
+        require(is_shape, f"{named} needs 5 positive sizes, in the order B C F H W")
+        is_small = math.prod(self.shape) <= MAX_LATENT_ELEMENTS
+        require(is_small, f"{named} has more than {MAX_LATENT_ELEMENTS} elements")
+        check_choice("--dtype", self.dtype, get_args(Dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +86,11 @@ class Lora:
     def __post_init__(self) -> None:
         check_type("--lora", self.name, str)
         require(bool(self.name.strip()), "--lora is empty", "name a safetensors file")
-        is_weight = is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT
         require(
-            is_weight,
-            f"the weight of a --lora must be a finite number, {-MAX_LORA_WEIGHT:g} to "
-            f"{MAX_LORA_WEIGHT:g}, got {shown(self.weight)}",
+            is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT,
+            f"the weight of a --lora must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
+            f"{shown(self.weight)}",
         )
-        require(self.expert in (None, "high", "low"), "the expert of a --lora is high or low")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +112,17 @@ class ModelConfig:
     loras: tuple[Lora, ...] = ()
     """Added to the denoiser, in this order."""
     dummy_latent_shape: tuple[int, ...] | None = None
-    """Latent shape of the dummy model, B C F H W. None: that of SVD at 512 pixels. If the dummy
-    sleeps, None is a tiny latent, because its real computation must fit in the time of its sleep.
-    """
+    """B C F H W. None: that of SVD at 512 pixels, or a tiny one if the dummy sleeps, because its
+    computation must fit in the time of its sleep."""
     dummy_sleeps: bool = False
     """Whether the dummy model sleeps for the time of the pipeline's costs; then it also decodes."""
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
+        check_choice("--dtype", self.dtype, get_args(Dtype))
         check_type("--model", self.name, str)
         require(bool(self.name.strip()), "--model is empty", "--model demo needs no download")
         for name in ("family", "revision", "variant"):
             check_type(f"--{name}", getattr(self, name), str, type(None))
-        for name in ("local_files_only", "memory_opt", "channels_last", "dummy_sleeps"):
-            check_type(f"--{name.replace('_', '-')}", getattr(self, name), bool)
         for name, given in (("--lora", self.loras), ("--family", self.family)):
             require(not (given and self.is_dummy), f"the dummy model takes no {name}")
         self.dummy_latent  # noqa: B018  checks the shape
@@ -142,11 +139,6 @@ class ModelConfig:
     def is_dummy(self) -> bool:
         """Whether this is the dummy model, which has no weights to load."""
         return self.name == DUMMY_MODEL
-
-
-def _check_dtype(dtype: object) -> None:
-    known = get_args(Dtype)
-    require(dtype in known, f"--dtype must be one of {', '.join(known)}, got {shown(dtype)}")
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
@@ -189,8 +181,8 @@ class PipelineConfig:
     cfg_parallel: int = 1
     """2: two ranks do each step of a clip together, each for one branch of the guidance."""
     decode_ranks: int | None = None
-    """Ranks that decode each clip together; None: when the configuration is resolved, both ranks of
-    a pair if the model decodes in chunks of frames and a clip has several, else one."""
+    """Ranks that decode each clip together; None: both ranks of a pair if a clip has several
+    chunks, else one, decided when the configuration is resolved."""
     share_experts: bool = False
     """Whether one rank may hold both experts, so that the steps can be cut anywhere."""
     checksum: bool = False
@@ -208,48 +200,36 @@ class PipelineConfig:
         self.layout  # noqa: B018  checks the ranks against the steps
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
-        require(
-            self.cfg_parallel == 1 or not self.allow_mixed_devices,
-            "--cfg-parallel 2 cannot be used with --allow-mixed-devices: both ranks of a pair go "
-            "on from the same bits",
-        )
+        # Both ranks of a pair go on from the same bits.
+        wrong = "--cfg-parallel 2 cannot be used with --allow-mixed-devices"
+        require(self.cfg_parallel == 1 or not self.allow_mixed_devices, wrong)
         _check_device(self.device)
         check_seconds("--timeout", self.timeout_seconds)
         check_seconds("--start-timeout", self.start_timeout_seconds)
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout_seconds)
-        for name in ("checksum", "deterministic", "allow_mixed_devices", "share_experts"):
-            check_type(f"--{name.replace('_', '-')}", getattr(self, name), bool)
-        check_type("decode", self.decode, bool)
 
     def _check_rounded_guidance(self) -> None:
         # diffusers decides whether to guide from a Python number when it encodes, but from a tensor
         # of the model's dtype in its loop. A maximum that rounds to 1 would give two answers.
-        rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[self.model.dtype]
-        if not isinstance(self.sampling, SvdSampling):
-            return
+        dtype, highest = self.model.dtype, getattr(self.sampling, "max_guidance_scale", 0)
+        rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[dtype]
         require(
-            not 1 < self.sampling.max_guidance_scale <= 1 + rounding,
-            f"--max-guidance-scale {self.sampling.max_guidance_scale} rounds to 1 in "
-            f"{self.model.dtype}: diffusers cannot run that",
+            not 1 < highest <= 1 + rounding,
+            f"--max-guidance-scale {highest} rounds to 1 in {dtype}: diffusers cannot run that",
             "use --max-guidance-scale 1 to run without guidance",
         )
 
     @cached_property
     def layout(self) -> Layout:
         """The layout, which gives the route of each clip through the ranks."""
+        same = (
+            *("world_size", "split", "replicas", "decoders", "costs", "decodes", "chunks"),
+            *("expert_boundary", "share_experts", "cfg_parallel"),
+        )
         return Layout(
             num_steps=self.sampling.num_inference_steps,
-            world_size=self.world_size,
-            split=self.split,
-            replicas=self.replicas,
-            decoders=self.decoders,
-            costs=self.costs,
-            decodes=self.decodes,
-            expert_boundary=self.expert_boundary,
-            share_experts=self.share_experts,
-            cfg_parallel=self.cfg_parallel,
             decode_ranks=1 if self.decode_ranks is None else self.decode_ranks,
-            chunks=self.chunks,
+            **{name: getattr(self, name) for name in same},
         )
 
     @property
@@ -257,6 +237,11 @@ class PipelineConfig:
         """Frames of each part of a clip that is decoded at once; empty: not known yet."""
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
         return frame_chunks(frames, size) if frames and size else ()
+
+    @property
+    def decodes(self) -> bool:
+        """Whether clips are decoded to frames; the dummy model does so only if it sleeps."""
+        return self.decode and (not self.model.is_dummy or self.model.dummy_sleeps)
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""
@@ -266,11 +251,6 @@ class PipelineConfig:
         """The same configuration with whole clips on each rank."""
         return replace(self, replicas=self.world_size, **_WHOLE)
 
-    @property
-    def decodes(self) -> bool:
-        """Whether clips are decoded to frames; the dummy model does so only if it sleeps."""
-        return self.decode and (not self.model.is_dummy or self.model.dummy_sleeps)
-
 
 def _check_device(device: object) -> None:
     match = re.fullmatch(r"cpu|cuda(?::([0-9]{1,9}))?", device) if isinstance(device, str) else None
@@ -278,3 +258,132 @@ def _check_device(device: object) -> None:
         match is not None and int(match[1] or 0) <= MAX_CUDA_INDEX,
         f"--device must be cpu, cuda or cuda:N, got {shown(device)}",
     )
+
+
+VideoFormat = Literal["mp4", "gif", "webp", "frames"]
+
+#: Name of a clip's image, or of the video in its place, among its files.
+IMAGE = "image"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """Path and encoding of one clip's file."""
+
+    path: str
+    format: VideoFormat = "mp4"
+    crf: int = 18
+
+    def __post_init__(self) -> None:
+        check_type("an output's path", self.path, str)
+        check_choice("--format", self.format, get_args(VideoFormat))
+        check_whole("--crf", self.crf, 0, 51)
+
+    @property
+    def json_path(self) -> str:
+        """Path of the clip metadata: two formats of one clip have different ones."""
+        return f"{self.path}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipRequest:
+    """One clip: a seed, and an image or prompts; the dummy model uses only the seed."""
+
+    seed: int
+    image: str | None = None
+    """Path of the image file."""
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    """None: diffusers' default, the empty prompt."""
+    image_sha256: str | None = None
+    """SHA-256 of the file at the time of the check, in hex."""
+    videos: Mapping[str, str] = field(default_factory=dict)
+    """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
+    videos_sha256: Mapping[str, str] = field(default_factory=dict)
+    """As `image_sha256`, by name."""
+    output: OutputConfig | None = None
+    """None: no file is written; the result has only the hashes."""
+    latents_key: str | None = None
+    """SHA-256, in hex, of what the latent's bits depend on: the name of latent checkpoints."""
+    sampling: SamplingConfig | None = None
+    """Sampling parameters of this clip; None: the pipeline's."""
+    done_steps: int = 0
+    """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
+
+    def __post_init__(self) -> None:
+        check_whole("a seed", self.seed, 0, MAX_SEED)
+        check_prompt("--prompt", self.prompt)
+        check_prompt("--negative-prompt", self.negative_prompt)
+        check_whole("done steps", self.done_steps, 0, MAX_STEPS)
+        for name in ("image", "image_sha256", "latents_key"):
+            check_type(f"a clip's {name}", getattr(self, name), str, type(None))
+        if self.done_steps and self.latents_key is None:
+            raise ValueError("done_steps requires latents_key, which names the latent checkpoint")
+
+    @property
+    def files(self) -> dict[str, tuple[str, str | None]]:
+        """Path and, if known, SHA-256 of all files that the clip is made from, by name."""
+        image = {} if self.image is None else {IMAGE: (self.image, self.image_sha256)}
+        hashes = self.videos_sha256
+        return image | {name: (path, hashes.get(name)) for name, path in self.videos.items()}
+
+
+def check_prompt(name: str, text: object) -> None:
+    """Refuses what is no prompt; None is no prompt, and allowed."""
+    check_type(name, text, str, type(None))
+    require(
+        text is None or (len(str(text)) <= MAX_PROMPT_CHARACTERS and "\0" not in str(text)),
+        f"{name} must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
+    )
+
+
+#: What a latent's bits depend on, besides the sampling parameters and prompts of its family. They
+#: do not depend on the number of ranks or the split.
+_LATENT_IDENTITY = (
+    *("input_sha256", "seed", "model", "revision", "weights_fingerprint", "variant", "dtype"),
+    *("memory_opt", "channels_last", "device", "num_threads", "deterministic"),
+)
+
+
+def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the values that identify a clip: two clips with the same ones are the same."""
+    return (*_latent_identity(metadata), "format", "crf")
+
+
+def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    family = metadata["family"]
+    # Pairs that divide a batch of two may round differently; mixed devices have no pairs.
+    in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
+    common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
+    lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
+    if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
+        return (*common, *sampling_fields(family))
+    videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
+    prompts = ("prompt", "negative_prompt")
+    return (*common, *lora, *videos, "family", *prompts, *sampling_fields(family))
+
+
+@cache
+def sampling_fields(family: str) -> tuple[str, ...]:
+    """The names of a family's sampling parameters."""
+    names = (field.name for field in fields(SAMPLING_CLASSES[family]))
+    return tuple(name for name in names if name != "family")
+
+
+def parameters_sha256(metadata: Mapping[str, Any]) -> str:
+    """The hash of the values that identify a clip, equal for equal clips."""
+    return _sha256({name: metadata[name] for name in identity(metadata)})
+
+
+def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
+    """The key of a clip's latent checkpoints: equal keys mean equal latents.
+
+    `weights` is what the weights are now; see `worker.clip_metadata.weights_identity`.
+    """
+    versions = {name: each for name, each in metadata["versions"].items() if name != "svdpp"}
+    values = {name: metadata[name] for name in _latent_identity(metadata)}
+    return _sha256({**values, "versions": versions, "weights": weights})
+
+
+def _sha256(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -35,7 +35,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import estimate_parts, estimate_ranks, free_memory, resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
-from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError
+from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError, redact_all
 from svdpp.launch import gpus, process_group
 from svdpp.launch.gpus import available_bytes
 from svdpp.launch.process_lifetime import temp_folder
@@ -43,7 +43,6 @@ from svdpp.launch.world import World
 from svdpp.media import output_files, video
 from svdpp.media.inputs import example_requests
 from svdpp.plan.costs import Costs
-from svdpp.redaction import redact_all
 from svdpp.verification.verify import verify
 
 # --- facts ---------------------------------------------------------------------------------------

@@ -16,15 +16,13 @@ from types import TracebackType
 from typing import Any, Literal
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
-from svdpp.config.clip import identity, latents_key, parameters_sha256
-from svdpp.config.files import read_small_file
-from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
-from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole, read_small_file
+from svdpp.config.pipeline import identity, latents_key, parameters_sha256
+from svdpp.errors import InputError, OutputError, RequestError, redact_all
 from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
-from svdpp.redaction import redact_all
 from svdpp.worker.clip_metadata import (
     checked_clip_metadata,
     clip_metadata,
@@ -51,8 +49,8 @@ class OutputPolicy:
     """
 
     folder: Path
-    template: str = video.CLIP_NAME
-    """Template of the clips' names, without the suffix; see `media.video.clip_path`."""
+    single_clip: str = ""
+    """The name of the run's only clip, without the suffix; empty if it makes a folder of clips."""
     format: VideoFormat = "mp4"
     crf: int = 18
     overwrite: bool = False
@@ -64,11 +62,6 @@ class OutputPolicy:
     def keeps_finished(self) -> bool:
         """Whether existing clips that are as requested are kept."""
         return self.resume or self.is_restarted
-
-    @property
-    def single_clip(self) -> str:
-        """The name of the run's only clip; empty if it makes a folder of clips."""
-        return "" if "{" in self.template else self.template
 
     @property
     def manifest(self) -> Path:
@@ -171,10 +164,11 @@ def plan_clips(
 def _outputs(
     inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[ClipInput, int, OutputConfig]]:
-    folder = policy.folder.absolute()
-    for index, (made_from, seed) in enumerate(itertools.product(inputs, seeds), start=1):
-        name, template = made_from.name, policy.template
-        path = video.clip_path(folder, name, seed, policy.format, template=template, index=index)
+    folder, single = policy.folder.absolute(), policy.single_clip
+    for made_from, seed in itertools.product(inputs, seeds):
+        path = folder / f"{single}{video.SUFFIXES[policy.format]}"
+        if not single:
+            path = video.clip_path(folder, made_from.name, seed, policy.format)
         yield made_from, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from svdpp.config import ClipRequest, Fit, PipelineConfig, SamplingConfig
-from svdpp.config.clip import IMAGE
 from svdpp.config.limits import MAX_MEGAPIXELS
+from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError, first_line
 from svdpp.media.output_files import reason

@@ -28,9 +28,8 @@ from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.config.limits import MAX_CLIP_PIXELS, MAX_FRAMES
-from svdpp.errors import InputError, OutputError, SvdppError
+from svdpp.errors import InputError, OutputError, SvdppError, without_controls
 from svdpp.media.output_files import atomic_output, check_free, reason, sync
-from svdpp.redaction import without_controls
 
 Frames = npt.NDArray[np.uint8]
 
@@ -39,8 +38,6 @@ Sound = tuple[npt.NDArray[np.int16], int]
 
 SUFFIXES: Mapping[VideoFormat, str] = {"mp4": ".mp4", "gif": ".gif", "webp": ".webp", "frames": ""}
 MAX_NAME_BYTES = 200
-#: Template of a clip's name, without its suffix.
-CLIP_NAME = "{name}_{seed}"
 
 _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
@@ -129,28 +126,16 @@ def read_metadata(path: Path) -> dict[str, object]:
     return record
 
 
-def clip_path(
-    out: Path,
-    stem: str,
-    seed: int,
-    format: VideoFormat,
-    *,
-    template: str = CLIP_NAME,
-    index: int = 1,
-) -> Path:
-    """The clip's path by `template`, with the fields name, seed and index, from 1.
+def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
+    """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
 
-    Separators and control characters in the stem become `_`, and it is cut so that the name has at
-    most `MAX_NAME_BYTES` in UTF-8. So two stems can give one path; the caller must check for that.
+    Separators and control characters become `_`, and the stem is cut so that the name has at most
+    `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
     """
-
-    def named(stem: str) -> str:
-        return template.format(name=stem, seed=seed, index=index) + SUFFIXES[format]
-
-    stem = without_controls(stem).replace("/", "_")
-    while stem and len(named(stem).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+    stem, end = without_controls(stem).replace("/", "_"), f"_{seed}{SUFFIXES[format]}"
+    while stem and len((stem + end).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
         stem = stem[:-1]
-    return out / named(stem)
+    return out / (stem + end)
 
 
 def find_ffmpeg() -> str:

@@ -26,7 +26,7 @@ from svdpp.config import (
 )
 from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_sides, own_params
-from svdpp.errors import ModelError, RequestError
+from svdpp.errors import ModelError, RequestError, redact_tokens
 from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, ROWS, Facts, Row
 from svdpp.models.files import (
     MODEL_HINT,
@@ -46,7 +46,6 @@ from svdpp.models.files import (
     weight_files,
 )
 from svdpp.plan.layout import Roles
-from svdpp.redaction import redact_tokens
 
 #: What a model does with an input of a clip.
 Use = Literal["needed", "optional", "refused"]

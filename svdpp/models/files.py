@@ -27,8 +27,14 @@ import tqdm
 from safetensors import SafetensorError, safe_open
 
 from svdpp.config import Lora, ModelConfig
-from svdpp.errors import ModelError, RequestError, first_line, is_out_of_memory
-from svdpp.redaction import redact, redact_tokens
+from svdpp.errors import (
+    ModelError,
+    RequestError,
+    first_line,
+    is_out_of_memory,
+    redact,
+    redact_tokens,
+)
 
 #: Hint for a name that is not a model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"

@@ -18,7 +18,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from svdpp.config.files import read_small_file
+from svdpp.config.limits import read_small_file
 from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files
 

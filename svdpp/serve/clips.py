@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.config.clip import latents_key
+from svdpp.config.pipeline import latents_key
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.resolve import ClipWork, check_memory, memory_of_devices, resolved_for
 from svdpp.errors import OutOfMemoryError, RequestError, SvdppError

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from svdpp.errors import ClosedError, OutputError, RequestError
+from svdpp.errors import ClosedError, OutputError, RequestError, redact
 from svdpp.media import output_files
-from svdpp.redaction import redact
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, VERSION, upgrade
 
 if TYPE_CHECKING:

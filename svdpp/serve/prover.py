@@ -20,7 +20,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from svdpp.config import PipelineConfig
-from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict
+from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict, without_folders
 from svdpp.launch.process_lifetime import (
     collect_rarely,
     end_with_parent,
@@ -29,7 +29,6 @@ from svdpp.launch.process_lifetime import (
     helper_command,
     helper_environment,
 )
-from svdpp.redaction import without_folders
 from svdpp.serve.database import Background
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue

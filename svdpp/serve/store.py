@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, redact
 from svdpp.media import output_files
-from svdpp.redaction import redact
 from svdpp.serve.database import LOST, MARK, AwayError, free_and_low
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, clip_file
 

@@ -18,8 +18,7 @@ from starlette.routing import Match
 
 from svdpp import errors
 from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
-from svdpp.errors import SvdppError, describe_fault
-from svdpp.redaction import redact, redact_all, without_folders
+from svdpp.errors import SvdppError, describe_fault, redact, redact_all, without_folders
 from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.photos import DecoderBusyError

@@ -18,16 +18,15 @@ from typing import Any, Literal
 import numpy as np
 
 from svdpp.config import OutputConfig
-from svdpp.config.files import read_small_file
+from svdpp.config.limits import read_small_file
 from svdpp.driver.jobs import MANIFEST
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import inputs as photos
 from svdpp.media import video
 from svdpp.media.inputs import SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
 from svdpp.models.files import short_repr
-from svdpp.redaction import located_path
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
 
 _FIRST_FRAME = "00000.png"

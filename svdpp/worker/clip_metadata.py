@@ -28,13 +28,11 @@ from svdpp.config import (
     VideoFormat,
     sampling_from,
 )
-from svdpp.config.clip import parameters_sha256, sampling_fields
-from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_SEED
-from svdpp.errors import InputError, describe_fault
+from svdpp.config.limits import MAX_SEED, read_small_file
+from svdpp.config.pipeline import parameters_sha256, sampling_fields
+from svdpp.errors import InputError, describe_fault, recorded_name, recorded_path
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.redaction import recorded_name, recorded_path
 
 #: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.
 SCHEMA_VERSION = 2

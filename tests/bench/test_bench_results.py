@@ -19,7 +19,7 @@ from svdpp.bench.results import ROUNDS, SUMMARY, Comparison, Results, compare, r
 from svdpp.bench.runner import ONE_DEVICE, PIPELINE, read_config
 from svdpp.cli.bench import show_summary
 from svdpp.cli.console import Console
-from svdpp.config.files import read_costs
+from svdpp.config.limits import read_costs
 from svdpp.errors import InputError
 from tests.bench.made_up_benches import bench_of, leave_bench, round_of
 from tests.diagnostics.made_up_runs import EVEN, replayed

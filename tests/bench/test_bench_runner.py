@@ -10,11 +10,14 @@ import pytest
 import yaml
 
 from svdpp.bench import runner as module
-from svdpp.bench.results import costs_of, summary
-from svdpp.bench.runner import (
+from svdpp.bench.results import (
     DATA_PARALLEL,
     ONE_DEVICE,
     PIPELINE,
+    costs_of,
+    summary,
+)
+from svdpp.bench.runner import (
     Bench,
     BenchConfig,
     Round,

@@ -1,19 +1,22 @@
-"""Owns running the command line in this process or in a new one, without GPUs or network."""
+"""Runs the command line in this process or in a new one, without GPUs or network."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner
 
 import svdpp
-from svdpp.cli.app import run_command_line
+from svdpp.cli.command import command_named, run_command_line
 
 ROOT = Path(svdpp.__file__).parent.parent
 #: For new processes: the checkout, and what the session of tests itself has (tests/jitter).
@@ -49,6 +52,17 @@ def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> 
         sys.stdout.flush()
         sys.stderr.flush()
         return Answer(code, out.getvalue().decode(), err.getvalue().decode())
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """The arguments that a command line gives to its command's function, which is not called."""
+    program, name, *arguments = shlex.split(line)
+    assert program == "svdpp"
+    spec, calls = copy.copy(command_named(name)), []
+    spec.function = lambda **values: calls.append(values)
+    spec.main(arguments, standalone_mode=False)
+    (values,) = calls
+    return values
 
 
 def svdpp_alone(

@@ -33,35 +33,19 @@ def test_json_is_that_of_the_issue() -> None:
 
     assert (answer.code, answer.err) == (0, "")
     plan = strict_json(answer.out)
+    layout = {"split": "uniform", "replicas": 1, "decoders": 1}
+    layout |= {"cfg_parallel": 1, "decode_ranks": 1, "reason": None}
+    parts = [{"encode": rank == 0, "denoise": True, "decode": rank == 6} for rank in range(7)]
+    alone = {"step_seconds": 1.0, "encode_seconds": 0.0, "decode_seconds": 0.0}
     assert plan == {
-        "schema_version": 2,
-        "num_steps": 28,
-        "world_size": 7,
-        "split": "uniform",
-        "layout": {
-            "description": "1 replica of 7 ranks, uniform",
-            "split": "uniform",
-            "replicas": 1,
-            "decoders": 1,
-            "cfg_parallel": 1,
-            "decode_ranks": 1,
-            "reason": None,
-        },
+        **{"schema_version": 2, "num_steps": 28, "world_size": 7, "split": "uniform"},
+        "layout": {"description": "1 replica of 7 ranks, uniform", **layout},
         "ranks": [
-            {
-                "rank": rank,
-                "start": 4 * rank,
-                "end": 4 * rank + 4,
-                "mean_steps": 4,
-                "encode": rank == 0,
-                "denoise": True,
-                "decode": rank == 6,
-                "peak_gib": None,
-            }
+            {"rank": rank, "start": 4 * rank, "end": 4 * rank + 4, "mean_steps": 4, **parts[rank]}
+            | {"peak_gib": None}
             for rank in range(7)
         ],
-        "costs": PRESETS["svd-xt-a100"].to_json()
-        | {"step_seconds": 1.0, "encode_seconds": 0.0, "decode_seconds": 0.0},
+        "costs": A100_COSTS.to_json() | alone,
         "forecast": {
             "clips": 14,
             "makespan_seconds": (14 + 7 - 1) * 4,
@@ -86,18 +70,6 @@ def test_the_assumed_costs_are_named() -> None:
     assert strict_json(svdpp_here("plan", "--json").out)["costs"] == A100_COSTS.to_json()
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("options", ["--world 4", "--world 100 --steps 1000"])
-def test_what_is_printed_fits_the_terminal_and_uses_it(options: str, width: int) -> None:
-    answer = svdpp_here("plan", *options.split(), env={"COLUMNS": str(width)})
-
-    assert answer.code == 0
-    assert width - 25 < max(map(len, answer.out.splitlines())) <= width
-
-
-A100 = ("--costs", "svd-xt-a100", "--steps", "25")
-
-
 def test_replicas_are_shown_once() -> None:
     answer = svdpp_here("plan", "--world", "8", "--replicas", "2")
 
@@ -105,19 +77,12 @@ def test_replicas_are_shown_once() -> None:
     table, picture = answer.out.split("and so on")
     assert len(table.splitlines()) == 2 + 4
     assert sum(line.startswith("rank") for line in picture.splitlines()) == 8
-    ranks = strict_json(svdpp_here("plan", "--world", "8", "--replicas", "2", "--json").out)[
-        "ranks"
-    ]
-    assert [(rank["rank"], rank["start"]) for rank in ranks[4:]] == [
-        (4, 0),
-        (5, 7),
-        (6, 14),
-        (7, 21),
-    ]
 
 
 def test_comparison_in_json_says_the_same() -> None:
-    result = strict_json(svdpp_here("plan", *A100, "--world", "8", "--compare", "--json").out)
+    result = strict_json(
+        svdpp_here("plan", "--steps", "25", "--world", "8", "--compare", "--json").out
+    )
 
     assert (result["schema_version"], result["clips"]) == (2, 128)
     rows = {row["name"]: row for row in result["layouts"]}
@@ -141,29 +106,14 @@ def test_ranks_without_work_are_a_warning() -> None:
     assert "warning" not in svdpp_here("plan", "--world", "4", "--split", "balanced").err
 
 
-def test_device_memory_says_that_costs_lack_memory() -> None:
-    answer = svdpp_here("plan", "--layout", "auto", "--device-memory", "9")
-
-    assert "--device-memory leaves out no layout: these costs have no memory" in answer.err
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--step-seconds", "1e308"),
-        ("--step-seconds", "1e-310", "--decode-seconds", "1"),
-        ("--decode-seconds", "1e308"),
-    ],
-    ids=" ".join,
-)
-@pytest.mark.parametrize("more", [(), ("--json",)], ids=str)
-def test_costs_out_of_this_world(options: tuple[str, ...], more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", ["--step-seconds 1e308", "--step-seconds 1e-310"])
+def test_costs_out_of_this_world(options: str) -> None:
     """Any value is refused or gives finite numbers in the JSON, without a crash."""
-    answer = svdpp_here("plan", *options, *more)
-
-    assert answer.code in (0, 2), answer.err
-    if answer.code == 0 and more:
-        strict_json(answer.out)
+    for more in ((), ("--json",)):
+        answer = svdpp_here("plan", *options.split(), *more)
+        assert answer.code in (0, 2), answer.err
+        if answer.code == 0 and more:
+            strict_json(answer.out)
 
 
 # --- two experts ---------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
+from svdpp.errors import recorded_path
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import file_sha256, read_frames, read_metadata
-from svdpp.redaction import recorded_path
 from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here

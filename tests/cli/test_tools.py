@@ -1,4 +1,4 @@
-"""`env`, `doctor` and `profile` with small models."""
+"""`report` on folders of runs, tables of the console, `env` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from svdpp import __version__
+from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL
 from svdpp.diagnostics import machine
-from tests.cli.shell import svdpp_alone, svdpp_here
+from tests.bench.made_up_benches import leave_bench
+from tests.cli.shell import assert_error, svdpp_alone, svdpp_here
+from tests.diagnostics.made_up_runs import EVEN, leave, replayed
 
 #: The first line of `doctor`, before its imports.
 BEGIN = "importing PyTorch and diffusers, then trying one thing after the other"
@@ -118,3 +121,58 @@ def test_a_broken_machine_names_every_mend(tmp_path: Path) -> None:
     assert "--model" in checks["model"]["fix"]
     for name in ("memory", "transfers", "cut test"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
+
+
+def test_the_report_fits_one_page(tmp_path: Path) -> None:
+    leave(tmp_path / "out", replayed(EVEN, clips=2, world_size=4, num_steps=12))
+
+    answer = svdpp_here("report", str(tmp_path / "out"))
+
+    assert answer.code == 0, answer
+    assert "clips: 1 done, 1 failed" in answer.out
+    assert "a_1.mp4: a latent is not finite" in answer.out
+    assert "2 clips cannot fill 4 ranks" in answer.out
+    assert "--split uniform --replicas 4 --decoders 1\n" in answer.out
+    assert answer.out.count("  1.00\n") == 4, answer.out
+    assert len(answer.out.splitlines()) <= 40
+
+
+def test_a_bench_is_no_run(tmp_path: Path) -> None:
+    answer = svdpp_here("report", str(leave_bench(tmp_path)))
+    assert_error(answer, 7, "it has no run.json", "a bench prints what limits it")
+
+
+def test_a_table_in_a_file_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = ("a" * 70, "b" * 70)
+    Console().table([dict(zip(("one", "two"), cells, strict=True))])
+    assert capsys.readouterr().out.splitlines()[1].split() == list(cells)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "is not the folder of a run: it has no run.json"),
+        ("{", "is not a run's manifest"),
+        ("[]", "is not a run's manifest"),
+        ('{"schema_version": 9, "clips": []}', "schema_version must be 1"),
+        ('{"schema_version": 1, "clips": [{}]}', "does not say what became of its clips"),
+        ('{"schema_version": 1, "clips": [{"state": "failed"}]}', "does not say"),
+        ('{"schema_version": 1, "clips": [], "measured": {}}', "figures are damaged"),
+    ],
+)
+def test_a_folder_without_a_readable_run_is_one_sentence(
+    content: str | None, words: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    assert_error(svdpp_here("report", str(tmp_path)), 7, words)
+
+
+def test_several_runs_in_one_folder_are_told_apart(tmp_path: Path) -> None:
+    content = leave(tmp_path / "one", replayed()).read_text()
+    for name in ("sea", "sky"):
+        (tmp_path / f"{name}.run.json").write_text(content)
+    assert_error(svdpp_here("report", str(tmp_path)), 7, "2 runs", "svdpp report")
+    (tmp_path / "sky.run.json").unlink()
+    report = json.loads(svdpp_here("report", str(tmp_path), "--json").out)
+    assert report["findings"][0]["kind"] == "balanced"

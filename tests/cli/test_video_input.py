@@ -1,4 +1,4 @@
-"""Clips from a video, on the command line: made, verified and resumed as others."""
+"""Clips from a video or with LoRAs, on the command line: made, verified and resumed as others."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
-from svdpp.bench.runner import Bench, read_config
-from svdpp.cli.bench import pipeline_config
 from svdpp.config import OutputConfig
-from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import write_clip
-from tests.cli.shell import PHOTO, assert_error, svdpp_here
+from tests.cli.shell import PHOTO, ROOT, assert_error, svdpp_here
+from tests.models.builders import save_tiny_lora
 from tests.models.tiny_families import save_tiny, save_tiny_wan
 
 SIZES = ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
@@ -126,7 +123,11 @@ def test_videos_that_a_family_does_not_take_are_refused(animate: str, tmp_path: 
     few = save_video(tmp_path / "few.mp4")
     for videos, code, words in (
         ((pose,), 2, "needs the video face_video\nhint: give --video face_video=FILE"),
-        ((pose, f"--video=face_vdeo={PHOTO}"), 2, "no video 'face_vdeo'\nhint: did you mean face"),
+        (
+            (pose, f"--video=face_vdeo={PHOTO}"),
+            2,
+            "no video 'face_vdeo'\nhint: pose_video, face_video",
+        ),
         ((pose, face, f"--video=mask_video={PHOTO}"), 2, "takes no video 'mask_video'"),
         ((pose, "--video=face_video"), 2, "--video takes NAME=FILE, got 'face_video'"),
         ((pose, f"--video=face_video={tmp_path / 'gone.mp4'}"), 7, "does not exist"),
@@ -141,14 +142,56 @@ def test_videos_that_a_family_does_not_take_are_refused(animate: str, tmp_path: 
     assert about["inputs"] == ["an image, pose_video, face_video, background_video, mask_video"]
 
 
-def test_a_bench_takes_videos(model: str, tmp_path: Path) -> None:
-    video, path = save_video(tmp_path / "talk.mp4"), tmp_path / "bench.yaml"
-    sizes = {"frames": 5, "height": 32, "width": 32, "max_sequence_length": 8}
-    workload = {"clips": 2, "steps": 4, **sizes, "images": [video], "strength": 0.5}
-    ranks = {"world": 2, "device": "cpu", "threads": 1}
-    content = {"model": {"name": model, "family": "wan_v2v"}, "pipeline": ranks}
-    path.write_text(yaml.safe_dump({**content, "workload": workload}))
-    point = read_config(str(path), [])
-    bench = Bench(point, Pipeline(pipeline_config(point)).config)
-    assert {request.image for request in bench.requests} == {video}
-    assert vars(bench.config.sampling)["strength"] == 0.5
+# --- LoRAs ----------------------------------------------------------------------------------------
+
+ASKED = ("--prompt", "the sea", "--steps", "4", "--world", "2", "--split", "balanced")
+
+
+def test_the_forecast_of_four_steps_on_four_ranks_is_what_plan_prints() -> None:
+    table = (ROOT / "docs/lora.md").read_text(encoding="utf-8").split("| 100 clips on 4 ranks |")[1]
+    rows = [line.split("|")[2:5] for line in table.splitlines()[2:6]]
+    asked = ("plan", "--gpus", "4", "--clips", "100", "--encode-seconds", "1", "--json")
+    few = ("--steps", "4", "--step-seconds", "6", "--expert-boundary", "2")
+    many = ("--steps", "40", "--step-seconds", "12", "--expert-boundary", "17")
+    told = [
+        json.loads(svdpp_here(*asked, "--decode-seconds", "3", *steps, "--split", split).out)
+        for steps, split in ((many, "balanced"), (few, "balanced"), (few, "alternating"))
+    ]
+    told = [plan["forecast"] for plan in told]
+    told.append(told[1]["data_parallel"])
+    for row, forecast in zip(rows, told, strict=True):
+        names = ("seconds_per_clip", "first_clip_seconds", "makespan_seconds")
+        written = [float(cell.strip().removesuffix(" s").replace(",", "")) for cell in row]
+        assert written == pytest.approx([forecast[name] for name in names], rel=0.001)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_clips_with_loras_are_made_verified_and_told_apart(tmp_path: Path) -> None:
+    folder, out = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875), tmp_path / "out"
+    high = save_tiny_lora(folder, tmp_path / "high.safetensors", seed=1)
+    low = save_tiny_lora(folder, tmp_path / "low.safetensors", part="transformer_2", seed=2)
+    model = ("--model", str(folder), "--device", "cpu", "--threads", "1", *SIZES, *ASKED)
+    loras = ("--lora", f"{high}:0.5:high", "--lora", f"{low}:low")
+
+    made = svdpp_here("run", *model, *loras, "--out", str(out))
+    assert made.code == 0, made
+    (clip,) = out.glob("*.mp4")
+    metadata = json.loads(Path(f"{clip}.json").read_text())
+    assert [(each["weight"], each["expert"]) for each in metadata["lora"]] == [
+        (0.5, "high"),
+        (1.0, "low"),
+    ]
+    proof = svdpp_here("verify", str(clip))
+    assert (proof.code, "bitwise equal" in proof.out) == (0, True), proof
+
+    again = svdpp_here("run", *model, *loras, "--out", str(out), "--resume")
+    assert (again.code, "was finished" in again.out) == (0, True), again
+    for others in ((), (*loras[:2], "--lora", f"{low}:0.9:low")):
+        other = svdpp_here("run", *model, *others, "--out", str(out), "--resume")
+        assert_error(other, 2, "exists with another lora")
+
+    save_tiny_lora(folder, high, seed=3)
+    changed = svdpp_here("verify", str(clip))
+    assert "has changed since the clip was made" in changed.out + changed.err
+    assert changed.code != 0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.config.files import find_costs, read_costs
+from svdpp.config.limits import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import PRESETS, Costs, MemoryEstimate, PartMemory

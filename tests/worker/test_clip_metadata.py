@@ -19,7 +19,7 @@ from svdpp.config import (
     SvdSampling,
     WanSampling,
 )
-from svdpp.config.clip import latents_key, parameters_sha256
+from svdpp.config.pipeline import latents_key, parameters_sha256
 from svdpp.media.inputs import ClipInput, read_photo
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.form import Capabilities

@@ -8,16 +8,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from svdpp import __version__
+from svdpp.cli.command import DIAGNOSTICS, LAYOUT, PROMPTS, RECOVERY, VIDEO, argument
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, PROMPTS, RECOVERY, VIDEO, argument
 from svdpp.config import OutputConfig, VideoFormat
-from svdpp.config.clip import check_prompt
-from svdpp.config.files import read_small_file
-from svdpp.config.limits import MAX_CLIPS, MAX_MEGAPIXELS
+from svdpp.config.limits import MAX_CLIPS, MAX_MEGAPIXELS, read_small_file, require
+from svdpp.config.pipeline import check_prompt
 from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.launch.world import World
 
@@ -39,10 +37,6 @@ class ClipOptions:
         "M", "Number of clips.", shown="2 for each rank", between=(1, MAX_CLIPS)
     )
 
-    def at_least_one(self, default: int) -> int:
-        """The number of clips."""
-        return self.clips or max(1, default)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
@@ -59,11 +53,6 @@ class PromptOptions:
         "NAME=FILE",
         "A further video of each clip, repeatable; svdpp models FAMILY lists those that it takes.",
     )
-
-    @property
-    def has_prompt(self) -> bool:
-        """Whether any prompt is given."""
-        return self.prompt is not None or self.prompts is not None
 
     def combined(
         self,
@@ -90,8 +79,7 @@ class PromptOptions:
         paths: dict[str, Path] = {}
         for text in self.video or ():
             name, _, path = text.partition("=")
-            if not path:
-                raise RequestError(f"--video takes NAME=FILE, got {text!r}")
+            require(bool(path), f"--video takes NAME=FILE, got {text!r}")
             paths[name] = Path(path)
         sampling.check_videos(paths)
         read = [read_video(path, sampling.frames, max_pixels) for path in paths.values()]
@@ -100,8 +88,7 @@ class PromptOptions:
     def _all_prompts(self) -> list[str]:
         if self.prompts is None:
             return [] if self.prompt is None else [self.prompt]
-        if self.prompt is not None:
-            raise RequestError("--prompt and --prompts contradict each other", "use one of them")
+        require(self.prompt is None, "--prompt and --prompts contradict each other")
         name, prompts = f"--prompts {str(self.prompts)!r}", []
         data = read_small_file(self.prompts, "--prompts")
         for number, line in enumerate(data.split(b"\n"), start=1):
@@ -109,9 +96,7 @@ class PromptOptions:
                 if prompt := line.decode().strip():
                     check_prompt("a prompt", prompt)
                     prompts.append(prompt)
-            except UnicodeDecodeError as error:
-                raise InputError(f"{name}, line {number}: not UTF-8 text") from error
-            except RequestError as error:
+            except (UnicodeDecodeError, RequestError) as error:
                 raise InputError(f"{name}, line {number}: {error}") from error
         if not prompts:
             raise InputError(f"{name} has no prompt", "write one prompt in each line")
@@ -147,17 +132,8 @@ class InputOptions(ImageOptions):
     )
     recursive: bool = VIDEO.switch("Include images in subfolders.", "--recursive", "-r")
     keep_going: bool = RECOVERY.switch(
-        "If some images cannot be used, make the clips of the others; the exit code "
-        "is the highest of all errors."
+        "If some images cannot be used, make the clips of the others; the exit code is the highest."
     )
-
-
-class Place(NamedTuple):
-    """The folder of the clips, a template for their names without suffix, and their format."""
-
-    folder: Path
-    template: str
-    format: VideoFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +142,7 @@ class FolderOptions:
 
     out: Path = VIDEO.setting(
         "PATH",
-        "Folder for the clips, the file of a single clip, or a template such as "
-        "'clips/{name}_{index}.mp4' of name, seed and index.",
+        "Folder for the clips, or the file of a single clip.",
         "--out",
         "-o",
         default=Path("out"),
@@ -192,64 +167,46 @@ class OutputOptions(FolderOptions):
     overwrite: bool = RECOVERY.switch("Replace clips that exist.")
     latents_dir: Path | None = RECOVERY.setting(
         "DIR",
-        "Keep each transferred latent here until its clip is finished. --resume "
-        "continues from it, with any number of ranks and the same --threads.",
+        "Keep each transferred latent here until its clip is finished. --resume continues from it, "
+        "with any number of ranks and the same --threads.",
         shown="keep none",
     )
     dry_run: bool = DIAGNOSTICS.switch(
         "Make no clips; show their names, the layout and each rank's memory."
     )
 
-    def place(self) -> Place:
-        """Where clips are written, and as what; checks the options."""
-        suffix, typed = self.out.suffix.lower(), shlex.quote(str(self.out))
-        if suffix in _OTHER_VIDEOS:
-            raise RequestError(
-                f"--out {typed}: clips are mp4, gif or webp",
-                f"--out {shlex.quote(str(self.out.with_suffix('.mp4')))}",
-            )
-        if _has_fields(str(self.out.parent), typed):
-            raise RequestError(
-                "--out: fields such as {name} are allowed only in the last part of the path"
-            )
-        has_fields = _has_fields(self.out.name, typed)
-        kind: Any = suffix[1:] if suffix in _SUFFIXES and not self.out.is_dir() else None
-        if kind is not None and self.format not in (None, kind):
-            raise RequestError(
-                f"--out {typed} is {kind}, --format says {self.format}", "leave --format out"
-            )
-        checked = OutputConfig(
-            path=str(self.out), format=self.format or kind or "mp4", crf=self.crf
-        )
-        if self.out.is_dir() or not (has_fields or kind):
-            return Place(self.out, "{name}_{seed}", checked.format)
-        name = self.out.name if kind is None else self.out.name[: -len(suffix)]
-        if not has_fields:
-            name = name.replace("{", "{{").replace("}", "}}")
-        return Place(self.out.parent, name, checked.format)
+    def place(self) -> tuple[Path, str, VideoFormat]:
+        """The folder, the name of the only clip without suffix or "", and the format."""
+        suffix, is_file = self.out.suffix.lower(), False
+        if not self.out.is_dir():
+            is_file = suffix in _SUFFIXES
+            if suffix in _OTHER_VIDEOS or (is_file and self.format not in (None, suffix[1:])):
+                raise RequestError(
+                    f"--out {shlex.quote(str(self.out))}: "
+                    + (f"--format says {self.format}" if is_file else "no clip is such a file"),
+                    "clips are mp4, gif or webp",
+                )
+        kind: Any = self.format or (suffix[1:] if is_file else "mp4")
+        OutputConfig(path=str(self.out), format=kind, crf=self.crf)  # checks them
+        if not is_file:
+            return self.out, "", kind
+        return self.out.parent, self.out.name[: -len(suffix)], kind
 
     def policy(self, *, is_restarted: bool) -> OutputPolicy:
         """Where clips are written, and what happens to existing files."""
         from svdpp.driver.jobs import OutputPolicy
 
+        folder, single_clip, kind = self.place()
         return OutputPolicy(
-            **self.place()._asdict(),
+            folder=folder,
+            single_clip=single_clip,
+            format=kind,
             crf=self.crf,
             overwrite=self.overwrite,
             resume=self.resume,
             is_restarted=is_restarted,
             latents_folder=self.latents_dir,
         )
-
-
-def _has_fields(text: str, typed: str) -> bool:
-    try:
-        text.format(name="photo", seed=0, index=1)
-        return any(field is not None for _, field, _, _ in Formatter().parse(text))
-    except (ValueError, LookupError, AttributeError) as error:
-        raise RequestError(
-            f"--out {typed} is not a template: {error}", "fields are {name}, {seed} and {index}"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,11 +227,8 @@ class LogOptions:
     )
 
     def open(self, console: Console, launched: World | None, *, warns: bool = False) -> None:
-        """Opens the log; of the ranks of a host only the first makes remarks.
-
-        With `warns` warnings are shown without being asked for, too.
-        """
-        from svdpp.cli.log import open_log
+        """Opens the log; of the ranks of a host only the first makes remarks, or `warns`."""
+        from svdpp.cli.progress import open_log
 
         quiet = console.quiet or (launched is not None and launched.local_rank != 0)
         if quiet:
@@ -303,8 +257,8 @@ class TraceOptions:
 
         if self.trace is None:
             return
-        if self.trace.suffix.lower() != ".json":
-            raise RequestError(f"--trace must end in .json, got {str(self.trace)!r}")
+        is_json = self.trace.suffix.lower() == ".json"
+        require(is_json, f"--trace must end in .json, got {str(self.trace)!r}")
         output_files.check_writable(self.trace.parent)
         output_files.check_free(str(self.trace))
 

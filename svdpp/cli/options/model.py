@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.options.declare import MODEL, PROMPTS, VIDEO
+from svdpp.cli.command import MODEL, PROMPTS, VIDEO
 from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
-    DEMO_SAMPLING,
     DUMMY_MODEL,
     SAMPLING_CLASSES,
     Dtype,
@@ -25,7 +24,7 @@ from svdpp.config import (
     params_of,
     sampling_defaults,
 )
-from svdpp.config.limits import MAX_SEED, check_seed
+from svdpp.config.limits import MAX_SEED, check_whole, require
 from svdpp.errors import RequestError, nearest
 
 if TYPE_CHECKING:
@@ -49,31 +48,19 @@ LOOKS = (
 def _of(field: str, metavar: str = "", *aliases: str, shown: str = "") -> Any:
     """The option of a parameter, as its `Param` says."""
     param = _SHARED[field]
-    panel = PROMPTS if field in PROMPT_FIELDS else VIDEO
-    return panel.setting(
+    is_prompted = field in PROMPT_FIELDS
+    default = "the model's" if is_prompted or param.default is None else f"{param.default} for SVD"
+    return (PROMPTS if is_prompted else VIDEO).setting(
         metavar or ("N" if param.kind is int else "X"),
         param.help,
         *dict.fromkeys((param.option, f"--{field.replace('_', '-')}", *aliases)),
-        shown=shown or _default_text(field),
+        shown=shown or default,
     )
-
-
-def _default_text(field: str) -> str:
-    """SVD's default, and the demo model's if it is another one."""
-    if field in PROMPT_FIELDS:
-        return "the family's"
-    svd, demo = _SHARED[field].default, DEMO_SAMPLING.get(field)
-    text = "the model's own" if svd is None else str(svd)
-    text = text if field in own_params(SvdSampling) or svd is None else f"{text} for SVD"
-    return text if demo in (None, svd) else f"{text}; demo {demo}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The weights, their precision, and the arguments of diffusers' `__call__`.
-
-    None stands for the model's default.
-    """
+    """The weights, their precision, and the arguments of diffusers' `__call__`."""
 
     model: str = MODEL.setting(
         "MODEL",
@@ -105,8 +92,8 @@ class ModelOptions:
         "Store weights of UNet and VAE in the memory format channels_last; bits differ."
     )
     deterministic: bool = MODEL.switch(
-        "Use torch's deterministic algorithms and no TF32, in ranks and proof; without it torch "
-        "keeps its own settings, as in a plain diffusers script."
+        "Use torch's deterministic algorithms and no TF32; without it torch keeps its settings, as "
+        "in a plain diffusers script."
     )
     latent_shape: tuple[int, int, int, int, int] | None = MODEL.setting(
         "B C F H W",
@@ -172,14 +159,13 @@ class ModelOptions:
         if self.dtype is None and device.startswith("cuda"):
             default = "fp16" if (family or self.family) == "svd" else "bf16"
         names = ("revision", "variant", "local_files_only", "memory_opt", "channels_last")
-        same: dict[str, Any] = {name: getattr(self, name) for name in names}
         return ModelConfig(
             name=self.model,
             family=self.as_family,
             dtype=self.dtype or default,
             loras=tuple(map(_parse_lora, self.lora or ())),
             dummy_latent_shape=self.latent_shape,
-            **same,
+            **{name: getattr(self, name) for name in names},
             **more,
         )
 
@@ -196,11 +182,10 @@ class ModelOptions:
         given = {name: own[name] for name in (*_SHARED, "fit") if own[name] is not None}
         given |= parse_params(self.param or (), family)
         for name in given.keys() - known:
-            typed = _SHARED[name].option
-            raise RequestError(
-                f"{typed} is not for {self.model}, a model of the family {family}",
-                f"leave {typed} out",
+            wrong = (
+                f"{_SHARED[name].option} is not for {self.model}, a model of the family {family}"
             )
+            raise RequestError(wrong, f"leave {_SHARED[name].option} out")
         if "from_image" in known:
             given["from_image"] = from_image
         sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
@@ -226,16 +211,13 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals:
-            raise RequestError(f"--param takes NAME=VALUE, got {text!r}")
-        if name not in known:
-            hint = nearest(name, known, f"svdpp models {family} lists them")
-            raise RequestError(f"the family {family} has no parameter {name!r}", hint)
-        kind = known[name].kind
+        require(bool(equals), f"--param takes NAME=VALUE, got {text!r}")
+        hint = nearest(name, known, f"svdpp models {family} lists them")
+        require(name in known, f"the family {family} has no parameter {name!r}", hint)
         try:
-            values[name] = kind(value)
+            values[name] = known[name].kind(value)
         except ValueError:
-            what = "a whole number" if kind is int else "a number"
+            what = "a whole number" if known[name].kind is int else "a number"
             raise RequestError(f"--param {name} must be {what}, got {value!r}") from None
     return values
 
@@ -250,10 +232,10 @@ def parse_seeds(text: str) -> list[int]:
                 f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {text!r}"
             )
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first >= _MAX_SEEDS or len(seeds) >= _MAX_SEEDS:
-            raise RequestError(
-                f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds"
-            )
-        check_seed(last)
+        require(
+            0 <= last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS,
+            f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds",
+        )
+        check_whole("a seed", last, 0, MAX_SEED)
         seeds.update(dict.fromkeys(range(first, last + 1)))
     return list(seeds)

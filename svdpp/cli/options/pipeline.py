@@ -1,16 +1,26 @@
-"""The options of a pipeline: its model and sampler, its ranks, and how they share the work."""
+"""The options of a pipeline, and the step from them to one configuration."""
+
+from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY
+from svdpp.cli.command import DIAGNOSTICS, LAYOUT, RECOVERY
 from svdpp.cli.options.model import ModelOptions
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL
-from svdpp.config.files import find_costs
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config.limits import find_costs, is_number, require
 from svdpp.errors import RequestError
+from svdpp.launch.world import World
 from svdpp.plan.costs import PRESETS, Costs
 from svdpp.plan.layout import Split
+from svdpp.plan.split import largest_world
+
+if TYPE_CHECKING:
+    from svdpp.models.checkpoint import Checkpoint
+    from svdpp.plan.choose import Choice
 
 #: The options that the choice of a layout replaces.
 OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
@@ -31,9 +41,8 @@ class PipelineOptions(ModelOptions):
     )
     device: str = LAYOUT.setting(
         "auto|cuda|cpu|cuda:N",
-        "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, "
-        "over gloo. auto: GPUs if there are any, else the CPU; verify and doctor use it for any "
-        "model, others for demo and dummy.",
+        "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, over gloo. "
+        "auto: GPUs if there are any, else the CPU for demo and dummy, verify and doctor.",
         default="auto",
     )
     threads: int | None = LAYOUT.setting(
@@ -49,20 +58,18 @@ class PipelineOptions(ModelOptions):
     )
     checksum: bool = DIAGNOSTICS.switch("Send a crc32 with each packet and compare it on arrival.")
     allow_mixed_devices: bool = LAYOUT.switch(
-        "Accept ranks on different GPUs or library versions. Their bits may differ, so "
-        "clips are not marked as exact."
+        "Accept ranks on different GPUs or library versions; their clips are not marked as exact."
     )
     layout: Literal["auto", "pipeline", "data-parallel"] | None = LAYOUT.setting(
         "",
-        "How ranks share the work. pipeline: each does some steps of all clips; "
-        "data-parallel: each makes whole clips; auto: best forecast, with pairs or without.",
+        "pipeline: each rank does some steps of all clips; data-parallel: each makes whole clips; "
+        "auto: best forecast, with pairs or without.",
         shown="pipeline",
     )
     split: Split | None = LAYOUT.setting(
         "",
-        "How a pipeline divides the steps. uniform: equally; balanced: so that the "
-        "slowest rank is as fast as possible; alternating: differently from clip to clip, "
-        "so that all ranks have the same work on average.",
+        "How a pipeline divides the steps. uniform: equally; balanced: so that the slowest rank is "
+        "as fast as possible; alternating: differently from clip to clip, for equal work.",
         shown="uniform",
     )
     replicas: int | None = LAYOUT.setting(
@@ -79,14 +86,13 @@ class PipelineOptions(ModelOptions):
     )
     decode_ranks: int | None = LAYOUT.setting(
         "N",
-        "Ranks that decode each clip of SVD together, each some chunks of --decode-chunk-size "
-        "frames.",
+        "Ranks that decode each clip of SVD together, each some of its --decode-chunk-size chunks.",
         shown="both ranks of a pair, if there are several chunks, else 1",
     )
     costs: str | None = LAYOUT.setting(
         "FILE|PRESET",
-        "Costs for splits and forecasts: a file that svdpp profile wrote, the run.json of "
-        f"an earlier run, or published costs: {', '.join(PRESETS)}.",
+        "Costs for splits and forecasts: a file of svdpp profile, the run.json of an earlier run, "
+        f"or published costs: {', '.join(PRESETS)}.",
         shown=ASSUMED_COSTS,
     )
     share_experts: bool = LAYOUT.switch(
@@ -94,17 +100,16 @@ class PipelineOptions(ModelOptions):
     )
 
     def __post_init__(self) -> None:
-        if self.layout in ("auto", "data-parallel"):
-            for name in self.refined:
-                raise RequestError(f"--layout {self.layout} chooses the layout: leave out --{name}")
-        if self.chooses and self.decode_ranks is not None:
-            raise RequestError("auto chooses the layout: leave out --decode-ranks")
+        for name in self.refined if self.layout in ("auto", "data-parallel") else ():
+            raise RequestError(f"--layout {self.layout} chooses the layout: leave out --{name}")
+        is_twice = self.chooses and self.decode_ranks is not None
+        require(not is_twice, "auto chooses the layout: leave out --decode-ranks")
 
     @property
     def refined(self) -> dict[str, Any]:
         """The given refinements as fields of a `PipelineConfig`."""
-        named = {"split": self.split, "replicas": self.replicas, "decoders": self.decoders}
-        return {name: value for name, value in named.items() if value is not None}
+        names = "split", "replicas", "decoders"
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def pair_size(self) -> int:
@@ -141,20 +146,13 @@ class PipelineOptions(ModelOptions):
         return given
 
     def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
-        """The costs of `--costs`, or else published ones of SVD.
-
-        Without `--costs`, for other families and for clips that are not decoded, a step costs 1 and
-        all else 0.
-        """
+        """The costs of `--costs`, or else published ones if clips of SVD are decoded."""
         if self.costs is None and not (decodes and family == "svd"):
             return Costs()
         return find_costs(self.costs or ASSUMED_COSTS)
 
     def device_name(self, *, any_on_cpu: bool = False) -> str:
-        """The name of the device, where `auto` is decided. Imports torch if there are GPUs.
-
-        With `any_on_cpu` it may be the CPU for every model.
-        """
+        """The device, where `auto` is decided; `any_on_cpu`: it may be the CPU for every model."""
         if self.device != "auto":
             return self.device
         from svdpp.launch.gpus import visible_gpus
@@ -164,23 +162,258 @@ class PipelineOptions(ModelOptions):
 
             if torch.cuda.is_available():  # False for a CPU build of torch
                 return "cuda"
-        # "Demo" is refused with a better hint.
-        if any_on_cpu or self.model.lower() in (DEMO_MODEL, DUMMY_MODEL):
+        if any_on_cpu or self.model in (DEMO_MODEL, DUMMY_MODEL):
             return "cpu"
         raise RequestError(
             "there is no GPU, and this model takes minutes for each step on a CPU",
             "--device cpu runs it there anyway; --model demo is small enough for a CPU",
-            details={"asked": "auto", "found": 0},
         )
 
     def threads_on(self, device: str, num_local: int) -> int:
-        """Threads of each of this machine's `num_local` ranks; by default they share its cores.
-
-        The default is 1 on CUDA, where the CPU only resizes the image: bits then do not depend on
-        the number of ranks.
-        """
+        """Threads of each of this machine's `num_local` ranks; by default they share its cores."""
         if self.threads is not None:
             return self.threads
-        if device.startswith("cuda"):
+        if device.startswith("cuda"):  # bits then do not depend on the number of ranks
             return 1
         return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
+
+
+#: By how the family's row divides the branches of the guidance.
+_PAIRS: Mapping[str | None, tuple[bool, str]] = {
+    "calls": (True, ""),
+    "batch": (False, "no pairs: in the halves of a batch bits may differ; svdpp doctor tries it"),
+    None: (False, "no pairs: the model's steps have other evaluations than two branches"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRequest:
+    """The options of a command with what it knows besides them."""
+
+    options: PipelineOptions
+    num_clips: int | Callable[[int], int] | None
+    """Of the run, or a function of its number of ranks; None if only another process knows it."""
+    launched: World | None = None
+    """The launcher's world; None: this command starts the ranks."""
+    device: str = ""
+    """Its name, where `auto` is decided; "": decide it here."""
+    from_image: bool | None = None
+    """Whether clips start from an image; None: if the model needs one."""
+    family: str | None = None
+    """Of a model whose configs cannot be read; None: read them."""
+    on_cpu: int = 2
+    """Default number of ranks that share the CPU, or one GPU."""
+    serves: bool = False
+    """Whether the clips are those of a server: its users wait for each, and choose its steps."""
+    time_scale: float | None = None
+    """The dummy model sleeps for the time of the costs times this; None: it does not."""
+    costs: Costs | None = None
+    """To plan by, with the ranks on each host; None: those of the options."""
+    expert_boundary: int | None = None
+    """Of a model whose configs are not at hand; None: read them."""
+    memory_gib: tuple[float, ...] | None = None
+    """Of each device, to choose a layout by; None: that of this machine's."""
+
+    def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
+        """The configuration, and a remark on the choice of the layout; "" for none.
+
+        `more` are further fields of the configuration.
+        """
+        options, launched, scale = self.options, self.launched, self.time_scale
+        if scale is not None:
+            only = "--time-scale works only with the dummy model"
+            require(options.is_dummy, only, "leave --model out")
+            is_scale = is_number(scale) and scale > 0
+            require(is_scale, f"--time-scale must be a finite number above 0, got {scale}")
+        plan, why = self._plan()
+        num_local = self._world_size if launched is None else launched.local_size
+        config = PipelineConfig(
+            world_size=self._world_size,
+            model=self._model,
+            sampling=self._sampling,
+            device=self._device,
+            num_threads=options.threads_on(self._device, num_local),
+            timeout_seconds=options.timeout,
+            start_timeout_seconds=options.start_timeout,
+            checksum=options.checksum,
+            deterministic=options.deterministic,
+            allow_mixed_devices=options.allow_mixed_devices,
+            **plan,
+            **more,
+        )
+        return config, why
+
+    def with_a_step_each(self) -> PipelineRequest:
+        """The same with one step for each rank, at least two: some schedulers need them."""
+        world_size = self._world_size
+        options = replace(self.options, steps=max(world_size, 2), world=world_size)
+        return replace(self, options=options)
+
+    @property
+    def _decodes(self) -> bool:
+        return self.time_scale is not None or not self.options.is_dummy
+
+    @cached_property
+    def _device(self) -> str:
+        return self.device or self.options.device_name()
+
+    @cached_property
+    def _sampling(self) -> SamplingConfig:
+        from_image = self.options.needs_image if self.from_image is None else self.from_image
+        return self.options.sampling_config(from_image=from_image, family=self.family)
+
+    @cached_property
+    def _model(self) -> ModelConfig:
+        sleeps = self.time_scale is not None
+        family = self._sampling.family
+        return self.options.model_config(self._device, family, dummy_sleeps=sleeps)
+
+    @cached_property
+    def _read(self) -> tuple[Checkpoint | None, SamplingConfig]:
+        """The model's configs and the parameters with its values; of SVD none, and as they are."""
+        if self._sampling.family == "svd":
+            return None, self._sampling
+        from svdpp.models.checkpoint import find_checkpoint
+
+        checkpoint = find_checkpoint(self._model, weights=False)
+        return checkpoint, checkpoint.resolve(self._sampling)
+
+    @cached_property
+    def _experts(self) -> dict[str, Any]:
+        """The fields of a `PipelineConfig` for a model with two experts; empty for others."""
+        share, boundary = self.options.share_experts, self.expert_boundary
+        if boundary is None and self.family is None:
+            checkpoint, sampling = self._read
+            boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
+        if boundary is not None:
+            return {"expert_boundary": boundary, "share_experts": share}
+        require(not share, "--share-experts is for models with two experts", "leave it out")
+        return {}
+
+    @cached_property
+    def _layout(self) -> PipelineOptions:
+        """The options, with a split if the uniform one, their default, cannot be meant."""
+        layout = self.options
+        if self._experts:  # which rarely have equal steps
+            is_of_model = self.expert_boundary is None
+            if is_of_model and layout.must_divide and not layout.split:
+                return replace(layout, split="balanced")
+        elif self.serves and not (layout.refined or layout.layout):
+            return replace(layout, split="alternating")
+        return layout
+
+    @cached_property
+    def _world_size(self) -> int:
+        launched, asked = self.launched, self.options.world
+        if launched is not None:
+            wrong = f"--world {asked} disagrees with the launcher's world of {launched.size}"
+            require(asked in (None, launched.size), wrong, "leave it out")
+            return launched.size
+        if asked is not None:
+            return asked
+        # All GPUs, else `on_cpu`: as many as make pairs and, if need be, divide the steps.
+        size, count = self._layout.pair_size, self.on_cpu
+        if self._device == "cuda":
+            import torch
+
+            count = torch.cuda.device_count()
+        stages = max(1, count // size)
+        if self._layout.must_divide:
+            stages = largest_world(self._sampling.num_inference_steps, stages)
+        return size * stages
+
+    @cached_property
+    def _costs(self) -> Costs:
+        if self.costs is not None:
+            return self.costs
+        costs = self._layout.assumed_costs(decodes=self._decodes, family=self._sampling.family)
+        # The launcher, not the costs, knows which ranks share a host.
+        per_host = None if self.launched is None else self.launched.ranks_per_host
+        return replace(costs, ranks_per_host=per_host)
+
+    @cached_property
+    def pairs(self) -> tuple[bool, str]:
+        """Whether `auto` may choose pairs of ranks, and why not."""
+        if self.expert_boundary is not None:  # such a model has two calls in each step
+            return True, ""
+        if self.options.allow_mixed_devices:
+            return False, "no pairs: devices may differ"
+        if self.options.is_dummy:
+            return True, ""
+        checkpoint, sampling = self._read
+        if not sampling.guided:
+            return False, "no pairs: the guidance is off"
+        return _PAIRS["batch" if checkpoint is None else checkpoint.row.branches]
+
+    @cached_property
+    def counts(self) -> dict[str, Any]:
+        """What layouts are compared by: arguments of `choose_layout` and `compare_layouts`."""
+        layout, world_size = self._layout, self._world_size
+        clips = self.num_clips(world_size) if callable(self.num_clips) else self.num_clips
+        if clips is None:
+            raise RequestError(
+                "auto needs the number of clips, and under a launcher only rank 0 knows it",
+                "svdpp plan --layout auto --clips M shows which options to give",
+            )
+        needs, limits = self._memory()
+        # A server without pairs also takes clips without guidance: only the user gives that up.
+        is_open = layout.chooses and layout.cfg_parallel in (None, "auto")
+        may_pair = is_open and not (self.serves and layout.cfg_parallel is None)
+        return {
+            **self._experts,
+            "costs": replace(self._costs, **needs),
+            "num_steps": self._sampling.num_inference_steps,
+            "world_size": world_size,
+            "num_clips": clips,
+            "memory_gib": limits,
+            "pairs": may_pair and self.pairs[0],
+            "sooner": self.serves or clips < world_size,
+        }
+
+    def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
+        """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
+        if self.memory_gib is not None:
+            return {}, self.memory_gib
+        if self._device == "cpu" or self.options.is_dummy:
+            return {}, ()
+        from svdpp.driver.resolve import memory_of_devices  # diffusers: seconds
+
+        return memory_of_devices(self._model, self._sampling, self._device, self._world_size)
+
+    @cached_property
+    def choice(self) -> Choice | None:
+        """What `auto` chooses; None if the options give the layout."""
+        from svdpp.plan.choose import choose_layout
+
+        layout = self._layout
+        if not layout.chooses:
+            return None
+        size, fixed = layout.pair_size, layout.fixed
+        return choose_layout(**self.counts, cfg_parallel=size, fixed=fixed, decodes=self._decodes)
+
+    def _plan(self) -> tuple[dict[str, Any], str]:
+        """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
+        plan, why, choice = {**self._experts, "costs": self._costs}, "", self.choice
+        if choice is None:
+            plan |= self._layout.layout_fields(self._world_size)
+        else:
+            names = ("split", "replicas", "decoders", "cfg_parallel", "costs")
+            plan |= {name: getattr(choice.layout, name) for name in names}
+            if choice.layout.share_experts:  # also if the options do not say so
+                plan["share_experts"] = True
+            why = self._remark(choice)
+        if self.time_scale is not None:  # transfers and files take their real time
+            plan["costs"] = plan["costs"].scaled(self.time_scale)
+        return plan, why
+
+    def _remark(self, choice: Choice) -> str:
+        layout, why = self._layout, f"layout: {choice.reason}"
+        if layout.costs is None:
+            is_known = self._decodes and self._sampling.family == "svd"
+            why += (
+                f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
+                if is_known
+                else "; no times are known: a step counts as 1 s, and all else as 0 s"
+            )
+        no_pairs = self.pairs[1] if layout.cfg_parallel == "auto" else ""
+        return f"{why}; {no_pairs}" if no_pairs else why

@@ -13,7 +13,7 @@ from PIL import Image
 from torch.nn import functional
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.config.clip import IMAGE
+from svdpp.config.pipeline import IMAGE
 from svdpp.errors import NotFiniteError
 from svdpp.models.base import AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
