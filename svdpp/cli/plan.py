@@ -16,7 +16,7 @@ from svdpp.cli.options.files import ClipOptions
 from svdpp.cli.options.model import LOOKS
 from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
-from svdpp.config.limits import MAX_CLIPS, check_whole, is_number, require
+from svdpp.config.limits import MAX_CLIPS, check_whole, require
 from svdpp.errors import RequestError
 from svdpp.plan.choose import Row, compare_layouts
 from svdpp.plan.costs import Costs
@@ -95,13 +95,11 @@ class PlanOptions(PipelineOptions, ClipOptions):
         try:
             sizes = tuple(map(float, asked.split(",")))
         except ValueError:
-            sizes = (math.nan,)
-        are_sizes = all(is_number(size) and size > 0 for size in sizes)
-        require(are_sizes, f"--device-memory must be finite numbers above 0, got {asked!r}")
+            sizes = ()
         require(
-            len(sizes) in (1, world_size),
-            f"--device-memory {asked} names {len(sizes)} devices, but there are {world_size} ranks",
-            f"use --gpus {len(sizes)}, or name {world_size} devices",
+            len(sizes) in (1, world_size) and all(0 < size < math.inf for size in sizes),
+            f"--device-memory must be 1 or {world_size} finite numbers above 0, got {asked!r}",
+            "such as --device-memory 79, or 79,79,47,47 for devices that differ",
         )
         return sizes if len(sizes) == world_size else sizes * world_size
 

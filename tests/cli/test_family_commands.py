@@ -253,7 +253,7 @@ def test_the_families_are_listed_with_their_parameters() -> None:
     listed = json.loads(svdpp_here("models", "--json").out)["families"]
     assert [each["family"] for each in listed] == list(SAMPLING_CLASSES)
     ltx2 = svdpp_here("models", "ltx2").out
-    assert "\nstg_scale " in ltx2
+    assert "\n--param stg_scale " in ltx2
     assert "LTX2ImageToVideoPipeline" in ltx2
     assert_error(svdpp_here("models", "sora"), 2, "there is no family or model 'sora'")
     assert_error(svdpp_here("models", "./sora"), 5, "there is no folder './sora'")
