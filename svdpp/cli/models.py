@@ -8,6 +8,7 @@ from typing import Any
 from svdpp.cli.command import argument, command
 from svdpp.cli.console import Console
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, own_params
+from svdpp.errors import ModelError, RequestError
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
 
@@ -81,7 +82,13 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
     """The family of a checkpoint, as this one has it."""
     from svdpp.models.checkpoint import find_checkpoint
 
-    checkpoint = find_checkpoint(ModelConfig(name=name), weights=False)
+    try:
+        checkpoint = find_checkpoint(ModelConfig(name=name), weights=False)
+    except ModelError as error:
+        if "/" in name:
+            raise
+        known = ", ".join(SAMPLING_CLASSES)
+        raise RequestError(f"there is no family or model {name!r}", f"one of {known}") from error
     about = describe(checkpoint.family)
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())
     takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}
