@@ -63,8 +63,8 @@ class Admission:
 
         `inputs` as for `Checkpoint.check_inputs`.
         """
-        names = ("prompt", "negative_prompt")
-        ClipRequest(seed=0, **{name: inputs[name] for name in names})  # checks them
+        prompts = {name: inputs[name] for name in ("prompt", "negative_prompt")}
+        ClipRequest(seed=0, **prompts)  # checks them
         if self._checkpoint is not None:
             self._checkpoint.check_inputs(sampling, **inputs)
 

@@ -223,8 +223,6 @@ class Engine:
         begun = {clip.job.id: clip.has_begun for clip in self.feeder.clips()}
         return {job_id} if job_id in begun else {id for id, has_begun in begun.items() if has_begun}
 
-    # --- helpers ----------------------------------------------------------------------------------
-
     def _is_closing(self) -> bool:
         return self._deadline < math.inf
 

@@ -54,14 +54,13 @@ class Prover:
     def __init__(
         self,
         queue: JobQueue,
-        folder: Path,
         is_idle: Callable[[], bool],
         *,
         when_idle: bool = False,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
     ) -> None:
         self._queue = queue
-        self._folder = folder.absolute()
+        self._folder = queue.store.folder
         self._is_idle = is_idle
         self._when_idle = when_idle
         self._on_verdict = on_verdict

@@ -83,7 +83,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         service = Service(settings, queue)
         if not queue.is_shared:
             queue.recover()
-        set_strangers_aside(queue, service.folder)
+        set_strangers_aside(queue)
     except BaseException:
         queue.close()
         raise
@@ -187,7 +187,7 @@ class Server:
             self._look_at = time.monotonic() + LOOK_SECONDS
         limits = (service.settings.keep_seconds, service.settings.keep_bytes)
         if limits != (None, None):
-            sweep(service.queue, service.folder, time.time(), *limits)
+            sweep(service.queue, time.time(), *limits)
 
 
 class _Http(uvicorn.Server):

@@ -129,7 +129,6 @@ class Service:
         self.engine.observe(self.metrics)
         self.prover = Prover(
             queue,
-            self.folder,
             lambda: self.engine.is_idle,
             when_idle=settings.verifies_when_idle,
             on_verdict=self.metrics.verified,
@@ -289,7 +288,7 @@ class Service:
         job = self.cancel(id, owner)
         if job.proof == "running":
             self.prover.drop(id)
-        remove_job(self.queue, self.folder, id)
+        remove_job(self.queue, id)
         return DeletedVideo(id=id, status=job.state)
 
     def cancel(self, id: str, owner: Owner) -> Job:

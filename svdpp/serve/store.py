@@ -62,8 +62,6 @@ class FileStore:
         if url is not None:
             self._system, self._root = _open(url)
 
-    # --- files of the folder ----------------------------------------------------------------------
-
     def put(self, path: Path) -> None:
         """Puts a file of the folder, if there is one, completely."""
         if not (self.is_remote and path.exists()):
@@ -109,8 +107,6 @@ class FileStore:
         output_files.remove(path)
         with contextlib.suppress(AwayError):
             self._remove_object(path)
-
-    # --- objects ----------------------------------------------------------------------------------
 
     def _remove_object(self, path: Path) -> None:
         if self.is_remote:
@@ -160,8 +156,6 @@ class FileStore:
         if self.is_remote:
             self.put(self.folder / MARK)
             (self.folder / MARK).unlink()
-
-    # --- whether it can be used -------------------------------------------------------------------
 
     def belong_to(self, queue_id: str) -> None:
         """From now on, a store without the mark of this queue counts as away."""
@@ -265,11 +259,7 @@ Seen = set[tuple[str, tuple[int, float]]]
 
 
 def sweep(
-    queue: JobQueue,
-    folder: Path,
-    now: float,
-    max_age_seconds: float | None,
-    max_bytes: int | None,
+    queue: JobQueue, now: float, max_age_seconds: float | None, max_bytes: int | None
 ) -> list[str]:
     """Remove jobs in final states, the first to finish first; returns the ids of the removed.
 
@@ -280,17 +270,18 @@ def sweep(
     oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
     removed = []
     for id, finished_at in queue.finished(math.inf if excess > 0 else oldest).items():
-        if (finished_at < oldest or excess > 0) and remove_job(queue, folder, id):
+        if (finished_at < oldest or excess > 0) and remove_job(queue, id):
             excess -= sizes[id]
             removed.append(id)
     return removed
 
 
-def remove_job(queue: JobQueue, folder: Path, id: str) -> bool:
+def remove_job(queue: JobQueue, id: str) -> bool:
     """Remove a job in a final state, files and row; False if there is no such job."""
     job = queue.get(id)
     if job is None or not job.state.is_final:
         return False
+    folder = queue.store.folder
     # Also the clips of servers that have lost it.
     clips = [clip_file(folder, id, token) for token in range(min(job.token, 1), job.token + 1)]
     with _errors(folder):
@@ -361,7 +352,7 @@ def _is_leftover(
     return own["token"] is not None and clips[id] != int(own["token"])
 
 
-def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
+def set_strangers_aside(queue: JobQueue) -> list[Path]:
     """At the start of a server, move old images and clips of no job to `lost+found`.
 
     They are there if the queue's file was lost, or replaced by an older one. What was written
@@ -370,7 +361,7 @@ def set_strangers_aside(queue: JobQueue, folder: Path) -> list[Path]:
     """
     if queue.store.is_remote:  # the folder has only copies
         return []
-    files, ids = queue.store.files(), queue.clips()
+    folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
     oldest = time.time() - LOOK_SECONDS if ids or queue.is_shared else math.inf
     strangers = [
         folder / name

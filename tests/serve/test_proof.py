@@ -72,7 +72,7 @@ def _proving(
     store, idle = JobQueue(folder), threading.Event()
     store.recover()
     verdicts: list[str] = []
-    prover = Prover(store, folder, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
+    prover = Prover(store, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
     prover.background.start()
     try:
         yield Proving(store, prover, made[1], folder, idle, verdicts)
@@ -208,7 +208,7 @@ def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) 
         closing(JobQueue(tmp_path, url=database)) as other,
     ):
         verdicts: list[str] = []
-        prover = Prover(own, tmp_path, lambda: True, on_verdict=verdicts.append)
+        prover = Prover(own, lambda: True, on_verdict=verdicts.append)
         for id in ids:
             assert prover.request(id)
         proofs = Proving(own, prover, ids, tmp_path, threading.Event())
@@ -231,7 +231,7 @@ from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
 
 folder = Path(sys.argv[1])
-Prover(JobQueue(folder), folder, lambda: True, when_idle=True).background.start()
+Prover(JobQueue(folder), lambda: True, when_idle=True).background.start()
 threading.Event().wait()
 """
 

@@ -78,19 +78,19 @@ def ids(store: JobQueue) -> set[str]:
 
 def test_jobs_go_by_age(store: JobQueue, folder: Path) -> None:
     old, recent = (finished(store, folder, at) for at in (100.0, 200.0))
-    assert sweep(store, folder, 250.0, None, None) == []
-    assert sweep(store, folder, 250.0, 150.0, None) == []
-    assert sweep(store, folder, 250.5, 150.0, None) == [old]
+    assert sweep(store, 250.0, None, None) == []
+    assert sweep(store, 250.0, 150.0, None) == []
+    assert sweep(store, 250.5, 150.0, None) == [old]
     assert ids(store) == ids_of_files(folder) == {recent}
-    assert sweep(store, folder, 1000.0, 0.0, None) == [recent]
+    assert sweep(store, 1000.0, 0.0, None) == [recent]
     assert ids(store) == ids_of_files(folder) == set()
 
 
 def test_jobs_go_by_bytes_the_oldest_first(store: JobQueue, folder: Path) -> None:
     first, second, third = (finished(store, folder, at) for at in (3.0, 1.0, 2.0))
-    assert sweep(store, folder, 10.0, None, 300) == []
-    assert sweep(store, folder, 10.0, None, 299) == [second]
-    assert sweep(store, folder, 10.0, None, 150) == [third]
+    assert sweep(store, 10.0, None, 300) == []
+    assert sweep(store, 10.0, None, 299) == [second]
+    assert sweep(store, 10.0, None, 150) == [third]
     assert ids(store) == ids_of_files(folder) == {first}
 
 
@@ -103,26 +103,26 @@ def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> 
     store.take_next()
     for id in (waiting, running):
         put_files(folder, id, 10_000)
-    assert sweep(store, folder, 1e12, 1.0, 1) == [done, failed]
+    assert sweep(store, 1e12, 1.0, 1) == [done, failed]
     assert ids(store) == ids_of_files(folder) == {waiting, running}
 
 
 def test_a_job_stays_while_it_is_proved(store: JobQueue, folder: Path) -> None:
     id = finished(store, folder, 1.0)
     store.set_proof(id, "running")
-    assert sweep(store, folder, 1e9, 1.0, 1) == []
+    assert sweep(store, 1e9, 1.0, 1) == []
     store.set_proof(id, "equal")
-    assert sweep(store, folder, 1e9, 1.0, 1) == [id]
+    assert sweep(store, 1e9, 1.0, 1) == [id]
 
 
 def test_one_job_is_removed_on_request(store: JobQueue, folder: Path) -> None:
     id, other = (finished(store, folder, at) for at in (1.0, 2.0))
     waiting = add(store)
     put_files(folder, waiting)
-    assert remove_job(store, folder, id)
-    assert not remove_job(store, folder, id)
-    assert not remove_job(store, folder, waiting)
-    assert not remove_job(store, folder, "../..")
+    assert remove_job(store, id)
+    assert not remove_job(store, id)
+    assert not remove_job(store, waiting)
+    assert not remove_job(store, "../..")
     assert ids(store) == ids_of_files(folder) == {other, waiting}
 
 
@@ -133,17 +133,17 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
     newer, latest = new_id(), new_id()
     put_files(folder, newer, hours=1.1)
     put_files(folder, latest)
-    assert sweep(store, folder, 2.0, None, 10**6) == []
+    assert sweep(store, 2.0, None, 10**6) == []
     assert ids_of_files(folder) == {id, waiting, newer, latest}
 
-    moved = set_strangers_aside(store, folder)
+    moved = set_strangers_aside(store)
 
     assert {path.name for path in moved} == {Path(name.format(id=newer)).name for name in FILES}
     (place,) = (folder / "lost+found").iterdir()
     assert all(path.parent == place and path.stat().st_size in (25, 50) for path in moved)
     assert ids_of_files(folder) == {id, waiting, latest}
     assert ids(store) == {id, waiting}
-    assert set_strangers_aside(store, folder) == []
+    assert set_strangers_aside(store) == []
     look_twice(store)  # a clip is never removed without its row
     assert {path.name for path in folder.glob(f"*/{latest}*")} == {
         f"{latest}.mp4",
@@ -177,7 +177,7 @@ def test_files_that_another_server_removes_meanwhile(
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda path: [*listed(path), gone])
     look_twice(store)
-    assert set_strangers_aside(store, folder) == []
+    assert set_strangers_aside(store) == []
     monkeypatch.undo()
     assert ids_of_files(folder) == {kept}
 
@@ -221,20 +221,20 @@ def test_what_a_server_did_not_make_is_left_alone(
     before = {path: _untouched(path) for path in tmp_path.rglob("*") if "queue" not in path.name}
 
     look_twice(store)
-    assert set_strangers_aside(store, folder) == []
-    assert sweep(store, folder, 1e9, 1.0, 1) == []
+    assert set_strangers_aside(store) == []
+    assert sweep(store, 1e9, 1.0, 1) == []
     assert {path: _untouched(path) for path in before} == before
     clips.rename(tmp_path / "clips")
     clips.symlink_to(outside)  # a whole folder elsewhere is not looked through
     (outside / f"video_{'1' * 32}.mp4").write_text("mine")
-    assert set_strangers_aside(store, folder) == []
+    assert set_strangers_aside(store) == []
     assert len(list(outside.iterdir())) == 3
 
 
 def test_strangers_that_cannot_be_moved_stay(store: JobQueue, folder: Path) -> None:
     put_files(folder, new_id(), hours=1.1)
     (folder / "lost+found").write_text("a file")
-    assert set_strangers_aside(store, folder) == []
+    assert set_strangers_aside(store) == []
     assert len(ids_of_files(folder)) == 1
 
 
@@ -246,14 +246,14 @@ def test_a_file_that_cannot_be_removed_keeps_its_row_and_costs_no_other_job(
     clip.unlink()
     clip.mkdir()
     for remove in (
-        lambda: sweep(store, folder, 10.0, None, 1),
-        lambda: remove_job(store, folder, old),
+        lambda: sweep(store, 10.0, None, 1),
+        lambda: remove_job(store, old),
     ):
         with pytest.raises(OutputError, match="data"):
             remove()
         assert ids(store) == {old, *others}
     clip.rmdir()
-    assert sweep(store, folder, 10.0, None, 200) == [old]
+    assert sweep(store, 10.0, None, 200) == [old]
 
 
 def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobQueue, folder: Path) -> None:
@@ -271,12 +271,12 @@ def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobQueue, fo
 
     def clean() -> None:
         while not is_done.wait(0.002):
-            sweep(store, folder, time.time(), None, 1000)
+            sweep(store, time.time(), None, 1000)
 
     def remove() -> None:
         while not is_done.wait(0.005):
             for id in list(store.finished())[-1:]:
-                remove_job(store, folder, id)
+                remove_job(store, id)
 
     with ThreadPoolExecutor(5) as threads:
         cleaners = [threads.submit(each) for each in (clean, clean, remove)]
@@ -288,10 +288,10 @@ def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobQueue, fo
             is_done.set()
         for each in cleaners:
             each.result()
-    sweep(store, folder, time.time(), None, 1000)
+    sweep(store, time.time(), None, 1000)
     assert ids(store) == ids_of_files(folder)
     assert len(ids(store)) <= 10
-    assert set_strangers_aside(store, folder) == []
+    assert set_strangers_aside(store) == []
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
@@ -309,20 +309,20 @@ def test_a_removal_that_a_kill_ends_goes_on(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", killed)
-        sweep(store, folder, 1e9, 1.0, None)
+        sweep(store, 1e9, 1.0, None)
     left = ids_before[(at - 1) // 3 :]
     assert list(store.finished()) == left
     assert ids_of_files(folder) <= set(left)
     assert all((folder / name.format(id=id)).exists() for name in FILES for id in left[1:])
-    assert set_strangers_aside(store, folder) == []
-    assert sweep(store, folder, 1e9, 1.0, None) == left
+    assert set_strangers_aside(store) == []
+    assert sweep(store, 1e9, 1.0, None) == left
     assert ids(store) == ids_of_files(folder) == set()
 
 
 def test_a_folder_that_cannot_be_read_is_named(store: JobQueue, tmp_path: Path) -> None:
     (tmp_path / "data" / "photos").write_text("a file")
     with pytest.raises(OutputError, match="data"):
-        set_strangers_aside(store, tmp_path / "data")
+        set_strangers_aside(store)
 
 
 def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
