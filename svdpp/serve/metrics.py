@@ -38,7 +38,7 @@ _COUNTERS = {
     "http_requests": ("Answered requests.", "method", "route", "status"),
 }
 #: The same of each histogram, with its buckets.
-_HISTOGRAMS: dict[str, tuple[tuple[float, ...], *tuple[str, ...]]] = {
+_HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
     "clip_seconds": (
         (0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 3600),
         "From the ranks' taking of a clip to its file.",
