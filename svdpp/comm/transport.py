@@ -338,6 +338,6 @@ def _translated(error: RuntimeError, attempt: str) -> Exception:
             f"could not {attempt}: CUDA error: {cuda[1] if cuda else first_line(error)}",
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
         )
-    _, _, last = text.partition("Last error:\n")  # of NCCL
+    _, _, last = text.partition("Last error:")  # of NCCL
     cause = f" (last error: {first_line(last)})" if last else ""
     return BrokenLinkError(f"could not {attempt}: {first_line(error)}{cause}")

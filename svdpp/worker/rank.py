@@ -217,7 +217,7 @@ def load_model(
     return model.load_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-class ActionQueue:
+class ActionQueue(deque[Action]):
     """One rank's actions, in the order in which it performs them.
 
     A list that begins with a RECV is added as `build_schedule` would have built one list of both:
@@ -225,34 +225,21 @@ class ActionQueue:
     submitted one at a time overlap like those of one list.
     """
 
-    def __init__(self) -> None:
-        self._actions: deque[Action] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._actions)
-
     def holds(self, clip: int) -> bool:
         """Whether actions of `clip` are left."""
-        return any(action.clip == clip for action in self._actions)
+        return any(action.clip == clip for action in self)
 
     def add(self, actions: Sequence[Action]) -> None:
         """Adds a list of further clips, in order."""
-        if self._actions and actions and actions[0].kind is Kind.RECV:
-            self._actions.insert(self._start_of_last_work(), actions[0])
+        if self and actions and actions[0].kind is Kind.RECV:
+            self.insert(self._start_of_last_work(), actions[0])
             actions = actions[1:]
-        self._actions.extend(actions)
-
-    def pop(self) -> Action:
-        """Removes and returns the next action."""
-        return self._actions.popleft()
+        self.extend(actions)
 
     def _start_of_last_work(self) -> int:
         """The index of the first action, other than its RECV, of the last clip in the queue."""
-        index = len(self._actions)
-        clip = self._actions[-1].clip
-        while index and self._actions[index - 1].clip == clip:
-            if self._actions[index - 1].kind is Kind.RECV:
-                break
+        index, clip = len(self), self[-1].clip
+        while index and self[index - 1].clip == clip and self[index - 1].kind is not Kind.RECV:
             index -= 1
         return index
 
@@ -277,7 +264,7 @@ class Inbox:
         while True:
             self._receive_all()
             if self._queue:
-                action = self._queue.pop()
+                action = self._queue.popleft()
                 self._now = action.clip
                 yield action
                 if action.clip in self._cancelled and not self._queue.holds(action.clip):
@@ -446,9 +433,8 @@ class _ParentLink(Channel):
         if self._is_disconnected:
             return
         action, step = self._heartbeat.action, self._heartbeat.step
-        failed = Failed(
-            error=error_to_dict(Interrupted(number)), traceback="", action=action, step=step
-        )
+        error = error_to_dict(Interrupted(number))
+        failed = Failed(error=error, traceback="", action=action, step=step)
 
         def send() -> None:
             with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -102,6 +102,19 @@ class PipelineStage:
         self._audio: dict[int, Audio] = {}
         self._pending: dict[int, PendingPacket] = {}
         self._waits: dict[WaitCause, float] = {}
+        self._performers: dict[Kind, Callable[[Action], None]] = {
+            Kind.ENCODE: self._encode,
+            Kind.LOAD: self._load,
+            Kind.RECV: self._recv,
+            Kind.DENOISE: self._denoise,
+            Kind.SHARE: self._share,
+            Kind.SEND: self._send,
+            Kind.RETURN: self._return,
+            Kind.GATHER: self._gather,
+            Kind.DROP: lambda action: self._forget(self._packet(action).clip),
+            Kind.DECODE: self._decode,
+            Kind.FINISH: self._finish_clip,
+        }
 
     def expect(self, work: Work) -> None:
         """Prepares for the actions of `work`, which `perform` gets later."""
@@ -143,22 +156,6 @@ class PipelineStage:
                 self._tools.checkpoint_writer.finish()
         self._photos.close()
         self._transport.close()
-
-    @cached_property
-    def _performers(self) -> dict[Kind, Callable[[Action], None]]:
-        return {
-            Kind.ENCODE: self._encode,
-            Kind.LOAD: self._load,
-            Kind.RECV: self._recv,
-            Kind.DENOISE: self._denoise,
-            Kind.SHARE: self._share,
-            Kind.SEND: self._send,
-            Kind.RETURN: self._return,
-            Kind.GATHER: self._gather,
-            Kind.DROP: lambda action: self._forget(self._packet(action).clip),
-            Kind.DECODE: self._decode,
-            Kind.FINISH: self._finish_clip,
-        }
 
     def _encode(self, action: Action) -> None:
         request = self._jobs[action.clip].request
