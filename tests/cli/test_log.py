@@ -76,12 +76,3 @@ def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) ->
     LogOptions(verbose=1).open(Console(), None)
     logger.info("'[/x] [b].jpg' is lost")
     assert capsys.readouterr().err.endswith(" rank - '[/x] [b].jpg' is lost\n")
-
-
-def test_remarks_are_shown_unless_the_command_is_quiet() -> None:
-    said: list[str] = []
-    for quiet in (False, True):
-        open_log(verbosity=0, log_file=None, write=said.append, quiet=quiet)
-        logger.info("for the log")
-        logger.bind(is_remark=True).info("downloading 3.4 GB")
-    assert said == ["downloading 3.4 GB"]
