@@ -134,7 +134,7 @@ def _image(width: int, height: int) -> Image.Image:
     [
         *((131, 97), (16, 256), (64, 64), (223, 225), (224, 224), (256, 256), (257, 257)),
         *((449, 447), (500, 300), (1024, 576), (333, 700), (200, 3000), (1201, 1025)),
-        pytest.param((4000, 3000), marks=pytest.mark.long),
+        pytest.param((2400, 1800), marks=pytest.mark.long),
     ],
 )
 def test_the_bits_are_those_of_diffusers_with_any_number_of_threads(size: tuple[int, int]) -> None:

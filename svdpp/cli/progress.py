@@ -264,8 +264,8 @@ def open_log(
 ) -> None:
     """Sends records to stderr by verbosity, and more of them to a file of JSON lines.
 
-    Without verbosity stderr gets only remarks, such as that a download begins, and with `warns`
-    warnings; the file has no transfers and steps.
+    Without verbosity stderr gets nothing, but with `warns` warnings; the file has no transfers and
+    steps.
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
@@ -277,11 +277,9 @@ def open_log(
     if verbosity > 0:
         level = "INFO" if verbosity == 1 else "DEBUG"
         logger.add(sink, level=level, format=_FORMAT, colorize=False)
-    elif not quiet:
-        logger.add(sink, level="INFO", filter=_is_remark, format="{message}", colorize=False)
-        if warns:
-            form = "{time:HH:mm:ss} {level: <7} {message}"
-            logger.add(sink, level="WARNING", format=form, colorize=False)
+    elif warns and not quiet:
+        form = "{time:HH:mm:ss} {level: <7} {message}"
+        logger.add(sink, level="WARNING", format=form, colorize=False)
     if log_file is not None:
         level = "DEBUG" if verbosity else "INFO"
         logger.add(_LogFile(log_file, write), level=level, serialize=True, format="{message}")
@@ -318,10 +316,6 @@ class _LogFile(RotatingFileHandler):
         error = redact(f"{str(self._path)!r}: {sys.exception()}")
         self._warn(f"warning: cannot write the log {error}")
         self._warn = lambda text: None  # noqa: ARG005
-
-
-def _is_remark(record: Record) -> bool:
-    return "is_remark" in record["extra"]
 
 
 def _redact(record: Record) -> None:

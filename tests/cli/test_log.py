@@ -76,15 +76,6 @@ def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.endswith(" rank - '[/x] [b].jpg' is lost\n")
 
 
-def test_remarks_are_shown_unless_the_command_is_quiet() -> None:
-    said: list[str] = []
-    for quiet in (False, True):
-        open_log(verbosity=0, log_file=None, write=said.append, quiet=quiet)
-        logger.info("for the log")
-        logger.bind(is_remark=True).info("downloading 3.4 GB")
-    assert said == ["downloading 3.4 GB"]
-
-
 SMALL = ("--world", "2", "--steps", "2", "--latent-shape", "1", "4", "2", "8", "8", "--clips", "2")
 
 
