@@ -83,32 +83,6 @@ def test_clips_at_work_have_no_place_and_only_their_rest_counts() -> None:
     assert found["resumed"].place == 1
 
 
-@pytest.mark.parametrize(
-    ("steps_done", "begun_seconds", "passed"), [(0, 1.25, 1.25), (0, 9, 1.5), (28, 3, 3), (5, 3, 1)]
-)
-def test_a_clip_at_work_counts_down_until_its_next_event(
-    steps_done: int, begun_seconds: float, passed: float
-) -> None:
-    route = _route(LAYOUTS[1], 0, 28, steps_done)
-    clip = ClipAhead(id="clip", route=route, costs=COSTS, has_begun=True)
-    later = replace(clip, begun_seconds=begun_seconds)
-    before, after = (estimate([each])["clip"].eta_seconds for each in (clip, later))
-    assert before is not None
-    assert after == pytest.approx(before - passed)
-
-
-def test_an_eta_counts_down_between_two_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(eta.time, "monotonic", lambda: now[0])
-    known: Any = MeasuredCosts(COSTS, SAMPLING)
-    nothing: Any = None
-    etas = JobEstimates(dummy_config(1), nothing, nothing, known, lambda: 0.0)
-    monkeypatch.setattr(etas, "_estimate", lambda: {"clip": Estimate(0, 10.0)})
-    assert etas.of("clip") == Estimate(0, 10.0)
-    now[0] += 0.25
-    assert etas.of("clip") == Estimate(0, 9.75)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_long_queue_is_extrapolated_closely(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
@@ -174,15 +148,6 @@ def test_what_is_not_measured_is_scaled_by_the_time_of_a_step() -> None:
     costs = costs_of.costs(SAMPLING)
     assert (costs.decode_on(0), costs.transfer(0, 1)) == (4.0, 0.5)
     assert costs_of.costs(HALF) == replace(costs, step_seconds=0.5, decode_seconds=2.0)
-
-
-def test_a_clip_that_waits_for_its_image_takes_that_long_to_encode() -> None:
-    costs_of = MeasuredCosts(None, SAMPLING)
-    waits = {"image": 3.0, "send": 9.0}
-    encode = ActionDone(action="ENCODE c0 @0", start=1.0, end=2.0, waited=12.0, waits=waits)
-    for event in (_step(1.0), encode):
-        costs_of.add(event, SAMPLING)
-    assert costs_of.costs(SAMPLING).encode_on(0) == 4.0
 
 
 def test_each_size_has_its_own_and_the_newest_counts_for_others() -> None:
