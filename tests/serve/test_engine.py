@@ -1,20 +1,24 @@
-"""Whatever happens to the ranks, the engine makes every job once, to the same bits."""
+"""The engine makes every job once, to the same bits, whatever happens to its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger
+from PIL import Image
 
 from svdpp.config import ClipRequest
+from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, OutputError
 from svdpp.launch.world import World
-from svdpp.serve.job import JobState
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.queue import JobQueue
+from svdpp.worker.messages import ActionDone, Event
+from tests.faults.processes import allowing_for_others
 from tests.serve.engines import (
     Serving,
     demo_config,
@@ -26,6 +30,160 @@ from tests.serve.engines import (
 )
 
 pytestmark = pytest.mark.processes
+
+
+def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
+    with serving(tmp_path, dummy_config(2)) as service:
+        ids = service.add(*range(12))
+        jobs = service.wait_final(ids)
+        assert service.engine.state == "ready"
+        assert service.engine.restarts == 0
+        # The last events of a clip's ranks arrive after its end.
+        service.wait(lambda: service.engine.is_idle, "it is not idle")
+        service.wait(
+            lambda: {rank.doing for rank in service.engine.rank_view.now()} == {"idle"}, "no idle"
+        )
+        assert {span.rank for span in service.engine.rank_view.spans()} == {0, 1}
+        assert {span.video for span in service.engine.rank_view.spans()} == set(ids)
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert [job.id for job in service.ended] == ids
+    assert latents(jobs) == hashes(dummy_config(2), list(range(12)))
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    config = dummy_config(2, step_seconds=0.05)
+    # Three clips are in the pipeline, of which the first is made.
+    with serving(tmp_path, config, grace=0.4, stop=(1, 1, 5)) as service:
+        ids = service.add(*range(8))
+        service.wait_for_step(ids[1], 5)
+        service.wait_final(ids[:1])
+    store = JobQueue(tmp_path)
+    states = [job.state for job_id in ids if (job := store.get(job_id))]
+    store.close()
+    assert JobState.IN_PROGRESS in states
+    assert states[0] is JobState.COMPLETED
+    assert states[-1] is JobState.QUEUED
+    with serving(tmp_path, config) as service:
+        jobs = service.wait_final(ids)
+    assert [job.attempts for job in jobs] == [0] * 8
+    assert latents(jobs) == hashes(config, list(range(8)))
+    assert any(job.metadata["resumed_from_step"] for job in jobs)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, cancel = dummy_config(2, step_seconds=0.2), ClipHandle.cancel
+    with serving(tmp_path, config, stop=(1, 0, 4)) as service:
+
+        def cancel_and_go_on(handle: ClipHandle) -> bool:
+            is_cancelled = cancel(handle)
+            service.go_on()
+            return is_cancelled
+
+        monkeypatch.setattr(ClipHandle, "cancel", cancel_and_go_on)
+        ids = service.add(*range(4))
+        service.wait_for_step(ids[0], 4)
+        service.wait(lambda: service.job(ids[victim]).state is JobState.IN_PROGRESS, "it waits")
+        assert service.engine.cancel(ids[victim], 60)
+        assert service.job(ids[victim]).state is JobState.CANCELLED
+        assert all(rank.video != ids[victim] for rank in service.engine.rank_view.now())
+        jobs = service.wait_final(ids)
+        assert [service.engine.name_of(clip) for clip in range(4)] == ids, "ranks report late"
+    others = [job for job in jobs if job.id != ids[victim]]
+    assert {job.state for job in others} == {JobState.COMPLETED}
+    assert latents(others) == hashes(config, [seed for seed in range(4) if seed != victim])
+    assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_each_job_has_its_own_parameters_and_fails_alone(tmp_path: Path) -> None:
+    config = dummy_config(2)
+    samplings = [
+        replace(config.sampling, num_inference_steps=steps, num_frames=frames)
+        for steps, frames in ((8, 2), (7, 2), (4, 3), (12, 2))
+    ]
+    with serving(tmp_path, config) as service:
+        ids = [service.add(7, sampling=own)[0] for own in samplings]
+        jobs = service.wait_final(ids)
+        assert service.engine.restarts == 0
+    failed = jobs.pop(1)  # the ranks cannot divide 7 steps
+    assert failed.error is not None
+    assert (failed.state, failed.error["type"]) == (JobState.FAILED, "RequestError")
+    assert len(set(latents(jobs))) == 3
+    with Pipeline(config.alone()) as pipeline:
+        requests = [ClipRequest(seed=7, sampling=job.sampling) for job in jobs]
+        expected = pipeline.run(requests)
+    assert latents(jobs) == [result.metadata["latents_sha256"] for result in expected]
+
+
+# --- large images --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photo_24mp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("photo") / "large.jpg"
+    Image.linear_gradient("L").resize((6000, 4000)).save(path)
+    return path
+
+
+def _large_job(folder: Path, seed: int, photo: Path) -> Job:
+    return replace(demo_job(folder, seed, photo), photo_pixels=24_000_000)
+
+
+def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
+    tmp_path: Path, photo_24mp: Path
+) -> None:
+    """An image that cannot be prepared fails its own clip only."""
+    waits: dict[int, float] = {}
+
+    def note(_: int, event: Event) -> None:
+        if isinstance(event, ActionDone) and "image" in event.waits:
+            waits[event.action.clip] = event.waits["image"]
+
+    with serving(tmp_path, demo_config(), observer=note) as service:
+        service.wait(lambda: service.engine.is_idle, "it is not idle")
+
+        large = [_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2, 4)]
+        (tmp_path / "photos" / large[2].photo).unlink()
+        done = service.made(*large[:2], demo_job(tmp_path, 3), large[2])
+        lost = done.pop()
+        # No rank has waited for the large images.
+        assert max(waits[1], waits[2]) < allowing_for_others(0.5)
+        in_order = service.made(*(demo_job(tmp_path, seed, photo_24mp) for seed in (1, 2)))
+    assert lost.state is JobState.FAILED
+    assert "does not exist" in (lost.error or {})["message"]
+    assert {job.state for job in done + in_order} == {JobState.COMPLETED}
+    assert min(done, key=lambda job: job.finished_at or 0).seed == 3
+    assert latents(done[:2]) == latents(in_order)
+
+
+def test_a_clip_can_be_cancelled_while_its_image_is_prepared(
+    tmp_path: Path, photo_24mp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preparation of the first one does not end; the next one begins all the same."""
+    asked: list[ClipRequest] = []
+    prepare = Pipeline.prepare_image
+
+    def prepare_others(pipeline: Pipeline, request: ClipRequest) -> None:
+        asked.append(request)
+        if len(asked) > 1:
+            prepare(pipeline, request)
+
+    monkeypatch.setattr(Pipeline, "prepare_image", prepare_others)
+    with serving(tmp_path, demo_config()) as service:
+        service.wait(lambda: service.engine.is_idle, "it is not idle")
+        ids = service.store_jobs(*(_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2)))
+        service.wait(lambda: asked, "nothing is prepared")
+        assert not service.engine.is_idle
+        assert service.engine.cancel(ids[0], 60)
+        done = service.wait_final(ids)
+        service.wait(lambda: service.engine.is_idle, "it is not idle")
+    assert [job.state for job in done] == [JobState.CANCELLED, JobState.COMPLETED]
+
+
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> None:
@@ -51,9 +209,8 @@ def _has_restarted(service: Serving, times: int) -> bool:
 
 
 @pytest.mark.long
-def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> None:
-    config, told = dummy_config(2), list[str]()
-    sink = logger.add(told.append, format="{message}", level="ERROR")
+def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path, told: list[str]) -> None:
+    config = dummy_config(2)
     with serving(tmp_path, config, stop=(0, 0, 1)) as service:
         ids = service.add(*range(4))
         for death in (1, 2):
@@ -62,14 +219,12 @@ def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path) -> No
             service.wait(partial(_has_restarted, service, death), "no restart")
         service.go_on()
         jobs = service.wait_final(ids)
-    logger.remove(sink)
     assert any(f"was killed by SIGKILL at {ids[0]}, step" in line for line in told), told
     assert [job.state for job in jobs] == [JobState.FAILED] + [JobState.COMPLETED] * 3
-    error = jobs[0].error
-    assert error is not None
-    assert error["type"] == "RankError"
-    assert "died 2 times during this clip" in error["message"]
-    assert "was killed by SIGKILL" in error["message"]
+    assert jobs[0].error is not None
+    assert jobs[0].error["type"] == "RankError"
+    assert "died 2 times during this clip" in jobs[0].error["message"]
+    assert "was killed by SIGKILL" in jobs[0].error["message"]
     assert latents(jobs[1:]) == hashes(config, [1, 2, 3])
     assert list((tmp_path / "latents").iterdir()) == []
 
@@ -152,15 +307,6 @@ def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
     assert list((tmp_path / "latents").iterdir()) == []
 
 
-@pytest.fixture
-def told() -> Iterator[list[str]]:
-    """What is logged as a warning or an error."""
-    lines: list[str] = []
-    sink = logger.add(lambda line: lines.append(line.strip()), format="{message}", level="WARNING")
-    yield lines
-    logger.remove(sink)
-
-
 def test_a_full_disk_delays_a_result_and_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
@@ -179,33 +325,6 @@ def test_a_full_disk_delays_a_result_and_loses_none(
         assert service.engine.restarts == 0
         assert list(refusals) == []
     assert [line.rpartition(": ")[2] for line in told] == ["full", "read-only", "full"]
-
-
-def test_a_queue_that_is_moved_away_delays_a_result_and_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
-) -> None:
-    monkeypatch.setattr("svdpp.serve.feeder._DISK_SECONDS", 0.01)
-    path, away = tmp_path / "queue.sqlite3", tmp_path / "away"
-    with serving(tmp_path, dummy_config(1), stop=(0, 0, 1)) as service:
-        complete, tries = service.store.complete, list[str]()
-
-        def count(*arguments: Any) -> bool:
-            tries.append(arguments[0])
-            return complete(*arguments)
-
-        monkeypatch.setattr(service.store, "complete", count)
-        (id,) = service.add(1)
-        service.wait_for_step(id, 1)
-        path.rename(away)
-        service.go_on()
-        service.wait(lambda: len(tries) > 3, "it is not tried again")
-        away.rename(path)
-        assert service.wait_final([id])[0].state is JobState.COMPLETED
-        service.wait(lambda: len(told) > 1, "nothing is said")
-    assert [line.rpartition(": ")[2] for line in told] == [
-        "no clip is begun or taken",
-        "clips are made",
-    ]
 
 
 def test_ranks_that_cannot_start_are_tried_again(
