@@ -155,6 +155,8 @@ class RunningClip:
     """Whether another server may have the job by now."""
     ranks_left: int = 0
     """How many ranks have not prepared its image yet."""
+    prepared_at: float = 0.0
+    """Monotonic time at which its image will be prepared, by the latest one."""
     asked_at: float = field(default_factory=time.monotonic)
 
     @property

@@ -32,6 +32,8 @@ MAX_ATTEMPTS = 2
 _DISK_SECONDS = 1.0
 # Clips, of which the ranks have far fewer.
 _REMEMBERED = 1000
+# To prepare an image, until it is measured.
+_SECONDS_PER_PIXEL = 6e-8
 
 
 class Feeder:
@@ -68,6 +70,7 @@ class Feeder:
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
         self.preparing: RunningClip | None = None
         """The clip whose large image the ranks prepare, while others go first."""
+        self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
         self.has_latents = True
@@ -114,6 +117,7 @@ class Feeder:
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
+            self._seconds_per_pixel = event.seconds / clip.job.photo_pixels
             self.wake()
 
     @property
@@ -227,6 +231,7 @@ class Feeder:
         if self.preparing is not None or not clip.job.has_large_image or clip.request.done_steps:
             return False
         clip.ranks_left = self._num_encoders
+        clip.prepared_at = time.monotonic() + self._seconds_per_pixel * clip.job.photo_pixels
         self.preparing = clip  # before the ranks can say that it is prepared
         try:
             pipeline.prepare_image(clip.request)

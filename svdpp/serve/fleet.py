@@ -140,7 +140,7 @@ class Estimates:
 
     def _new(self) -> dict[str, Estimate]:
         waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
-        clips = self._feeder.clips()
+        clips, preparing = self._feeder.clips(), self._feeder.preparing
         pace = self._pace()
         made = pace or _Pace(0.0, 0.0, 0.0)
         begun = [clip for clip in clips if clip.has_begun]
@@ -151,6 +151,8 @@ class Estimates:
         for id, sampling, steps_done in self._in_order(clips, waiting):
             if id not in etas:
                 seconds = made.left(sampling, steps_done)
+                if preparing is not None and id == preparing.job.id:
+                    seconds += max(0.0, preparing.prepared_at - time.monotonic())
                 places[id], etas[id] = len(places), ahead + seconds
                 ahead += seconds / num_ranks
         known = pace is not None

@@ -12,7 +12,6 @@ import pytest
 from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipProgress
 from svdpp.plan.actions import Action
-from svdpp.serve import fleet
 from svdpp.serve.clips import RunningClip
 from svdpp.serve.fleet import Estimate, Estimates
 from svdpp.serve.queue import JobQueue
@@ -90,16 +89,21 @@ def test_the_next_clip_begins_once_the_first_rank_is_free(store: JobQueue) -> No
 
 def test_others_go_before_a_large_image(store: JobQueue) -> None:
     jobs = [store.add(dummy_job(seed), max_open=None) for seed in range(4)]
-    assert store.take_next() is not None
-    found = _estimates(store, preparing=_clip(0, None)).all()
+    large = store.take_next()
+    assert large is not None
+    prepared_at = time.monotonic() + 100
+    preparing = replace(_clip(0, None), job=large, prepared_at=prepared_at)
+    found = _estimates(store, preparing=preparing).all()
     assert [found[job.id].place for job in jobs] == [2, 0, 1, 3]
+    etas = [found[job.id].eta_seconds for job in jobs]
+    assert etas == pytest.approx([3 * WHOLE + 100, WHOLE, 2 * WHOLE, 4 * WHOLE + 100], abs=0.1)
 
 
 def test_an_eta_counts_down_between_two_looks(
     store: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(fleet.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     estimates = _estimates(store)
     monkeypatch.setattr(estimates, "_new", lambda: {"clip": Estimate(0, 10.0)})
     assert estimates.of("clip") == Estimate(0, 10.0)

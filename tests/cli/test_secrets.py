@@ -1,0 +1,95 @@
+"""No command prints the user's home, a token or a secret, however it ends."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone, svdpp_here
+from tests.models.builders import save_tiny_checkpoint
+
+MARKS = ("markedhome", "markedtoken", "markedsecret")
+UNET = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder with a photograph and a model that lacks a weight."""
+    folder = tmp_path_factory.mktemp("users") / "markedhome"
+    file = save_tiny_checkpoint(folder / "models/broken") / UNET
+    weights = load_file(file)
+    weights.pop("conv_in.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    shutil.copy(PHOTO, folder / "rocket.jpg")
+    (folder / "text.png").write_text("hello")
+    return folder
+
+
+@pytest.fixture
+def env(home: Path) -> dict[str, str]:
+    return {
+        "HOME": str(home),
+        "HF_HOME": str(home / "cache"),
+        "HF_TOKEN": "hf_markedtoken" + "x" * 20,
+        "STORE_PASSWORD": "markedsecret 1",
+    }
+
+
+def assert_unmarked(*texts: str) -> None:
+    for text in texts:
+        for mark in MARKS:
+            assert mark not in text, text[max(0, text.index(mark) - 200) :][:400]
+
+
+FAULTS: list[tuple[int, Callable[[Path], tuple[str, ...]]]] = [
+    (7, lambda home: ("run", f"{home}/gone.png", f"{home}/text.png", *DEMO)),
+    (7, lambda home: ("run", f"{home}", *DEMO, "--out", f"{home}/out")),
+    (7, lambda home: ("verify", f"{home}/gone.json")),
+    (8, lambda home: ("run", PHOTO, *DEMO, *TINY, "--out", f"{home}/text.png")),
+    (8, lambda home: ("simulate", "--log-file", f"{home}/text.png/log")),
+    (5, lambda home: ("run", PHOTO, "--model", f"{home}/gone", "--device", "cpu")),
+    (5, lambda home: ("run", PHOTO, "--model", f"{home}/text.png", "--device", "cpu")),
+    (5, lambda _: ("run", PHOTO, "--model", "hf_markedtoken" + "x" * 20, "--device", "cpu")),
+    (5, lambda _: ("run", PHOTO, "--model", "https://u:markedsecret 1@host/x", "--device", "cpu")),
+    (2, lambda _: ("run", PHOTO, *DEMO, "--device", "markedsecret 1")),
+]
+
+
+@pytest.mark.parametrize("more", [(), ("--debug", "--json")], ids=str)
+@pytest.mark.parametrize(("code", "arguments"), FAULTS)
+def test_refusals_show_none(
+    home: Path,
+    env: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    arguments: Callable[[Path], tuple[str, ...]],
+    more: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = svdpp_here(*arguments(home), *more, env=env)
+
+    assert answer.code == code, answer
+    assert ("Traceback" in answer.err) == bool(more)
+    assert_unmarked(answer.out, answer.err)
+
+
+@pytest.mark.processes
+def test_a_rank_s_traceback_shows_none(home: Path, env: dict[str, str], tmp_path: Path) -> None:
+    """With the most verbose output."""
+    log = tmp_path / "run.jsonl"
+    answer = svdpp_alone(
+        *("run", str(home / "rocket.jpg"), "--model", str(home / "models/broken"), *TINY),
+        *("--device", "cpu", "--world", "2", "--json", "-vv", "--debug", "--log-file", str(log)),
+        *("--out", str(tmp_path / "out")),
+        env=env,
+    )
+
+    assert answer.code == 5
+    assert "model '~/models/broken'" in answer.err
+    assert "Traceback" in log.read_text()
+    assert_unmarked(answer.out, answer.err, log.read_text())
