@@ -136,8 +136,7 @@ class Server:
         # A garbage collection stops all threads, and would visit every object of torch each time.
         gc.collect()
         gc.freeze()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        self._catch_signals()
         self._service.engine.start()
         for background in self._threads:
             background.start()
@@ -153,6 +152,10 @@ class Server:
             self._service.queue.close()
         if self._service.engine.fatal is not None:
             raise self._service.engine.fatal
+
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._ending.is_set():
