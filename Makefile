@@ -74,7 +74,7 @@ soak-serve: $(STAMP) ## Kill a server, its ranks and fork server while clients u
 	$(BIN)/python -m tests.soak.serve_soak $(ARGS)
 
 soak-fleet: $(STAMP) ## Kill servers of a fleet, ranks and PostgreSQL while clients use it
-	$(BIN)/python -m tests.soak.fleet_soak $(ARGS)
+	$(BIN)/python -m tests.soak.serve_soak --servers 3 $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .

@@ -58,6 +58,11 @@ def test_an_approximation_of_an_earlier_svdpp_is_refused_in_a_sentence(out: Path
     )
 
 
+def test_a_clip_is_not_recomputed_under_other_threads(out: Path) -> None:
+    answer = svdpp_here("verify", str(out / "rocket_0.mp4"), "--threads", "2")
+    assert_error(answer, 2, "no effect on a finished clip: --threads", "leave that out")
+
+
 def test_every_harm_to_a_clip_is_named(out: Path) -> None:
     """One folder with a clip for each change, one command, one process that recomputes."""
     for name in ("deleted", "junk", "edited"):

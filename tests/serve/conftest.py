@@ -1,4 +1,4 @@
-"""A store in a folder of its own, and servers that many tests share: a start takes seconds."""
+"""A store in a folder of its own, and servers that the tests of a module share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from loguru import logger
 
+from svdpp.serve.auth import add_key
 from svdpp.serve.queue import JobQueue
+from tests.serve.http_server import DEMO, QUICK, HttpServer
 from tests.serve.postgres import Postgres, postgres_server
+from tests.serve.server_here import ServerHere
 from tests.serve.swift import Swift, swift_server
-
-if TYPE_CHECKING:
-    from tests.serve.http_server import HttpServer
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +49,15 @@ def database(postgres: Postgres) -> Iterator[str]:
     postgres.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """What is logged as a warning or an error."""
+    lines: list[str] = []
+    sink = logger.add(lambda line: lines.append(line.strip()), format="{message}", level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
 #: The databases that a queue may be in; PostgreSQL has to be started.
 DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.long)]
 
@@ -73,19 +82,9 @@ def each_store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
         yield store
 
 
-def _started(folder: Path, *options: str, key: str | None = None) -> Iterator[HttpServer]:
-    from tests.serve.http_server import HttpServer  # needs the extra
-
-    with HttpServer(folder / "data", *options, key=key) as server:
-        server.wait_ready()
-        yield server
-
-
 @pytest.fixture
 def start(tmp_path: Path, database: str) -> Iterator[Callable[..., HttpServer]]:
     """Starts one more server of a fleet, and returns it once its ranks are ready."""
-    from tests.serve.http_server import HttpServer
-
     with contextlib.ExitStack() as servers:
 
         def started(*options: str, folder: str = "data") -> HttpServer:
@@ -97,33 +96,32 @@ def start(tmp_path: Path, database: str) -> Iterator[Callable[..., HttpServer]]:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A server of quick clips."""
-    from tests.serve.http_server import QUICK
+    """A server of quick clips, which take as long as their steps ask for and have no file."""
+    with ServerHere(
+        tmp_path_factory.mktemp("server") / "data", *QUICK, "--max-upload-mb", "1"
+    ) as server:
+        server.wait_ready()
+        yield server
 
-    yield from _started(tmp_path_factory.mktemp("server"), *QUICK, "--max-upload-mb", "1")
 
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """A server of real clips, two of which may be open."""
-    from tests.serve.http_server import DEMO
-
-    folder = tmp_path_factory.mktemp("demo")
     clip = ("--steps", "8", "--frames", "2", "--max-queue", "2")
-    yield from _started(folder, *DEMO, *clip, "--log-file", str(folder / "log"))
+    with ServerHere(tmp_path_factory.mktemp("demo") / "data", *DEMO, *clip) as server:
+        server.wait_ready()
+        yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     """A server with keys; its client is `alice`, its `other_key` is of `bob`."""
-    from svdpp.serve.auth import add_key
-    from tests.serve.http_server import QUICK
-
     folder = tmp_path_factory.mktemp("keyed")
     alice, bob = (add_key(folder / "keys", name) for name in ("alice", "bob"))
     options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(folder / "keys"))
-    for server in _started(folder, *options, key=alice):
+    with ServerHere(folder / "data", *options, key=alice) as server:
         server.other_key = bob
+        server.wait_ready()
         yield server

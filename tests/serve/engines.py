@@ -25,7 +25,7 @@ from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
-from tests.serve.store_jobs import new_job
+from tests.serve.store_jobs import job_of, new_job
 
 STEPS = 8
 SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
@@ -78,9 +78,7 @@ class Serving:
         return self.wait_final(self.store_jobs(*jobs))
 
     def job(self, job_id: str) -> Job:
-        found = self.store.get(job_id)
-        assert found is not None
-        return found
+        return job_of(self.store, job_id)
 
     def states(self, ids: list[str]) -> list[JobState]:
         return [self.job(job_id).state for job_id in ids]

@@ -60,8 +60,11 @@ class HttpServer:
         except BaseException:
             self.process.kill()
             raise
-        self.url = self._url
-        self.client = httpx.Client(base_url=self.url, timeout=HANG_SECONDS, trust_env=False)
+        self._connect(self._url, key)
+
+    def _connect(self, url: str, key: str | None) -> None:
+        self.url = url
+        self.client = httpx.Client(base_url=url, timeout=HANG_SECONDS, trust_env=False)
         if key is not None:
             self.client.headers["Authorization"] = f"Bearer {key}"
 
@@ -104,7 +107,7 @@ class HttpServer:
     def wait_ready(self) -> None:
         """Waits until the ranks are ready, and the server has said so."""
         wait(lambda: self.client.get("/ready").status_code == 200, lambda: self.err)
-        wait(lambda: "\nready to make clips\n" in self.err, lambda: self.err)
+        wait(lambda: "ready to make clips\n" in self.err, lambda: self.err)
 
     def request(
         self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any

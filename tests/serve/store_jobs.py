@@ -30,6 +30,20 @@ def add(store: JobQueue, **values: Any) -> str:
     return store.add(new_job(**values), max_open=None).id
 
 
+def job_of(store: JobQueue, id: str) -> Job:
+    """The job, which is there."""
+    job = store.get(id)
+    assert job is not None
+    return job
+
+
+def taken(store: JobQueue) -> Job:
+    """The next job, of which there is one."""
+    job = store.take_next()
+    assert job is not None
+    return job
+
+
 def token_of(store: JobQueue, id: str) -> int:
     """The token of a job's latest claim; 0 if there is no job."""
     job = store.get(id)

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("fastapi")
-
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
 from svdpp.driver import resolve as memory
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.costs import PRESETS
 from svdpp.serve.clips import Admission
-from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import build
 from svdpp.serve.service import ServerSettings, Service
@@ -29,23 +26,6 @@ from tests.serve.store_jobs import add, new_job, take_all
 DUMMY = ModelConfig(name="dummy", dummy_sleeps=True)
 SAMPLING = SvdSampling(num_frames=2, decode_chunk_size=2)
 COSTS = PRESETS["svd-xt-a100"]
-
-
-@pytest.mark.parametrize(("world_size", "num_steps"), [(1, 1), (4, 2), (7, 25), (7, 1000)])
-def test_alternating_ranks_make_clips_of_any_number_of_steps(
-    world_size: int, num_steps: int
-) -> None:
-    config = PipelineConfig(
-        world_size=world_size, model=DUMMY, sampling=SAMPLING, split="alternating", costs=COSTS
-    )
-    Admission(config, None).check(replace(SAMPLING, num_inference_steps=num_steps))
-
-
-@pytest.mark.parametrize("num_steps", [1, 3, 6])
-def test_a_uniform_split_refuses_steps_that_it_cannot_split(num_steps: int) -> None:
-    config = PipelineConfig(world_size=4, model=DUMMY, sampling=SAMPLING)
-    with pytest.raises(RequestError):
-        Admission(config, None).check(replace(SAMPLING, num_inference_steps=num_steps))
 
 
 def test_steps_that_need_a_rank_without_weights() -> None:
@@ -102,20 +82,6 @@ def served(folder: Path, world_size: int = 2) -> Iterator[Service]:
 def held(service: Service) -> dict[str, str]:
     views = map(service.video, service.queue.page(owner=None, limit=100, order="asc"))
     return {view.id: view.held for view in views if view.held is not None}
-
-
-def test_only_jobs_of_the_servers_model_are_taken(store: JobQueue) -> None:
-    own, other = add(store, model="a"), add(store, model="b")
-    store.kind = "a"
-    assert [id for id, _ in store.waiting()] == [own]
-    assert store.num_open() == 1
-    assert store.counts()[JobState.QUEUED] == 1
-    assert take_all(store) == [own]
-    assert store.complete(own, {})
-    assert store.num_open() == 0
-    assert store.has_unfinished()
-    store.kind = "b"
-    assert take_all(store) == [other]
 
 
 def test_what_is_held_says_why(tmp_path: Path) -> None:

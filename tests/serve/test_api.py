@@ -1,4 +1,4 @@
-"""The routes, with the real server, real ranks of the dummy model and real HTTP."""
+"""The routes, with the real server, real ranks and real HTTP."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import io
 import itertools
+import json
 import math
 import re
 import socket
 import sqlite3
+import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,19 +22,15 @@ import httpx
 import pytest
 from PIL import Image
 
-pytest.importorskip("fastapi")
-
 from svdpp.serve.job import Job
 from svdpp.serve.server import build
-from svdpp.serve.service import Followers, ServerSettings, Service
+from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.views import Video
-from tests.media.pictures import png
 from tests.serve.engines import dummy_config, dummy_job
-from tests.serve.http_server import PHOTO, HttpServer, error_of, stream, wait
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, raw, stream, wait
 
 pytestmark = pytest.mark.processes
 
-UNKNOWN = "video_" + "0" * 32
 PIXELS = math.prod(Image.open(io.BytesIO(PHOTO)).size)
 
 
@@ -63,10 +62,8 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert other["seed"] != server.request().json()["seed"]
 
     done = server.wait_for(video["id"], "completed")
-    assert (done["progress"], done["step"], done["place"], done["eta_seconds"]) == (
-        *(100, done["steps"]),
-        *(None, None),
-    )
+    about = [done[name] for name in ("progress", "step", "place", "eta_seconds")]
+    assert about == [100, done["steps"], None, None]
     assert video["created_at"] <= done["started_at"] <= done["completed_at"]
     metadata = server.client.get(f"/v1/videos/{video['id']}/metadata")
     assert re.fullmatch(r"[0-9a-f]{64}", metadata.json()["latents_sha256"])
@@ -122,13 +119,6 @@ def test_a_wrong_request_is_refused_at_once(
     assert not list((server.folder / "photos").glob(".upload*"))
 
 
-def test_a_photograph_of_many_pixels_is_refused_with_the_option(server: HttpServer) -> None:
-    photo = png(6000, 4001, 1, 0, bytes(751 * 4001))
-    error = error_of(server.request(photo=photo), 422, "invalid_image")
-    assert "6000x4001 pixels, the limit is 24 million" in error["message"]
-    assert "--max-megapixels" in error["hint"]
-
-
 def test_a_body_that_is_no_form(server: HttpServer) -> None:
     post = server.client.post
     error_of(post("/v1/videos", data={"steps": 4}), 415, "unsupported_media_type")
@@ -138,34 +128,6 @@ def test_a_body_that_is_no_form(server: HttpServer) -> None:
     assert error["message"].startswith("the body must be a JSON object, or a form as multipart")
     error = error_of(post("/v1/videos", files={"other": PHOTO}), 422, "invalid_request")
     assert {each["field"] for each in error["details"]["faults"]} == {"input_reference", "other"}
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", "/nothing", 404, "not_found"),
-        ("GET", "/v1/videos/video_1", 404, "video_not_found"),
-        ("GET", f"/v1/videos/{UNKNOWN}/events", 404, "video_not_found"),
-        ("DELETE", f"/v1/videos/{UNKNOWN}", 404, "video_not_found"),
-        ("GET", f"/v1/videos?after={UNKNOWN}", 404, "video_not_found"),
-        ("GET", "/v1/videos?limit=0", 422, "invalid_request"),
-        ("GET", "/v1/videos?status=lost", 422, "invalid_request"),
-    ],
-)
-def test_every_error_has_one_shape(
-    server: HttpServer, method: str, path: str, status: int, code: str
-) -> None:
-    error_of(server.client.request(method, path), status, code)
-
-
-@pytest.mark.parametrize(
-    ("path", "methods"),
-    [("/v1/videos", "GET, HEAD, POST"), ("/v1/videos/x/verify", "POST"), ("/ready", "GET, HEAD")],
-)
-def test_a_wrong_method_is_told_all_methods(server: HttpServer, path: str, methods: str) -> None:
-    answer = server.client.put(path)
-    error_of(answer, 405, "method_not_allowed")
-    assert answer.headers["allow"] == methods
 
 
 def test_head_has_the_headers_of_get_and_no_body(server: HttpServer) -> None:
@@ -198,9 +160,15 @@ def test_a_file_that_the_client_has_is_not_sent_again(server: HttpServer) -> Non
 
 
 def test_a_body_that_is_too_large(server: HttpServer) -> None:
-    large = PHOTO + bytes(2**20)
-    error = error_of(server.request(photo=large), 413, "content_too_large")
-    assert error["details"] == {"limit_bytes": 2**20}
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    head = (
+        f"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Type: {form['content-type']}\r\n"
+    )
+    answer = raw(server, f"{head}Content-Length: {2**21}\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["details"] == {
+        "limit_bytes": 2**20
+    }
 
     def endless() -> Iterator[bytes]:
         yield b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a"\r\n\r\n'
@@ -208,10 +176,9 @@ def test_a_body_that_is_too_large(server: HttpServer) -> None:
             yield bytes(2**16)
 
     # Its length is not told before.
-    form = {"content-type": "multipart/form-data; boundary=x"}
-    with contextlib.suppress(httpx.WriteError, httpx.RemoteProtocolError):
-        answer = server.client.post("/v1/videos", content=endless(), headers=form)
-        error_of(answer, 413, "content_too_large")
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+        late = server.client.post("/v1/videos", content=endless(), headers=form)
+        error_of(late, 413, "content_too_large")
     assert server.client.get("/v1/models").status_code == 200
 
 
@@ -224,17 +191,6 @@ def test_a_repeated_request_makes_one_clip(server: HttpServer) -> None:
     server.wait_for(first["id"], "completed")
     assert len(list((server.folder / "photos").glob(f"{first['id']}.*"))) == 1
     assert len(list((server.folder / "photos").iterdir())) == len(server.all_ids())
-
-
-def test_pages_cover_all_clips_once(server: HttpServer) -> None:
-    ids = server.add(9)
-    found = server.all_ids()
-
-    assert found[-9:] == ids
-    assert len(set(found)) == len(found)
-    newest = server.client.get("/v1/videos?limit=3").json()
-    assert [video["id"] for video in newest["data"]] == ids[:-4:-1]
-    assert (newest["object"], newest["has_more"]) == ("list", True)
 
 
 def test_waiting_clips_know_their_place(server: HttpServer) -> None:
@@ -262,21 +218,18 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
             assert (answer["status"], answer["place"]) == ("cancelled", None)
 
 
-def test_a_clip_that_is_not_completed_has_no_content(server: HttpServer) -> None:
-    with long_clip(server) as id:
-        for what in ("content", "metadata"):
-            error = error_of(server.client.get(f"/v1/videos/{id}/{what}"), 409, "not_completed")
-            assert error["details"] == {"status": "in_progress"}
-        error_of(server.client.post(f"/v1/videos/{id}/verify"), 409, "not_completed")
-
-
 def assert_let_go(server: HttpServer, id: str) -> None:
     ranks = server.client.get("/v1/engine").json()["ranks"]
     assert all(rank["video"] != id for rank in ranks), ranks
 
 
-def test_a_cancelled_clip_stays_and_a_repeated_cancel_changes_nothing(server: HttpServer) -> None:
+def test_a_running_clip_has_no_content_and_stays_when_it_is_cancelled(server: HttpServer) -> None:
+    """And a repeated cancel changes nothing."""
     with long_clip(server) as id:
+        for what in ("content", "metadata"):
+            error = error_of(server.client.get(f"/v1/videos/{id}/{what}"), 409, "not_completed")
+            assert error["details"] == {"status": "in_progress"}
+        error_of(server.client.post(f"/v1/videos/{id}/verify"), 409, "not_completed")
         first = server.client.post(f"/v1/videos/{id}/cancel").json()
         assert_let_go(server, id)
         assert first["status"] == "cancelled"
@@ -287,39 +240,18 @@ def test_a_cancelled_clip_stays_and_a_repeated_cancel_changes_nothing(server: Ht
     assert server.client.get(f"/v1/videos/{done}/metadata").status_code == 200
 
 
-@pytest.mark.parametrize("status", ["in_progress", "completed"])
-def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(
-    server: HttpServer, status: str
-) -> None:
-    (id,) = server.add(steps=1000 if status == "in_progress" else 1)
-    server.wait_for(id, status)
-    answer = server.client.delete(f"/v1/videos/{id}").json()
+def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(server: HttpServer) -> None:
+    for steps, status, ended in ((1000, "in_progress", "cancelled"), (1, "completed", "completed")):
+        (id,) = server.add(steps=steps)
+        server.wait_for(id, status)
+        answer = server.client.delete(f"/v1/videos/{id}").json()
 
-    assert_let_go(server, id)
-    ended = {"in_progress": "cancelled"}.get(status, status)
-    assert answer == {"id": id, "object": "video.deleted", "deleted": True, "status": ended}
-    for method, path in (("GET", ""), ("GET", "/input"), ("DELETE", "")):
-        answer = server.client.request(method, f"/v1/videos/{id}{path}")
-        error_of(answer, 404, "video_not_found")
-    assert not [path for path in server.folder.rglob("*") if id in path.name]
-
-
-def test_a_client_that_does_not_wait_for_the_answer(server: HttpServer) -> None:
-    post = httpx.Client(trust_env=False, base_url=server.url).build_request(
-        "POST", "/v1/videos", files={"input_reference": ("left.jpg", PHOTO)}, data={"steps": "3"}
-    )
-    lines = "".join(f"{name}: {value}\r\n" for name, value in post.headers.items())
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port or 0)) as connection:
-        connection.sendall(f"POST /v1/videos HTTP/1.1\r\n{lines}\r\n".encode() + post.read())
-
-    def found() -> list[str]:
-        videos = server.client.get("/v1/videos?limit=5").json()["data"]
-        return [video["id"] for video in videos if video["input"]["name"] == "left.jpg"]
-
-    wait(found)
-    (id,) = found()
-    server.wait_for(id, "completed")
+        assert_let_go(server, id)
+        assert answer == {"id": id, "object": "video.deleted", "deleted": True, "status": ended}
+        for method, path in (("GET", ""), ("GET", "/input"), ("DELETE", "")):
+            answer = server.client.request(method, f"/v1/videos/{id}{path}")
+            error_of(answer, 404, "video_not_found")
+        assert not [path for path in server.folder.rglob("*") if id in path.name]
 
 
 # --- images -------------------------------------------------------------------------------------
@@ -402,22 +334,132 @@ def test_a_stream_ends_with_the_final_state(
     service.queue.close()
 
 
-async def _looks(followers: Followers, number: int) -> float:
-    """Seconds until so many looks."""
-    begun = time.monotonic()
-    with followers.follow():
-        for _ in range(number):
-            await followers.pause()
-    return time.monotonic() - begun
+# --- requests as other programs send them, in JSON, with the mp4 as answer ----------------------
+
+SYNC = "/v1/videos/sync"
+#: As vLLM-Omni's clients name them.
+THEIRS = {"num_frames": 2, "num_inference_steps": 3, "width": 128, "height": 128, "seed": 5}
+OURS = {"frames": 2, "steps": 3, "size": "128x128", "seed": 5}
+BASE64 = b64encode(PHOTO).decode()
+URL = f"data:image/jpeg;base64,{BASE64}"
 
 
-def test_they_look_from_time_to_time_and_less_often_if_they_are_many() -> None:
-    async def follow(number: int) -> float:
-        followers = Followers()
-        return max(await asyncio.gather(*(_looks(followers, 1) for _ in range(number))))
+@pytest.fixture(scope="module")
+def clip(demo: HttpServer) -> bytes:
+    """The clip of `OURS`, by the usual routes."""
+    (id,) = demo.add(**OURS)
+    demo.wait_for(id, "completed")
+    return demo.client.get(f"/v1/videos/{id}/content").content
 
-    assert asyncio.run(follow(1)) >= 0.25
-    assert asyncio.run(follow(200)) >= 1.0
+
+def parts(**fields: Any) -> dict[str, Any]:
+    return {name: (None, str(value)) for name, value in fields.items()}
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"files": {"input_reference": ("a.jpg", PHOTO), **parts(prompt="", **THEIRS)}},
+        {"files": parts(image_reference=f'{{"image_url": "{URL}"}}', **THEIRS)},
+        {"files": parts(**{"input_reference[image_url]": URL}, **THEIRS)},
+        {"json": {"prompt": "", "image_reference": {"image_url": URL}, **THEIRS}},
+        {"json": {"input_reference": BASE64, **OURS, "steps": "3"}},
+        {"json": {"input_reference": URL, "fps": None, **OURS}},
+    ],
+    ids=["vllm form", "litellm form", "openai form", "vllm json", "base64", "data url"],
+)
+def test_each_way_to_ask_for_a_clip_gives_the_same_one(
+    demo: HttpServer, clip: bytes, request_of: dict[str, Any]
+) -> None:
+    answer = demo.client.post(SYNC, **request_of)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "video/mp4"
+    assert answer.headers["x-model"] == "demo"
+    assert float(answer.headers["x-inference-time-s"]) > 0
+    video = demo.video(answer.headers["x-request-id"])
+    assert {name: video[name] for name in OURS} == OURS
+    assert frames_of(answer.content) == frames_of(clip)
+
+
+def frames_of(clip: bytes) -> bytes:
+    """The coded frames of an mp4, without the metadata, which names the file."""
+    begin = clip.index(b"mdat")
+    return clip[begin : begin + int.from_bytes(clip[begin - 4 : begin]) - 4]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({"input_reference": "http://localhost/a.png"}, "input_reference", "no URLs are fetched"),
+        ({"input_reference": {"file_id": "file-1"}}, "input_reference", ""),
+        ({"input_reference": "data:image/png,abc"}, "input_reference", "must be in base64"),
+        ({"input_reference": "a photograph"}, "input_reference", "base64"),
+        ({"input_reference": BASE64, "num_inference_steps": 0}, "steps", "1 or more"),
+        ({"image_reference": "a photograph"}, "input_reference", "base64"),
+        ({"input_reference": BASE64, "seed": True}, "seed", "must be a whole number, got True"),
+        ({"input_reference": BASE64, "fit": {"a": "x" * 99}}, "fit", "got {'a': 'xxx"),
+    ],
+    ids=str,
+)
+def test_wrong_json(demo: HttpServer, body: Any, field: str, words: str) -> None:
+    for path in ("/v1/videos", SYNC):
+        error = error_of(demo.client.post(path, json=body), 422, "invalid_request")
+        assert [each["field"] for each in error["details"]["faults"]] == [field]
+        assert words in error["message"]
+
+
+def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
+    (id,) = demo.add(**OURS)
+    demo.wait_for(id, "completed")
+    demo.client.delete(f"/v1/videos/{id}")
+
+    states = ("requested", "finished", "completed", "removed")
+    said = sorted(line for line in demo.err.splitlines() if id in line)
+    assert said == sorted(f"INFO {id} is {state}" for state in states)
+    assert "clip 0" not in demo.err
+    assert "/v1/" not in demo.err
+
+
+def running(server: HttpServer) -> dict[str, Any]:
+    """The clip that the ranks make, once they do."""
+    path = "/v1/videos?status=in_progress"
+    wait(lambda: server.client.get(path).json()["data"])
+    (video,) = server.client.get(path).json()["data"]
+    return dict(video)
+
+
+def test_a_client_that_goes_away_is_not_waited_for(server: HttpServer) -> None:
+    body = json.dumps({"input_reference": BASE64, "steps": 1000}).encode()
+    head = f"POST {SYNC} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    url = httpx.URL(server.url)
+
+    def streams(number: int) -> bool:
+        return f"svdpp_event_streams {number}.0" in server.client.get("/metrics").text
+
+    with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        wait(lambda: streams(1))
+        video = running(server)
+    wait(lambda: streams(0))
+    assert server.video(video["id"])["status"] in ("in_progress", "completed")
+    server.client.delete(f"/v1/videos/{video['id']}")
+
+
+def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {"input_reference": BASE64, "steps": 1000}
+        answers.append(server.client.post(SYNC, json=body))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    server.client.post(f"/v1/videos/{running(server)['id']}/cancel")
+    thread.join(HANG_SECONDS)
+
+    error = error_of(answers[0], 409, "not_completed")
+    assert error["message"] == "the video is cancelled, not completed"
 
 
 # --- about the server ---------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
 pytest.importorskip("schemathesis")
 
 import schemathesis

@@ -13,7 +13,6 @@ import pytest
 
 from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, raw
 
-pytest.importorskip("fastapi")
 pytestmark = pytest.mark.processes
 
 HEAD = b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\n"
@@ -61,12 +60,6 @@ def test_no_codec_but_utf_8(server: HttpServer, charset: str) -> None:
     """Python decodes a megabyte of punycode for minutes."""
     body = part("prompt", b"a" * 500_000 + b"-" + b"a" * 500_000) + photo() + b"--x--\r\n"
     error_of(send(server, body, f"; charset={charset}"), 415, "unsupported_charset")
-
-
-def test_text_that_is_not_utf_8(server: HttpServer) -> None:
-    body = part("fit", b"\xff\xfe\x00") + photo() + b"--x--\r\n"
-    error = error_of(send(server, body), 422, "invalid_request")
-    assert [fault["field"] for fault in error["details"]["faults"]] == ["fit"]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +112,9 @@ def test_deep_json(server: HttpServer) -> None:
     error_of(send(server, field), 422, "invalid_request")
     path = "/v1/videos/video_0/verify"
     error_of(server.client.post(path, content=deep, headers=kind), 404, "video_not_found")
-    large = server.client.post(path, content=bytes(2**20), headers=kind)
-    error_of(large, 413, "content_too_large")
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    large = raw(server, f"{head}Content-Length: {2**20}\r\n\r\n".encode())
+    assert large.startswith(b"HTTP/1.1 413 ")
 
 
 # --- HTTP itself --------------------------------------------------------------------------------

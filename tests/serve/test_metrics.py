@@ -1,4 +1,4 @@
-"""The metrics, without a server: what is counted, and what is read at each scrape."""
+"""What a server tells of its work, without a server: the metrics, and the view of its ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from svdpp.serve.job import JobState
-from svdpp.worker.messages import ActionDone, Joined, StepDone
-
-pytest.importorskip("prometheus_client")
-
 from prometheus_client.parser import text_string_to_metric_families
 
+from svdpp.serve.engine import Rank, RankView
+from svdpp.serve.job import JobState
 from svdpp.serve.metrics import Metrics
+from svdpp.worker.messages import ActionDone, Failed, Heartbeat, Joined, StepDone
 from tests.serve.store_jobs import new_job
 
 JOB = new_job(created_at=1000.0)
@@ -125,3 +122,41 @@ def test_routes_have_few_names() -> None:
         Asked(guard).get(f"/made/up/{number}")
 
     assert server.metrics.exposed().count(b"svdpp_http_requests_total{") == 1
+
+
+def test_the_view_of_the_ranks_says_what_each_does_and_did() -> None:
+    view = RankView(3, {7: "video_7"}.get)
+    for rank in range(3):
+        view.add(rank, Joined(device="cpu", load_seconds=1.0))
+    view.add(0, Heartbeat(action="DENOISE c7 0:4"))
+    view.add(0, StepDone(clip=7, step=0, seconds=0.1))
+    view.add(1, Heartbeat(action="DENOISE c7 4:8", waiting=True))
+    assert view.now() == [
+        Rank(0, "cpu", "video_7", "denoise", 1, "compute"),
+        Rank(1, "cpu", "video_7", "denoise", None, "wait"),
+        Rank(2, "cpu", None, "", None, "idle"),
+    ]
+    asked = time.time()
+    at_work, *others = view.spans()
+    assert (at_work.rank, at_work.video, at_work.kind) == (0, "video_7", "denoise")
+    assert others == [], "a rank that waits does nothing"
+    assert asked - 0.1 <= at_work.end <= time.time() + 0.1
+    now = time.monotonic()
+    view.add(0, ActionDone(action="DENOISE c7 0:4", start=now - 5, end=now, waited=0.0))
+    view.add(2, ActionDone(action="DECODE c7 @8", start=now - 90, end=now - 80, waited=0.0))
+    view.add(0, Heartbeat())
+    (done,) = view.spans()
+    assert round(done.end - done.start, 3) == 5
+    view.add(0, Failed(error={}, traceback="", action="DECODE c5 @8", step=-1))
+    assert view.clip_of(0) == 5
+    view.reset()
+    assert [rank.doing for rank in view.now()] == ["idle"] * 3
+    assert view.spans() == [done]
+
+
+def test_spans_of_the_view_are_bounded() -> None:
+    view = RankView(1, lambda _: None)
+    for _ in range(5000):
+        now = time.monotonic()
+        view.add(0, ActionDone(action="ENCODE c1 @0", start=now, end=now, waited=0.0))
+    assert len(view.spans()) == 1024

@@ -98,62 +98,32 @@ def _child() -> int:
 
 
 @pytest.mark.long
-def test_idle_time_proves_the_newest_first_and_finds_a_changed_file(
+def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    """One that lacks its photograph is not tried for ever."""
+    """A process may be killed, as when memory runs out; its proof can be requested again."""
     with _proving(made, tmp_path, when_idle=True) as proving:
         oldest = tmp_path / "clips" / f"{proving.ids[0]}.mp4.json"
         metadata = json.loads(oldest.read_text())
         metadata["latents_sha256"] = "0" * 64
         oldest.write_text(json.dumps(metadata))
-        (tmp_path / "photos" / f"{proving.ids[1]}.jpg").unlink()
+        photo = tmp_path / "photos" / f"{proving.ids[1]}.jpg"
+        photo.write_bytes(b"another")
         assert proving.proofs() == ["none"] * 3
         proving.idle.set()
         proving.wait_for("none", "none", "running")
         child = _child()
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, child) == 19, HANG_SECONDS, "not nice")
-        proving.wait_for("running", "failed", "equal")
+        os.kill(child, signal.SIGKILL)
+        proving.wait_for("different", "failed", "failed")
+        different, failed, killed = map(str, proving.reasons())
+        assert different.startswith("latent, file (the metadata inside says")
+        assert failed.startswith(f"'{photo.name}' is not the image")
+        assert "ended with code -9" in killed
+        assert proving.prover.request(proving.ids[2])
         proving.wait_for("different", "failed", "equal")
-        assert str(proving.reasons()[0]).startswith("latent, file (the metadata inside says")
-        assert proving.reasons()[1:] == ["file missing: the image", None]
-    assert proving.verdicts == ["equal", "different"]
-
-
-def test_a_clip_that_is_gone_is_missing_and_not_different(
-    made: tuple[Path, list[str]], tmp_path: Path
-) -> None:
-    with _proving(made, tmp_path, when_idle=True) as proving:
-        (tmp_path / "clips" / f"{proving.ids[0]}.mp4").unlink()
-        for suffix in ("mp4", "mp4.json"):
-            (tmp_path / "clips" / f"{proving.ids[2]}.{suffix}").unlink()
-        assert proving.prover.request(proving.ids[0])
-        assert proving.proofs() == ["running", "none", "none"]
-        proving.idle.set()
-        _child()  # of the clip that is there
-        assert proving.proofs() == ["failed", "running", "failed"]
-        assert proving.reasons()[0] == "file missing: the clip"
-        assert proving.reasons()[2] == "file missing: the clip and the clip's JSON"
-
-
-@pytest.mark.long
-def test_a_proof_that_fails_says_why_and_can_be_requested_again(
-    made: tuple[Path, list[str]], tmp_path: Path
-) -> None:
-    """As when the kernel ends the process because memory runs out, or a file is another."""
-    with _proving(made, tmp_path) as proving:
-        photo = tmp_path / "photos" / f"{proving.ids[1]}.jpg"
-        photo.write_bytes(b"another")
-        for id in proving.ids[:2]:
-            assert proving.prover.request(id)
-        proving.idle.set()
-        os.kill(_child(), signal.SIGKILL)
-        proving.wait_for("failed", "running", "none")
-        assert "ended with code -9" in str(proving.reasons()[0])
-        assert proving.prover.request(proving.ids[0])
-        proving.wait_for("equal", "failed", "none")
-        assert proving.reasons()[0] is None
-        assert str(proving.reasons()[1]).startswith(f"'{photo.name}' is not the image")
+        assert proving.reasons()[2] is None
+    assert proving.verdicts == ["different", "equal"]
 
 
 @pytest.mark.long

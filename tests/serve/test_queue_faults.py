@@ -1,18 +1,26 @@
-"""The queue loses nothing if the server is killed or the disk fails."""
+"""The queue loses nothing if the server is killed or the disk is full or fails."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve import database
+from svdpp.serve.database import RESERVE, AwayError, Background
+from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
+from tests.driver.dummies import HANG_SECONDS
+from tests.faults.processes import wait_until
+from tests.serve.engines import dummy_config, serving
+from tests.serve.http_server import QUICK, error_of
+from tests.serve.server_here import ServerHere
 from tests.serve.store_jobs import add
 from tests.small_disk import small_disk
 
@@ -56,30 +64,23 @@ def test_a_second_server_is_refused_by_name(store: JobQueue, tmp_path: Path) -> 
     assert repr(str(tmp_path / "data")) in refused.value.message
     store.close()
     JobQueue(tmp_path / "data").close()
+    assert os.stat(tmp_path / "data").st_mode & 0o077 == 0, "it is for this user only"
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
         lambda folder: folder.write_text("a file"),
-        lambda folder: (folder / "queue.sqlite3").mkdir(parents=True),
         lambda folder: folder.mkdir() or (folder / "queue.sqlite3").write_bytes(b"none " * 1000),
         lambda folder: (folder / "lock").mkdir(parents=True),
     ],
-    ids=["a file", "a folder as queue", "text as queue", "a folder as lock"],
+    ids=["a file", "text as queue", "a folder as lock"],
 )
 def test_a_folder_that_cannot_be_used_is_named(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     spoil(tmp_path / "data")
     with pytest.raises(OutputError, match="data"):
-        JobQueue(tmp_path / "data")
-
-
-def test_a_queue_of_another_version_is_refused(store: JobQueue, tmp_path: Path) -> None:
-    store.database.rows("PRAGMA user_version = 99")
-    store.close()
-    with pytest.raises(RequestError, match="version 99"):
         JobQueue(tmp_path / "data")
 
 
@@ -122,46 +123,118 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path)
     assert "\n" not in refused.value.message
 
 
-def test_a_queue_that_another_program_locks_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.1)
-    store = JobQueue(tmp_path)
-    other = sqlite3.connect(tmp_path / "queue.sqlite3", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(OutputError, match="locked"):
-        add(store)
-    assert store.waiting() == []  # reads go on
-    other.execute("ROLLBACK")
-    other.close()
-    assert add(store) == store.waiting()[0][0]
-    store.close()
+# --- a full disk ---------------------------------------------------------------------------------
+
+#: An eighth of it is the low-water mark.
+SIZE = "size=64m"
 
 
-def test_a_store_goes_on_when_the_disk_has_space_again(tmp_path: Path) -> None:
-    with (
-        small_disk(tmp_path / "disk", "size=1m") as disk,
-        contextlib.closing(JobQueue(disk / "data")) as store,
-    ):
-        ids = {add(store)}
-        with pytest.raises(OSError, match="No space"), open(disk / "ballast", "wb") as ballast:
-            while True:
-                ballast.write(bytes(4096))
-                ballast.flush()
-        with pytest.raises(OutputError, match="full"):
-            for _ in range(100):
-                ids.add(add(store, photo_name="x" * 10_000))
-        assert set(store.clips()) == ids, "what was acknowledged is there, and the rest is not"
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """Another program's files take all space, also what is given up at first."""
+    with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+        while ballast.write(bytes(4096)):
+            pass
+    try:
+        yield
+    finally:
         (disk / "ballast").unlink()
-        ids.add(add(store))
-        assert set(store.clips()) == ids
 
 
-def test_a_read_only_disk_is_an_error(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "ro") as disk, pytest.raises(OutputError, match="Read-only"):
-        JobQueue(disk / "data")
+def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SIZE) as disk:
+        reserve = disk / "data" / RESERVE
+        with contextlib.closing(JobQueue(disk / "data")) as store:
+            ids = [add(store) for _ in range(100)]
+            assert reserve.stat().st_blocks * 512 == 4 * 2**20
+            assert not store.store.is_disk_low
+            with full(disk):
+                assert store.store.is_disk_low
+                assert all(store.cancel_waiting(id) for id in ids)
+                assert not reserve.exists()
+            add(store)
+            assert reserve.exists()
 
 
-def test_a_folder_is_created_for_this_user_only(tmp_path: Path) -> None:
-    JobQueue(tmp_path / "data").close()
-    assert os.stat(tmp_path / "data").st_mode & 0o077 == 0
+@pytest.mark.processes
+def test_clips_wait_for_space(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
+        with full(disk):
+            own.wait(lambda: own.engine.feeder.why_waits, "the disk is not looked at")
+            ids = own.add(1, 2)
+            own.wait(lambda: own.store.waiting(), "the queue is not read")
+            assert own.states(ids) == [JobState.QUEUED] * 2
+        assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}
+
+
+@pytest.mark.processes
+def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SIZE) as disk:
+        folder = disk / "data"
+        with ServerHere(folder, *QUICK) as server:
+            server.wait_ready()
+            done = server.add(3)
+            server.wait_for(done[-1], "completed")
+            running, *waiting = server.add(4, steps=1000)
+            with full(disk):
+                assert server.client.get("/health").status_code == 200
+                answer = server.client.get("/ready")
+                assert answer.status_code == 503
+                assert answer.json()["reason"] == "the disk is nearly full"
+                error_of(server.request(), 503, "disk_full")
+                for id in (done[0], running, waiting[0]):
+                    assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+                    assert not list(folder.rglob(f"{id}*"))
+                assert server.stop() == 0
+                again = ServerHere(folder, *QUICK)
+                error_of(again.request(), 503, "disk_full")
+                for id in (done[1], waiting[1]):
+                    assert again.client.delete(f"/v1/videos/{id}").status_code == 200
+                assert again.video(done[2])["status"] == "completed"
+        with again:
+            again.wait_ready()
+            assert again.request().status_code == 202
+
+
+# --- threads that go on, and say so once ---------------------------------------------------------
+
+NO_LINKS, FULL, AWAY = PermissionError("no links here"), OutputError("full"), AwayError("away")
+
+
+@pytest.mark.parametrize(
+    ("turns", "logged"),
+    [
+        ([NO_LINKS, NO_LINKS, FULL], ["it fails: no links here"]),
+        ([AWAY, AWAY, FULL], ["it fails: full"]),
+        ([FULL, None, FULL], ["it fails: full"] * 2),
+    ],
+)
+def test_a_failure_is_logged_once_until_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, turns: list[Exception | None], logged: list[str]
+) -> None:
+    monkeypatch.setattr(database, "_RETRY_SECONDS", 0.0)
+    left: Iterator[Exception | None] = iter([*turns, ClosedError("closed")])
+    lines: list[str] = []
+
+    def turn() -> None:
+        if (error := next(left)) is not None:
+            raise error
+
+    sink = logger.add(lambda line: lines.append(line.partition("\n")[0]), format="{message}")
+    thread = Background("test", turn, 0.0, failure="it fails")
+    thread.start()
+    thread._thread.join(HANG_SECONDS)
+    logger.remove(sink)
+    assert lines == logged
+    assert next(left, "none") == "none"
+
+
+def test_the_last_turn_is_another_one() -> None:
+    turns: list[str] = []
+    thread = Background(
+        "test", lambda: turns.append("a"), 1000.0, failure="", last=lambda: turns.append("b")
+    )
+    thread.start()
+    wait_until(lambda: turns, HANG_SECONDS, "no turn")
+    thread.close()
+    assert turns == ["a", "b"]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,8 +13,6 @@ import pytest
 from svdpp.errors import OutputError
 from svdpp.serve.job import new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.server import Server, build
-from svdpp.serve.service import ServerSettings
 from svdpp.serve.store import (
     FileStore,
     _sizes,
@@ -27,8 +21,7 @@ from svdpp.serve.store import (
     set_strangers_aside,
     sweep,
 )
-from tests.serve.engines import dummy_config
-from tests.serve.store_jobs import add
+from tests.serve.store_jobs import add, taken
 
 FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
 
@@ -58,9 +51,7 @@ def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> 
     """A completed job with files; `at` is the time of its end."""
     id = add(store, created_at=at)
     put_files(folder, id, num_bytes)
-    job = store.take_next()
-    assert job is not None
-    assert job.id == id
+    assert taken(store).id == id
     store.complete(id, {})
     with store.database.change() as database:
         database.execute("UPDATE jobs SET finished_at = ? WHERE id = ?", (at, id))
@@ -76,22 +67,15 @@ def ids(store: JobQueue) -> set[str]:
     return set(store.clips())
 
 
-def test_jobs_go_by_age(store: JobQueue, folder: Path) -> None:
-    old, recent = (finished(store, folder, at) for at in (100.0, 200.0))
-    assert sweep(store, 250.0, None, None) == []
+def test_jobs_go_by_age_or_by_bytes_the_oldest_first(store: JobQueue, folder: Path) -> None:
+    first, second, third = (finished(store, folder, at) for at in (300.0, 100.0, 200.0))
+    assert sweep(store, 250.0, None, 300) == []
     assert sweep(store, 250.0, 150.0, None) == []
-    assert sweep(store, 250.5, 150.0, None) == [old]
-    assert ids(store) == ids_of_files(folder) == {recent}
-    assert sweep(store, 1000.0, 0.0, None) == [recent]
+    assert sweep(store, 250.5, 150.0, None) == [second]
+    assert ids(store) == ids_of_files(folder) == {first, third}
+    assert sweep(store, 250.0, None, 199) == [third]
+    assert sweep(store, 1000.0, 0.0, None) == [first]
     assert ids(store) == ids_of_files(folder) == set()
-
-
-def test_jobs_go_by_bytes_the_oldest_first(store: JobQueue, folder: Path) -> None:
-    first, second, third = (finished(store, folder, at) for at in (3.0, 1.0, 2.0))
-    assert sweep(store, 10.0, None, 300) == []
-    assert sweep(store, 10.0, None, 299) == [second]
-    assert sweep(store, 10.0, None, 150) == [third]
-    assert ids(store) == ids_of_files(folder) == {first}
 
 
 def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> None:
@@ -107,23 +91,20 @@ def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> 
     assert ids(store) == ids_of_files(folder) == {waiting, running}
 
 
-def test_a_job_stays_while_it_is_proved(store: JobQueue, folder: Path) -> None:
-    id = finished(store, folder, 1.0)
-    store.set_proof(id, "running")
-    assert sweep(store, 1e9, 1.0, 1) == []
-    store.set_proof(id, "equal")
-    assert sweep(store, 1e9, 1.0, 1) == [id]
-
-
-def test_one_job_is_removed_on_request(store: JobQueue, folder: Path) -> None:
+def test_one_job_is_removed_on_request_and_none_while_it_is_proved(
+    store: JobQueue, folder: Path
+) -> None:
     id, other = (finished(store, folder, at) for at in (1.0, 2.0))
     waiting = add(store)
     put_files(folder, waiting)
+    store.set_proof(other, "running")
     assert remove_job(store, id)
-    assert not remove_job(store, id)
-    assert not remove_job(store, waiting)
-    assert not remove_job(store, "../..")
+    for kept in (id, waiting, "../.."):
+        assert not remove_job(store, kept)
+    assert sweep(store, 1e9, 1.0, 1) == []
     assert ids(store) == ids_of_files(folder) == {other, waiting}
+    store.set_proof(other, "equal")
+    assert sweep(store, 1e9, 1.0, 1) == [other]
 
 
 def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path) -> None:
@@ -169,34 +150,6 @@ def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, fol
     assert {path.name.partition(".")[0] for path in folder.glob("*/*")} == {id}
 
 
-def test_files_that_another_server_removes_meanwhile(
-    store: JobQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = finished(store, folder, 1.0)
-    gone = folder / "photos" / f"{new_id()}.png"
-    listed = Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda path: [*listed(path), gone])
-    look_twice(store)
-    assert set_strangers_aside(store) == []
-    monkeypatch.undo()
-    assert ids_of_files(folder) == {kept}
-
-
-def _settings(folder: Path) -> ServerSettings:
-    return ServerSettings(
-        config=dummy_config(), folder=folder / "served", sizes=((64, 64),), max_open=9
-    )
-
-
-def test_the_removal_ends_quietly_with_the_queue(tmp_path: Path) -> None:
-    app, service = build(replace(_settings(tmp_path), keep_seconds=1.0), None)
-    service.queue.close()
-    with socket.socket() as bound:
-        (_, retention) = Server(app, service, bound, grace_seconds=0.0)._threads
-        retention.start()
-        retention._thread.join()
-
-
 def _untouched(path: Path) -> tuple[int, ...]:
     """What a change of a file or folder changes; listing a folder changes its access time."""
     status = path.lstat()
@@ -231,13 +184,6 @@ def test_what_a_server_did_not_make_is_left_alone(
     assert len(list(outside.iterdir())) == 3
 
 
-def test_strangers_that_cannot_be_moved_stay(store: JobQueue, folder: Path) -> None:
-    put_files(folder, new_id(), hours=1.1)
-    (folder / "lost+found").write_text("a file")
-    assert set_strangers_aside(store) == []
-    assert len(ids_of_files(folder)) == 1
-
-
 def test_a_file_that_cannot_be_removed_keeps_its_row_and_costs_no_other_job(
     store: JobQueue, folder: Path
 ) -> None:
@@ -254,44 +200,6 @@ def test_a_file_that_cannot_be_removed_keeps_its_row_and_costs_no_other_job(
         assert ids(store) == {old, *others}
     clip.rmdir()
     assert sweep(store, 10.0, None, 200) == [old]
-
-
-def test_rows_and_files_stay_together_while_jobs_come_and_go(store: JobQueue, folder: Path) -> None:
-    """Two threads finish jobs, two sweep at the same time, one removes jobs on request."""
-    is_done = threading.Event()
-
-    def work(owner: str) -> None:
-        for _ in range(25):
-            id = new_id()
-            put_files(folder, id)  # first, because the other thread may take the job
-            add(store, id=id, owner=owner)
-            job = store.take_next()
-            assert job is not None
-            store.complete(job.id, {})
-
-    def clean() -> None:
-        while not is_done.wait(0.002):
-            sweep(store, time.time(), None, 1000)
-
-    def remove() -> None:
-        while not is_done.wait(0.005):
-            for id in list(store.finished())[-1:]:
-                remove_job(store, id)
-
-    with ThreadPoolExecutor(5) as threads:
-        cleaners = [threads.submit(each) for each in (clean, clean, remove)]
-        workers = [threads.submit(work, owner) for owner in "ab"]
-        try:
-            for each in workers:
-                each.result()
-        finally:
-            is_done.set()
-        for each in cleaners:
-            each.result()
-    sweep(store, time.time(), None, 1000)
-    assert ids(store) == ids_of_files(folder)
-    assert len(ids(store)) <= 10
-    assert set_strangers_aside(store) == []
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
@@ -319,15 +227,8 @@ def test_a_removal_that_a_kill_ends_goes_on(
     assert ids(store) == ids_of_files(folder) == set()
 
 
-def test_a_folder_that_cannot_be_read_is_named(store: JobQueue, tmp_path: Path) -> None:
-    (tmp_path / "data" / "photos").write_text("a file")
-    with pytest.raises(OutputError, match="data"):
-        set_strangers_aside(store)
-
-
 def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     """A bucket or a folder may have other files, and files that were there before the store."""
-    pytest.importorskip("fsspec")
     store.store = FileStore(folder, f"memory://{new_id()}")
     ids = copied, _ = [finished(store, folder, at=1.0) for _ in range(2)]
     removed = new_id()

@@ -1,8 +1,10 @@
-"""The service for models that take prompts: Wan from text, LTX-Video from photographs and text."""
+"""The service for models that take prompts and videos: Wan, LTX-Video, Wan from video, Animate."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,25 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi")
-
 from pydantic import ValidationError
 
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.resolve import resolve
-from svdpp.errors import RequestError
+from svdpp.errors import InputError, RequestError
+from svdpp.media.inputs import example_photos
 from svdpp.media.video import frames_sha256
 from svdpp.serve.clips import Admission
 from svdpp.serve.form import Capabilities
+from svdpp.serve.job import new_id
+from svdpp.serve.photos import PhotoFolder
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.views import FIELDS, ApiError
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.cli.shell import assert_error, svdpp_here
+from tests.cli.test_video_input import save_video
 from tests.models.builders import save_tiny_lora
 from tests.models.range_checks import latents_and_frames
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.models.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
 from tests.serve.http_server import PHOTO, HttpServer, error_of, schema_of_form, wait
+from tests.serve.server_here import ServerHere
 from tests.serve.store_jobs import new_job
 from tests.serve.test_page import driver, opened
 
@@ -56,30 +59,9 @@ def wan(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     store = JobQueue(folder)
     store.add(new_job(id=f"video_{0:032x}", model="svd"), max_open=None)
     store.close()
-    with HttpServer(folder, *WAN, "--model", str(wan_folder)) as server:
+    with ServerHere(folder, *WAN, "--model", str(wan_folder)) as server:
         server.wait_ready()
         yield server
-
-
-@pytest.fixture(scope="module")
-def ltx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A server for clips from photographs, and from text alone."""
-    folder = save_tiny_ltx(tmp_path_factory.mktemp("ltx"))
-    data = tmp_path_factory.mktemp("data")
-    with HttpServer(data, *LTX, "--model", str(folder)) as server:
-        server.wait_ready()
-        yield server
-
-
-def made(server: HttpServer, **form: Any) -> dict[str, Any]:
-    """A finished clip, with the verdict of its proof."""
-    answer = server.request(**form)
-    assert answer.status_code == 202, answer.text
-    id = answer.json()["id"]
-    server.wait_for(id, "completed")
-    server.client.post(f"/v1/videos/{id}/verify")
-    wait(lambda: server.video(id)["proof"] != "running", lambda: server.err)
-    return server.video(id)
 
 
 # --- the server -----------------------------------------------------------------------------------
@@ -155,14 +137,15 @@ def test_clips_of_a_model_that_the_server_ran_earlier(wan: HttpServer) -> None:
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_clips_are_made_from_photographs_and_from_text(ltx: HttpServer) -> None:
-    (of_photo,) = ltx.add(prompt=PROMPT, seed=1)
-    of_text = made(ltx, photo=None, prompt=PROMPT, guidance_rescale=0.5, seed=1)
-
-    assert (of_text["proof"], of_text["input"]) == ("equal", None), ltx.err
-    assert ltx.wait_for(of_photo, "completed")["input"]["name"] == "sea.jpg"
-    error = error_of(ltx.request(prompt=PROMPT, guidance_scale_2=1), 422, "invalid_request")
-    assert "guidance_scale_2 is unknown" in error["message"]
+def test_clips_are_made_from_photographs_and_from_text(tmp_path: Path) -> None:
+    folder = str(save_tiny_ltx(tmp_path / "ltx"))
+    with ServerHere(tmp_path / "data", *LTX, "--model", folder) as server:
+        (of_photo,) = server.add(prompt=PROMPT, seed=1)
+        (of_text,) = server.add(photo=None, prompt=PROMPT, guidance_rescale=0.5, seed=1)
+        assert server.wait_for(of_photo, "completed")["input"]["name"] == "sea.jpg"
+        assert server.wait_for(of_text, "completed")["input"] is None
+        error = error_of(server.request(prompt=PROMPT, guidance_scale_2=1), 422, "invalid_request")
+        assert "guidance_scale_2 is unknown" in error["message"]
 
 
 #: As in docs/lora.md.
@@ -177,13 +160,101 @@ def test_clips_with_loras_are_proven(tmp_path: Path) -> None:
     high = save_tiny_lora(folder, tmp_path / "high.safetensors", seed=1)
     low = save_tiny_lora(folder, tmp_path / "low.safetensors", part="transformer_2", seed=2)
     loras = ("--lora", f"{high}:high", "--lora", f"{low}:low")
-    with HttpServer(tmp_path / "data", *WAN, "--model", str(folder), *FOUR_STEPS, *loras) as server:
+    with ServerHere(tmp_path / "data", *WAN, "--model", str(folder), *FOUR_STEPS, *loras) as server:
         server.wait_ready()
-        video = made(server, photo=None, prompt="the sea", seed=7)
-        assert video["proof"] == "equal", video
-        metadata = server.client.get(f"/v1/videos/{video['id']}/metadata").json()
+        (id,) = server.add(photo=None, prompt="the sea", seed=7)
+        server.wait_for(id, "completed")
+        server.client.post(f"/v1/videos/{id}/verify")
+        wait(lambda: server.video(id)["proof"] == "equal", lambda: f"{server.video(id)}")
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
     hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (high, low)]
     assert [each["sha256"] for each in metadata["lora"]] == hashes
+
+
+# --- from videos ---------------------------------------------------------------------------------
+
+
+def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
+    data, folder = Path(save_video(tmp_path / "a.mp4")).read_bytes(), tmp_path / "photos"
+    photos, id = PhotoFolder(folder), new_id()
+    kept = photos.keep(io.BytesIO(data), id, "a.avi", 5)
+    assert (kept.path.name, kept.width, kept.height) == (f"{id}.mp4", 64, 48)
+    assert kept.path.read_bytes() == data
+    with pytest.raises(InputError, match=r"^'a.avi' has 7 of the 8 frames that the clip takes$"):
+        photos.keep(io.BytesIO(data), new_id(), "a.avi", 8)
+    with pytest.raises(InputError, match=r"^'a.avi' cannot be decoded as a video"):
+        photos.keep(io.BytesIO(data[: len(data) // 2]), new_id(), "a.avi", 5)
+    with pytest.raises(InputError, match=r"^'a.avi' is not an image"):
+        photos.keep(io.BytesIO(data), new_id(), "a.avi")
+    assert [path.name for path in folder.iterdir()] == [kept.path.name]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_clips_are_made_from_videos(tmp_path: Path) -> None:
+    data, folder = (
+        Path(save_video(tmp_path / "a.mp4")).read_bytes(),
+        str(save_tiny_wan(tmp_path / "wan")),
+    )
+    asked = ("--model", folder, "--family", "wan_v2v")
+    with ServerHere(tmp_path / "data", *WAN, *asked) as server:
+        server.wait_ready()
+        schema = schema_of_form(server)
+        assert schema["properties"]["input_reference"]["description"].startswith("The video: MP4")
+        (id,) = server.add(photo=data, name="a.mp4", prompt="the sea", strength=0.5)
+        assert server.wait_for(id, "completed")["strength"] == 0.5
+        answer = server.client.get(f"/v1/videos/{id}/input")
+        assert (answer.content, answer.headers["content-type"]) == (data, "video/mp4")
+        text = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+        form = {"input_reference": text, "prompt": "the sea"}
+        answer = server.client.post("/v1/videos/sync", json=form)
+        assert answer.status_code == 200, answer.text
+        few = server.request(photo=data, name="a.mp4", prompt="the sea", frames=9)
+        assert "has 7 of the 9 frames" in error_of(few, 422, "invalid_image")["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_further_videos_are_kept_beside_the_image(driver: Any, tmp_path: Path) -> None:
+    file = Path(save_video(tmp_path / "a.mp4"))
+    folder = str(save_tiny("wan_animate", tmp_path / "animate"))
+    pose, face = ("pose.mp4", file.read_bytes()), ("face.jpg", PHOTO)
+    with ServerHere(tmp_path / "data", *WAN, "--model", folder) as server:
+        server.wait_ready()
+        inputs = server.client.get("/v1/models").json()["data"][0]["inputs"]
+        assert inputs["pose_video"] == inputs["face_video"] == "needed"
+        missing = server.request(prompt="the sea", pose_video=pose)
+        faults = error_of(missing, 422, "invalid_request")["details"]["faults"]
+        assert [fault["field"] for fault in faults] == ["face_video"]
+        strange = server.request(prompt="the sea", pose_video=pose, mask_video=face)
+        assert "mask_video" in error_of(strange, 422, "invalid_request")["message"]
+        few = server.request(prompt="the sea", pose_video=face, face_video=pose, frames=9)
+        assert error_of(few, 422, "invalid_image")["details"]["field"] == "face_video"
+        assert not list((tmp_path / "data" / "photos").iterdir())
+        given = {"prompt": "the sea", "pose_video": pose, "face_video": face, "key": "a"}
+        (id,) = server.add(**given)
+        video = server.wait_for(id, "completed")
+        assert video["videos"].keys() == {"pose_video", "face_video"}
+        uploads = f"/v1/videos/{video['id']}/input?field="
+        assert server.client.get(f"{uploads}pose_video").content == pose[1]
+        error_of(server.client.get(f"{uploads}mask_video"), 404, "no_input")
+        assert server.request(**given).json()["id"] == video["id"]
+        other = server.request(**{**given, "face_video": pose})
+        assert "with another video" in error_of(other, 422, "invalid_request")["message"]
+        with contextmanager(opened)(driver, server) as page:
+            page.fill("prompt", "the sea")
+            page.choose(*example_photos()[:1])
+            page.one("[name=pose_video]").send_keys(str(file))
+            page.one("#make").click()
+            page.wait_text("#error-face_video", "Choose a file.")
+            page.one("[name=face_video]").send_keys(str(example_photos()[0]))
+            page.one("#make").click()
+            page.wait(lambda: len(page.all(".card")) == 2)
+        (newest,) = server.client.get("/v1/videos?limit=1").json()["data"]
+        assert newest["videos"] == video["videos"]
+        for id in (newest["id"], video["id"]):
+            assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+        assert not list((tmp_path / "data" / "photos").iterdir())
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -222,14 +293,6 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
 
 
 # --- its parts ------------------------------------------------------------------------------------
-
-
-def test_sizes_that_the_model_cannot_make_are_refused_at_the_start(tmp_path: Path) -> None:
-    folder = save_tiny_wan(tmp_path / "model", expand_timesteps=True)
-    options = ("--model", str(folder), "--device", "cpu", "--world", "1", "--frames", "5")
-    sizes = ("--height", "64", "--width", "64", "--sizes", "48x64")
-    answer = svdpp_here("serve", *options, *sizes, "--port", "0", "--data", str(tmp_path / "data"))
-    assert_error(answer, 2, "--width must be a multiple of 32", "got 48")
 
 
 def test_the_fields_that_errors_know_are_those_of_all_forms() -> None:

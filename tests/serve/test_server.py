@@ -25,12 +25,21 @@ from svdpp.serve.queue import JobQueue
 from tests.cli.shell import DEMO as ON_CPU
 from tests.cli.shell import Answer, assert_error, svdpp_and_modules, svdpp_here
 from tests.cli.test_cli_alone import HEAVY
-from tests.serve.http_server import DUMMY, HANG_SECONDS, PHOTO, QUICK, HttpServer, error_of, wait
+from tests.serve.http_server import (
+    DEMO,
+    DUMMY,
+    HANG_SECONDS,
+    PHOTO,
+    QUICK,
+    HttpServer,
+    error_of,
+    wait,
+)
+from tests.serve.server_here import ServerHere
+from tests.serve.store_jobs import job_of
 
 if TYPE_CHECKING:
     from svdpp.serve.service import ServerSettings
-
-pytest.importorskip("fastapi")
 
 
 # --- errors before the start --------------------------------------------------------------------
@@ -90,6 +99,14 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path, monkeypatch: pytest.M
         (("--max-frames", "3"), 2, ("--max-frames 3 is less than the 14 frames", "--frames 3")),
         (("--model", "./empty"), 5, ("empty",)),
         (("--data", "keys"), 8, ("keys",)),
+        (("--port", "65536"), 2, ("--port 65536 is not in the range 0<=x<=65535",)),
+        (("--max-upload-mb", "1000"), 2, ("--max-upload-mb 1000 is not in the range 1<=x<=256",)),
+        (("--keep-days", "nan"), 2, ("--keep-days must be",)),
+        (("--sizes", "1024*576"), 2, ("--sizes takes sizes such as 1024x576",)),
+        (("--sizes", "1024x577"), 2, ("--height must be a multiple of 8",)),
+        ((*ON_CPU, "--time-scale", "0.1"), 2, ("--time-scale works only with the dummy model",)),
+        (("--new-key", "alice"), 2, ("--new-key needs --api-key-file",)),
+        (("--new-key", "al ice", "--api-key-file", "keys.txt"), 2, ("the name must be",)),
     ],
     ids=str,
 )
@@ -121,7 +138,7 @@ def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
     (folder / "photos" / f"{id}.jpg").write_bytes(PHOTO)
     (folder / "queue.sqlite3").unlink()
     assert_error(start_here(tmp_path, "--port", "0"), 2, "queue.sqlite3", "--adopt")
-    with HttpServer(folder, *QUICK, "--adopt") as server:
+    with ServerHere(folder, *QUICK, "--adopt") as server:
         (moved,) = folder.glob(f"lost+found/*/{id}.jpg")
         assert moved.read_bytes() == PHOTO
         assert f"moved to {moved.parent}" in server.err
@@ -133,28 +150,6 @@ def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missin
     monkeypatch.setitem(sys.modules, missing, None)
     answer = start_here(tmp_path)
     assert_error(answer, 2, f"{missing} is not installed", "pip install 'svdpp[serve]'")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--port", "65536"), "--port 65536 is not in the range 0<=x<=65535"),
-        (("--max-upload-mb", "1000"), "--max-upload-mb 1000 is not in the range 1<=x<=256"),
-        (("--keep-days", "nan"), "--keep-days must be"),
-        (("--sizes", "1024*576"), "--sizes takes sizes such as 1024x576"),
-        (("--sizes", "1024x577"), "--height must be a multiple of 8"),
-        (("--time-scale", "0.1"), "--time-scale works only with the dummy model"),
-        (("--new-key", "alice"), "--new-key needs --api-key-file"),
-        (("--new-key", "al ice", "--api-key-file", "keys.txt"), "the name must be"),
-    ],
-    ids=str,
-)
-def test_wrong_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert_error(svdpp_here("serve", *ON_CPU, *options), 2, words)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_its_help_imports_nothing_heavy() -> None:
@@ -231,123 +226,90 @@ def test_owners_see_only_their_own_clips(keyed: HttpServer) -> None:
 
 @pytest.mark.promise
 @pytest.mark.processes
-def test_a_clip_of_the_demo_model_from_end_to_end(demo: HttpServer) -> None:
-    (id,) = demo.add(seed=3, steps=2)
-    demo.wait_for(id, "completed")
-    path = f"/v1/videos/{id}/content"
-    whole = demo.client.get(path)
-    part = demo.client.get(path, headers={"Range": "bytes=10-19"})
-    head = demo.client.head(path)
-    metadata = demo.client.get(f"/v1/videos/{id}/metadata").json()
+def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
+    with HttpServer(tmp_path / "data", *DEMO, "--frames", "2") as server:
+        server.wait_ready()
+        starting, ready = server.err.splitlines()
+        told = r"starting demo at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'"
+        assert re.fullmatch(told, starting)
+        assert ready == "ready to make clips"
+        (id,) = server.add(seed=3)
+        server.wait_for(id, "completed")
+        path = f"/v1/videos/{id}/content"
+        whole = server.client.get(path)
+        part = server.client.get(path, headers={"Range": "bytes=10-19"})
+        head = server.client.head(path)
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
 
-    assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
-    assert whole.content[4:8] == b"ftyp"
-    assert (part.status_code, part.content) == (206, whole.content[10:20])
-    assert part.headers["content-range"] == f"bytes 10-19/{len(whole.content)}"
-    assert (head.headers["content-length"], head.content) == (str(len(whole.content)), b"")
-    beyond = {"Range": f"bytes={len(whole.content)}-"}
-    assert demo.client.get(path, headers=beyond).status_code == 416
-    assert metadata["seed"] == 3
-    assert metadata["file_sha256"] == file_sha256(demo.folder / "clips" / f"{id}.mp4")
-    assert demo.client.post(f"/v1/videos/{id}/verify").status_code == 202
-    wait(lambda: demo.video(id)["proof"] == "equal", lambda: demo.err)
-
-
-@pytest.mark.processes
-def test_it_says_where_it_is_and_when_it_is_ready(server: HttpServer) -> None:
-    server.wait_ready()
-    assert server.err.splitlines()[1] == "ready to make clips"
-    assert re.fullmatch(
-        r"starting dummy at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'",
-        server.err.splitlines()[0],
-    )
+        assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
+        assert whole.content[4:8] == b"ftyp"
+        assert (part.status_code, part.content) == (206, whole.content[10:20])
+        assert part.headers["content-range"] == f"bytes 10-19/{len(whole.content)}"
+        assert (head.headers["content-length"], head.content) == (str(len(whole.content)), b"")
+        beyond = {"Range": f"bytes={len(whole.content)}-"}
+        assert server.client.get(path, headers=beyond).status_code == 416
+        assert metadata["seed"] == 3
+        assert metadata["file_sha256"] == file_sha256(server.folder / "clips" / f"{id}.mp4")
+        assert server.client.post(f"/v1/videos/{id}/verify").status_code == 202
+        wait(lambda: server.video(id)["proof"] == "equal", lambda: server.err)
 
 
 # --- the end ------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.processes
-def test_what_is_left_goes_on_from_start_to_start(tmp_path: Path) -> None:
-    """Three servers over one folder; each ends in another way, and the next one goes on."""
-    folder = tmp_path / "data"
-    ids = _ends_without_grace(folder)
-    _finishes_what_runs_and_lets_clients_read(folder, ids)
-    _removes_old_clips_and_ends_at_once_at_the_second_signal(folder, ids[0])
-
-
-def _ends_without_grace(folder: Path) -> list[str]:
-    """Also with an open stream of events, and a client that waits for its clip."""
-    answers: list[httpx.Response] = []
-    with HttpServer(folder, *QUICK, "--grace", "0") as server:
+def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path) -> None:
+    """The first also reaches the ranks, as by systemd or Ctrl-C."""
+    with HttpServer(tmp_path / "data", *QUICK, "--grace", "600") as server:
         server.wait_ready()
-        ids = server.add(4, steps=400)
-
-        def make() -> None:
-            files = {"input_reference": ("a.jpg", PHOTO)}
-            answers.append(server.client.post("/v1/videos/sync", files=files))
-
-        waiting = threading.Thread(target=make)
-        with server.client.stream("GET", f"/v1/videos/{ids[0]}/events") as events:
-            next(events.iter_lines())
-            wait(lambda: server.video(ids[0])["step"] > 0)
-            waiting.start()
-            wait(lambda: _newest(server) not in ids)
-            ids.append(_newest(server))
-            assert server.stop() == 0
-        waiting.join(HANG_SECONDS)
-        assert error_of(answers[0], 503, "closing")["details"] == {"id": ids[-1]}
-        assert server.err.splitlines()[2:] == ["ended; the next start goes on with what is left"]
-    return ids
-
-
-def _newest(server: HttpServer) -> str:
-    return str(server.client.get("/v1/videos?limit=1").json()["first_id"])
-
-
-def _finishes_what_runs_and_lets_clients_read(folder: Path, ids: list[str]) -> None:
-    """The signal also reaches the ranks, as by systemd or Ctrl-C."""
-    with HttpServer(folder, *QUICK, "--keep-days", "1") as server:
-        server.wait_ready()
-        for id in ids:
-            assert server.video(id)["status"] in ("queued", "in_progress")
-        for id in ids[1:]:
-            server.client.delete(f"/v1/videos/{id}")
-        (done,) = server.add()
-        video = server.wait_for(done, "completed")
-        assert video["expires_at"] - video["completed_at"] == 86400
-        server.client.delete(f"/v1/videos/{done}")
-        (last,) = server.add(steps=400)
-        wait(lambda: server.video(last)["status"] == "in_progress")
+        (left,) = server.add(steps=1000)
+        server.wait_for(left, "in_progress")
         os.killpg(server.process.pid, signal.SIGINT)
         wait(lambda: server.client.get("/ready").status_code == 503)
         answer = server.request()
         error_of(answer, 503, "closing")
         assert int(answer.headers["retry-after"]) > 0
-        assert server.video(last)["status"] in ("in_progress", "completed")
-        assert server.wait() == 0
-        assert server.err.count("\n") == 3, server.err  # no rank was restarted
-    assert not list((folder / "latents").iterdir())
-
-
-def _removes_old_clips_and_ends_at_once_at_the_second_signal(folder: Path, old: str) -> None:
-    with HttpServer(folder, *QUICK, "--keep-days", "0.00001", "--grace", "600") as server:
-        wait(lambda: server.client.get(f"/v1/videos/{old}").status_code == 404)
-        assert not [path for path in folder.rglob("*") if old in path.name]
-        server.wait_ready()
-        (id,) = server.add(steps=1000)
-        wait(lambda: server.video(id)["status"] == "in_progress")
-        os.killpg(server.process.pid, signal.SIGHUP)
-        wait(lambda: server.client.get("/ready").status_code == 503)
+        assert server.video(left)["status"] == "in_progress"
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
-        assert server.err.count("\n") == 2, server.err
+        assert server.err.count("\n") == 2, server.err  # no rank was restarted
+    _goes_on_and_ends_without_grace(tmp_path / "data", left)
+
+
+def _goes_on_and_ends_without_grace(folder: Path, left: str) -> None:
+    """Also with an open stream of events, and a client that waits for its clip."""
+    answers: list[httpx.Response] = []
+    with ServerHere(folder, *QUICK, "--keep-days", "1") as server:
+        server.wait_ready()
+        wait(lambda: server.video(left)["step"] > 0)
+        assert server.client.delete(f"/v1/videos/{left}").json()["status"] == "cancelled"
+        done, last = *server.add(steps=1), *server.add(steps=1000)
+        video = server.wait_for(done, "completed")
+        assert video["expires_at"] - video["completed_at"] == 86400
+
+        def make() -> None:
+            files = {"input_reference": ("a.jpg", PHOTO)}
+            answers.append(server.client.post("/v1/videos/sync", files=files))
+
+        def newest() -> str:
+            return str(server.client.get("/v1/videos?limit=1").json()["first_id"])
+
+        waiting = threading.Thread(target=make)
+        with server.client.stream("GET", f"/v1/videos/{last}/events") as events:
+            next(events.iter_lines())
+            wait(lambda: server.video(last)["step"] > 0)
+            waiting.start()
+            wait(lambda: newest() != last)
+            waits = newest()
+            server.stop()
+        waiting.join(HANG_SECONDS)
+        assert error_of(answers[0], 503, "closing")["details"] == {"id": waits}
 
 
 @pytest.mark.processes
 def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
     path = tmp_path / "data" / "queue.sqlite3"
-    with HttpServer(tmp_path / "data", *QUICK, "--grace", "600") as server:
+    with ServerHere(tmp_path / "data", *QUICK, grace=600) as server:
         server.wait_ready()
         (running,) = server.add(steps=1000)
         server.wait_for(running, "in_progress")
@@ -384,8 +346,5 @@ def test_under_torchrun_the_clip_in_progress_is_finished_within_the_grace(tmp_pa
         server.wait_for(id, "in_progress")
         server.stop(signal.SIGTERM)
         assert "SignalException" in server.err, "torchrun itself ends by the signal"
-    store = JobQueue(tmp_path / "data")
-    job = store.get(id)
-    store.close()
-    assert job is not None
-    assert job.state is JobState.COMPLETED
+    with contextlib.closing(JobQueue(tmp_path / "data")) as store:
+        assert job_of(store, id).state is JobState.COMPLETED

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.store import FileStore, remove_leftovers
 from tests.faults.processes import wait_until
 from tests.serve.postgres import Postgres
-from tests.serve.store_jobs import SAMPLING, add, new_job, take_all
+from tests.serve.store_jobs import SAMPLING, add, job_of, new_job, take_all, taken
 
 pytestmark = pytest.mark.long
 
@@ -47,10 +47,6 @@ def opened(tmp_path: Path, database: str) -> Iterator[Open]:
             return queues.enter_context(contextlib.closing(queue))
 
         yield another
-
-
-def away(*_: object) -> list[Any]:
-    raise OutputError("the database is away")
 
 
 @contextlib.contextmanager
@@ -75,27 +71,11 @@ def _too_short(sampling: SamplingConfig) -> str | None:
     return "too few steps" if sampling == _SHORT else None
 
 
-def taken(queue: JobQueue) -> Job:
-    job = queue.take_next()
-    assert job is not None
-    return job
-
-
 def recovered(queue: JobQueue, number: int = 1) -> list[Job]:
     """What so many of another server's lost leases were of."""
     found: list[Job] = []
     wait_until(lambda: found.extend(queue.recover()) or len(found) >= number, 30, "no lease ends")
     return found
-
-
-def test_no_job_is_taken_twice(opened: Open) -> None:
-    queues = [opened() for _ in range(4)]
-    ids = {add(queues[0], owner=f"owner{number % 3}") for number in range(60)}
-    with ThreadPoolExecutor(len(queues)) as threads:
-        found = [id for ids in threads.map(take_all, queues) for id in ids]
-    assert len(found) == len(ids)
-    assert set(found) == ids
-    assert sorted(job.token for job in queues[0].running()) == [1] * 60
 
 
 def test_a_lost_claim_ends_nothing(opened: Open) -> None:
@@ -120,8 +100,7 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
     assert not slow.put_back(id, 1, counts=True)
     assert [job.step for job in slow.running()] == [3]
     assert other.complete(id, {"own": True}, 2)
-    done = slow.get(id)
-    assert done is not None
+    done = job_of(slow, id)
     assert (done.state, done.metadata, done.token) == (JobState.COMPLETED, {"own": True}, 2)
     assert done.clip_in(Path("data")) == Path(f"data/clips/{id}-2.mp4")
 
@@ -165,19 +144,6 @@ def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
     taken(dying)
     other.ask_to_cancel(cancelled)
     assert [job.state for job in recovered(other)] == [JobState.CANCELLED]
-
-
-def test_a_renewal_that_fails_forgets_no_lost_claim(opened: Open) -> None:
-    queue, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
-    ids = [add(queue, created_at=float(age)) for age in range(2)]
-    assert take_all(queue) == ids
-    recovered(other, 2)
-    rows, queue.database.rows = queue.database.rows, away  # type: ignore[method-assign]
-    with pytest.raises(OutputError):
-        queue.renew(lambda _: 0)
-    queue.database.rows = rows  # type: ignore[method-assign]
-    lost_claims, _ = queue.renew(lambda _: 0)
-    assert sorted(lost_claims) == sorted((id, 1) for id in ids)
 
 
 def test_all_claims_are_renewed_by_one_statement(opened: Open) -> None:
@@ -288,28 +254,6 @@ def test_a_cancelled_clip_ends_although_its_claim_is_lost(opened: Open) -> None:
     assert other.cancelled(now.id, now.token)
 
 
-def test_what_a_killed_server_has_left_is_removed(opened: Open, tmp_path: Path) -> None:
-    """Its uploads, and files of its claims."""
-    killed, other = opened(), opened()
-    photos, clips = tmp_path / "data" / "photos", tmp_path / "data" / "clips"
-    photos.mkdir()
-    clips.mkdir()
-    asked, stored = new_id(), add(killed)
-    for name in (f"{asked}.png", f"{stored}.png", f".upload-{asked}-{'0' * 8}"):
-        (photos / name).touch()
-    for number in (1, 2):
-        token = taken(killed).token
-        for path in (f"{stored}-{number}.mp4", f"{stored}-{number}.mp4.json"):
-            (clips / path).touch()
-        assert token == number
-        if number == 1:
-            killed.put_back(stored, token, counts=False)
-    killed.complete(stored, {}, 2)
-    kept = {f"{stored}.png", f"{stored}-2.mp4", f"{stored}-2.mp4.json"}
-    remove_leftovers(other, remove_leftovers(other, set()))
-    assert {path.name for path in (*photos.iterdir(), *clips.iterdir())} == kept
-
-
 def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_path: Path) -> None:
     queue, latents = opened(), tmp_path / "data" / "latents"
     latents.mkdir()
@@ -321,24 +265,18 @@ def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_
     assert list(latents.iterdir()) == [new]
 
 
-def test_a_server_that_was_stopped_during_a_request_stores_no_job(opened: Open) -> None:
-    """Others have removed its image by then."""
+def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away(
+    opened: Open, tmp_path: Path
+) -> None:
+    """After a stop during a request, others have removed its image."""
     queue = opened()
     with pytest.raises(OutputError, match="stopped"):
         queue.add(new_job(), max_open=None, until=time.time() - 1)
     assert not queue.has_unfinished()
-
-
-def test_claims_that_end_together_are_put_back_part_by_part(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that whoever does it renews its own in time."""
-    monkeypatch.setattr("svdpp.serve.queue._MAX_RECOVERED", 2)
-    slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
-    ids = {add(slow) for _ in range(3)}
-    assert set(take_all(slow)) == ids
-    wait_until(lambda: other.database.rows(_ENDED) == [(3,)], 30, "no lease ends")
-    assert [len(recovered(other)) for _ in range(2)] == [2, 1]
+    assert not queue.store.is_disk_low
+    (tmp_path / "data").rename(tmp_path / "away")
+    (tmp_path / "data").mkdir()  # an empty mount point
+    assert queue.store.is_disk_low
 
 
 def test_a_server_takes_only_what_it_can_make(opened: Open) -> None:
@@ -358,19 +296,6 @@ def test_a_server_takes_only_what_it_can_make(opened: Open) -> None:
     assert [job.id for job in queued] == [other, short]
 
 
-def test_many_clips_that_a_server_cannot_make_cost_one_look(opened: Open) -> None:
-    queue = opened()
-    for _ in range(50):
-        add(queue, sampling=_SHORT)
-    own, changes, change = add(queue, created_at=2000.0), [], queue.database.change
-    queue.why_not = _too_short
-    queue.database.change = lambda alone="": changes.append(alone) or change(alone)  # type: ignore[method-assign, func-returns-value]
-    assert taken(queue).id == own
-    assert len(changes) == 2
-    assert queue.take_next() is None
-    assert len(changes) == 2
-
-
 @pytest.mark.parametrize(
     "newer", [{"family": "of tomorrow"}, {"family": "svd", "of_tomorrow": 1}], ids=str
 )
@@ -385,12 +310,23 @@ def test_what_only_a_newer_svdpp_can_make_is_passed_over(
     assert take_all(queue) == [own]
 
 
-def test_nothing_is_begun_while_the_shared_folder_is_away(opened: Open, tmp_path: Path) -> None:
-    queue = opened()
-    assert not queue.store.is_disk_low
-    (tmp_path / "data").rename(tmp_path / "away")
-    (tmp_path / "data").mkdir()  # an empty mount point
-    assert queue.store.is_disk_low
+@pytest.mark.parametrize(("kind", "fewest", "most"), [("demo", 1, 40), ("another", 200, 200)])
+def test_a_new_job_wakes_few_servers_of_a_large_fleet(
+    opened: Open, kind: str, fewest: int, most: int
+) -> None:
+    """16 of 640 that make the same clips; others do not count."""
+    own, other = opened(), opened()
+    own.kind = "demo"
+    engine = Mock(feeder=Mock(num_free=1, clips=list), state="ready", config=Mock(world_size=2))
+    fleet = Fleet(own, engine, Capabilities(model="demo", sampling=SAMPLING, sizes=()))
+    others = [replace(fleet.servers()[0], id=str(n), model=kind) for n in range(640)]
+    fleet._others = others
+    random.seed(0)
+    own.database.listen(0.0)
+    for _ in range(200):
+        add(other)
+        fleet._listen(30.0)
+    assert fewest <= engine.feeder.wake.call_count <= most
 
 
 def test_servers_verify_clips_of_their_own_model(opened: Open) -> None:
@@ -452,37 +388,6 @@ def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str
         queue()
     with pytest.raises(RequestError, match=r"the store .* is not that of the queue"):
         queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))
-
-
-def test_a_start_that_fails_can_be_repeated(
-    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store is asked outside of transactions, which the database ends after 5 s."""
-    import psycopg
-
-    folder, set_mark, transactions = tmp_path / "data", FileStore.set_mark, list[Any]()
-    stores = [FileStore(folder), FileStore(tmp_path / "own", f"memory://{new_id()}")]
-
-    def counted(store: FileStore, id: str) -> None:
-        with psycopg.connect(database) as other:
-            query = "SELECT 1 FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'"
-            transactions.extend(other.execute(query).fetchall())
-        set_mark(store, id)
-
-    monkeypatch.setattr(FileStore, "set_mark", counted)
-    for store in stores:
-        with monkeypatch.context() as patch:
-            patch.setattr("svdpp.serve.database.upgrade", lambda *_: "WRONG")
-            with pytest.raises(OutputError, match="WRONG"):
-                JobQueue(store.folder, url=database, store=store)
-        failed = store.mark()
-        queue = JobQueue(store.folder, url=database, store=store)
-        with queue.database.change() as statements:
-            assert statements.execute("SELECT id FROM queue").fetchall() == [(store.mark(),)]
-            statements.execute("DROP TABLE queue, jobs, owners, servers")
-        assert store.mark() != failed
-        queue.close()
-    assert transactions == []
 
 
 @pytest.mark.parametrize("wrong", [{"queue": "mysql://db/svdpp"}, {"lease": 0.0}])

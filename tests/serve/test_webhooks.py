@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger
-
-pytest.importorskip("fastapi")
 
 from svdpp.errors import RequestError
 from svdpp.serve import webhooks
@@ -34,7 +31,8 @@ from svdpp.serve.views import ApiError, video_of
 from svdpp.serve.webhooks import Webhooks
 from tests.cli.shell import assert_error
 from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, error_of, wait
-from tests.serve.store_jobs import add
+from tests.serve.server_here import ServerHere
+from tests.serve.store_jobs import add, job_of, taken
 from tests.serve.test_server import start_here
 
 OLD, NEW = (base64.b64encode(bytes([digit]) * 32).decode() for digit in (1, 2))
@@ -97,14 +95,6 @@ def drip(handler: BaseHTTPRequestHandler) -> None:
             time.sleep(0.05)
 
 
-def flood(handler: BaseHTTPRequestHandler) -> None:
-    """An answer whose body has no end."""
-    status(200)(handler)
-    with suppress(OSError):
-        while True:
-            handler.wfile.write(bytes(65536))
-
-
 @contextmanager
 def receiving(*answers: Answer, tls: Path | None = None) -> Iterator[Receiver]:
     receiver = Receiver(list(answers))
@@ -160,7 +150,7 @@ def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
 def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str:
     """The id of a job in a final state."""
     id, token = add(store, callback_url=url), int(store.is_shared)
-    assert store.take_next() is not None
+    taken(store)
     match state:
         case JobState.COMPLETED:
             store.complete(id, {}, token)
@@ -172,9 +162,7 @@ def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str
 
 
 def callback(store: JobQueue, id: str) -> dict[str, Any]:
-    job = store.get(id)
-    assert job is not None
-    shown = video_of(job).callback
+    shown = video_of(job_of(store, id)).callback
     assert shown is not None
     return shown.model_dump()
 
@@ -215,8 +203,7 @@ def test_a_webhook_has_the_video_and_a_signature_of_each_secret(
 ) -> None:
     with receiving(status(204)) as receiver:
         id = made(store, receiver.url, state)
-        job = store.get(id)
-        assert job is not None
+        job = job_of(store, id)
         with sending(store, receiver.host):
             shown = after_a_try(store, id)
     assert shown == {"url": receiver.url, "status": "delivered", "attempts": 1, "error": None}
@@ -241,28 +228,22 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
     with receiving(status(200)) as receiver, sending(store, receiver.host) as sender:
         cancelled = made(store, receiver.url, JobState.CANCELLED)
         add(store)
-        job = store.take_next()
-        assert job is not None
+        job = taken(store)
         store.complete(job.id, {}, job.token)
         last = made(store, receiver.url)
         sender.background.wake()
         after_a_try(store, last)
         assert [request.verified(NEW)["data"]["id"] for request in receiver.requests] == [last]
     for id in (cancelled, job.id):
-        found = store.get(id)
-        assert found is not None
-        assert video_of(found).callback is None
+        assert video_of(job_of(store, id)).callback is None
 
 
 # --- retries --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("refuse", [status(404), close], ids=["404", "none"])
-def test_a_receiver_that_fails_twice_gets_the_same_webhook_again(
-    store: JobQueue, refuse: Answer
-) -> None:
-    with receiving(refuse, refuse, status(200)) as receiver:
+def test_a_receiver_that_fails_twice_gets_the_same_webhook_again(store: JobQueue) -> None:
+    with receiving(status(404), close, status(200)) as receiver:
         id = made(store, receiver.url)
         with sending(store, receiver.host):
             wait(lambda: callback(store, id)["status"] == "delivered")
@@ -274,19 +255,16 @@ def test_a_receiver_that_fails_twice_gets_the_same_webhook_again(
 
 @pytest.mark.usefixtures("quick")
 def test_a_webhook_that_is_given_up_is_shown_and_logged(
-    store: JobQueue, monkeypatch: pytest.MonkeyPatch
+    store: JobQueue, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     monkeypatch.setattr(webhooks, "MAX_ATTEMPTS", 3)
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="ERROR", format="{message}")
     with receiving(status(500)) as receiver:
         id = made(store, receiver.url)
         with sending(store, receiver.host):
-            wait(lambda: lines)
-    logger.remove(sink)
+            wait(lambda: told)
     shown = {"url": receiver.url, "status": "failed", "attempts": 3, "error": "the answer was 500"}
     assert callback(store, id) == shown
-    assert lines == [f"{id}: its webhook is given up: the answer was 500\n"]
+    assert told == [f"{id}: its webhook is given up: the answer was 500"]
     assert len(receiver.requests) == 3
     assert store.take_callback(0) is None
 
@@ -325,18 +303,17 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(each_store:
     store = each_store
     add(store, callback_url="http://a/")
     assert store.take_callback(60) is None, "it waits"
-    job = store.take_next()
-    assert job is not None
+    job = taken(store)
     assert store.take_callback(60) is None, "it is in progress"
     store.complete(job.id, {}, job.token)
-    taken = store.take_callback(0.01)
-    assert taken is not None
-    assert (taken.id, taken.callback_attempts) == (job.id, 1)
+    first = store.take_callback(0.01)
+    assert first is not None
+    assert (first.id, first.callback_attempts) == (job.id, 1)
     again: list[Any] = []
     wait(lambda: again.append(store.take_callback(60)) or again[-1] is not None)
     assert again[-1].callback_attempts == 2
     assert store.take_callback(60) is None
-    assert not store.set_callback(taken, None, None), "its second try has begun"
+    assert not store.set_callback(first, None, None), "its second try has begun"
     assert store.set_callback(again[-1], None, None)
     assert store.take_callback(0) is None
 
@@ -359,17 +336,10 @@ def test_a_slow_receiver_holds_back_no_other(store: JobQueue) -> None:
         go_on.set()
 
 
-@pytest.mark.parametrize(
-    ("answer", "outcome"),
-    [(drip, "no answer within 0.5 s"), (flood, None)],
-    ids=["slow headers", "endless body"],
-)
-def test_an_answer_is_read_up_to_its_headers_and_its_deadline(
-    store: JobQueue, monkeypatch: pytest.MonkeyPatch, answer: Answer, outcome: str | None
-) -> None:
+def test_an_answer_has_a_deadline(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 0.5)
-    with receiving(answer) as receiver:
-        assert tried(store, receiver.url, receiver.host)["error"] == outcome
+    with receiving(drip) as receiver:
+        assert tried(store, receiver.url, receiver.host)["error"] == "no answer within 0.5 s"
 
 
 # --- where webhooks may go ------------------------------------------------------------------------
@@ -486,10 +456,9 @@ def secret_file(folder: Path, text: str = f"# of May\nwhsec_{OLD}\n\nwhsec_{NEW}
         ("a.example", None, 2, ("--callback-hosts needs --callback-secret-file",)),
         ("a.example", "", 7, ("has no entries", "openssl rand")),
         ("a.example", f"whsec_{OLD}\n{NEW}\n", 7, ("line 2: it is not whsec_ and 24 to 65 bytes",)),
-        ("a.example", "whsec_c2hvcnQ=", 7, ("line 1: it is not whsec_",)),
         ("https://a.example/", f"whsec_{OLD}\n", 2, ("takes hosts such as",)),
     ],
-    ids=range(5),
+    ids=range(4),
 )
 def test_wrong_hosts_and_secrets_are_refused_at_the_start(
     tmp_path: Path, host: str, text: str | None, exit_code: int, words: tuple[str, ...]
@@ -525,10 +494,10 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
             assert server.video(id)["status"] == "completed"
             server.stop(signal.SIGKILL)
         go_on.set()
-        with HttpServer(tmp_path / "data", *options) as server:
-            wait(lambda: len(receiver.requests) == 2, lambda: server.err)
-            wait(lambda: server.video(id)["callback"]["status"] == "delivered")
-            shown = server.video(id)
+        with ServerHere(tmp_path / "data", *options) as here:
+            wait(lambda: len(receiver.requests) == 2, lambda: here.err)
+            wait(lambda: here.video(id)["callback"]["status"] == "delivered")
+            shown = here.video(id)
         first, second = (request.verified(NEW) for request in receiver.requests)
         assert first["id"] == second["id"]
         assert second["type"] == "video.completed"

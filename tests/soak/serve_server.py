@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +27,6 @@ _OPTIONS = (
     *("--decode-chunk-size", "2", "--timeout", str(_TIMEOUT)),
 )
 _READY_SECONDS = 180.0
-_RESTART_SECONDS = _TIMEOUT + 60.0
 _DRAIN_SECONDS = 90.0
 # A fork server that still loads libtorch notices only then that its server has ended.
 _ORPHAN_SECONDS = 30.0
@@ -36,14 +34,12 @@ _START_LINE = "--- start\n"
 # How a server ends at SIGTERM before Python, or the command, has handlers for it.
 _ENDS_AT_START = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _FORK_SERVER = "multiprocessing.forkserver"
-FAULTS = ("kill the server", "kill a rank", "stop a rank", "kill the fork server")
 
 
 @dataclass
 class Tally:
     """What happened to the server."""
 
-    faults: Counter[str] = field(default_factory=Counter)
     starts: int = 0
     orphans: list[str] = field(default_factory=list)
     """Processes that outlived their server."""
@@ -51,21 +47,19 @@ class Tally:
     """Times when the ranks were not ready again in time."""
     unasked: list[str] = field(default_factory=list)
     """Ends of the server that no fault explains."""
-    slowest_start: float = 0.0
 
 
 class FaultyServer:
-    """`svdpp serve`, always at the same port, and what is done to it until `is_over`."""
+    """`svdpp serve`, always at the same port, and what is done to it."""
 
     def __init__(
         self,
         folder: Path,
         chance: random.Random,
-        is_over: Callable[[], bool],
         *options: str,
-        data: Path | None = None,
+        data: Path,
     ) -> None:
-        self.data, self.temporary = data or folder / "data", folder / "tmp"
+        self.data, self.temporary = data, folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._folder, self._options = folder, options
         self.log = folder / "server.log"
@@ -75,7 +69,6 @@ class FaultyServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.tally = Tally()
         self._chance = chance
-        self._is_over = is_over
         self._mark = str(folder)  # of this soak alone: others may run beside it
         self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._process = self._start()
@@ -128,78 +121,52 @@ class FaultyServer:
             return None
         return int(answer.json()["restarts"]) if answer.status_code == 200 else None
 
-    def fault_after(self, seconds: float) -> None:
-        """Waits, mostly until the ranks are ready and for `seconds` more; then one fault."""
-        what = self._chance.choices(FAULTS, weights=(4, 5, 2, 2))[0]
-        # Some faults hit a server or ranks that are still starting.
-        at_start = what in FAULTS[:2] and self._chance.random() < 0.25
-        if not at_start and not self.wait_ready():
+    @property
+    def is_ready(self) -> bool:
+        """Whether its ranks are ready."""
+        return self.restarts is not None
+
+    def kill_a_rank(self) -> None:
+        """Kills any rank; none, if none has been started yet."""
+        self._signal_a_rank(signal.SIGKILL)
+
+    def _signal_a_rank(self, number: int) -> None:
+        if ranks := ranks_of(self._process.pid):
+            _kill(self._chance.choice(ranks), number)
+
+    def stop_a_rank(self) -> None:
+        """Stops any rank, and waits until the server notices it; sometimes it is killed before."""
+        before, end = self.restarts, time.monotonic() + _READY_SECONDS
+        if before is None:
             return
-        before = self.restarts
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._is_over():
-            time.sleep(0.05)
-        if self._is_over() or not self.inflict(what):
-            return
-        self.tally.faults[what] += 1
-        begun = time.monotonic()
-        if what == FAULTS[0]:
+        self._signal_a_rank(signal.SIGSTOP)
+        if self._chance.random() < 0.25:
             self.kill()
-        elif before is not None:
-            self._wait_restarted(what, before)
-        print(f"{what}{' at a start' if at_start else ''}: {time.monotonic() - begun:.1f} s")
-        sys.stdout.flush()
-
-    def inflict(self, what: str) -> bool:
-        """Whether there was a process to do it to."""
-        pid = self._process.pid
-        ranks, fork_server = ranks_of(pid), fork_server_of(pid)
-        number = signal.SIGSTOP if what == "stop a rank" else signal.SIGKILL
-        victims = [pid] if what == "kill the server" else []
-        if what == "kill the fork server" and fork_server is not None:
-            victims = [fork_server]
-            victims += self._chance.sample(ranks, min(len(ranks), self._chance.randrange(2)))
-        elif ranks and what.endswith("a rank"):
-            victims = [self._chance.choice(ranks)]
-        for victim in victims:
-            with contextlib.suppress(ProcessLookupError):  # it has ended with another
-                os.kill(victim, number)
-        return bool(victims)
-
-    def _wait_restarted(self, what: str, before: int) -> None:
-        """Waits until the ranks are ready again; sometimes the server is killed meanwhile."""
-        begun = time.monotonic()
-        end = begun + _RESTART_SECONDS
-        cut = begun + self._chance.uniform(0.1, 60.0)
-        while (now := self.restarts) is None or now == before:
-            if self._process.poll() is not None:
-                self._note_end()
-                return
-            if time.monotonic() > cut and what == "stop a rank":
-                self.tally.faults["kill the server beside a stopped rank"] += 1
-                self._process.kill()
-                self._end(what)
-                self._process = self._start()
-                return
-            if what == "kill the fork server" and now == before and time.monotonic() > begun + 5.0:
-                return  # the ranks go on without it
+            return
+        while self.is_running and self.restarts in (None, before):
             if time.monotonic() > end:
-                ranks = ranks_of(self._process.pid)
-                self.tally.unready.append(f"{what}: {now} restarts, ranks {ranks}")
+                self.tally.unready.append("a stopped rank is not noticed")
                 return
             time.sleep(0.1)
+
+    def kill_the_fork_server(self) -> None:
+        """Kills it, and sometimes a rank at the same time."""
+        ranks, fork_server = ranks_of(self._process.pid), fork_server_of(self._process.pid)
+        if fork_server is not None and self.is_ready:
+            _kill(fork_server, signal.SIGKILL)
+            for rank in ranks[: self._chance.randrange(2)]:
+                _kill(rank, signal.SIGKILL)
 
     def wait_ready(self) -> bool:
         """Whether the ranks have become ready in time; starts the server again if it ended."""
         begun = time.monotonic()
-        while self.restarts is None:
+        while not self.is_ready:
             if self._process.poll() is not None:
                 self._note_end()
             if time.monotonic() - begun > _READY_SECONDS:
                 self.tally.unready.append(f"not ready after {_READY_SECONDS:g} s")
                 return False
             time.sleep(0.1)
-        self.tally.slowest_start = max(self.tally.slowest_start, time.monotonic() - begun)
         return True
 
     def _note_end(self) -> None:
@@ -207,8 +174,6 @@ class FaultyServer:
         if _has_listened(log) or "does not answer" not in log:
             tail = log.strip().splitlines()[-1:]
             self.tally.unasked.append(f"exit code {self._process.returncode}: {tail}")
-        else:
-            self.tally.faults["a start without the database"] += 1
         self._end("an end by itself")
         self._process = self._start()
 
@@ -243,6 +208,11 @@ class FaultyServer:
     def _log_of_start(self) -> str:
         """What the present process has written."""
         return self.log.read_text(errors="replace").rpartition(_START_LINE)[2]
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended with another
+        os.kill(pid, number)
 
 
 def _has_listened(log: str) -> bool:

@@ -1,0 +1,167 @@
+"""Rows: signals, a killed parent, two runs side by side, many threads, torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.shell import DEMO, svdpp_here
+from tests.faults.commands import RUN, SIMULATE, STANDING, WORLD_SIZE, Command
+from tests.faults.conftest import StartCommand
+from tests.faults.processes import listening
+
+pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
+
+# --- signals --------------------------------------------------------------------------------------
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+ONE_IN_CI = [SIGNALS[0], *(pytest.param(number, marks=pytest.mark.full) for number in SIGNALS[1:])]
+
+
+@pytest.mark.parametrize("number", ONE_IN_CI)
+def test_a_signal_ends_a_run_in_order(start: StartCommand, number: signal.Signals) -> None:
+    """To the command alone and to its whole group, with two commands that start together."""
+    commands = [start(*SIMULATE, plan={"stop": STANDING}) for _ in range(2)]
+    for command in commands:
+        command.event(kind="ClipDone")
+    for command, group in zip(commands, (False, True), strict=True):
+        assert command.end(command.signal(number, group=group), 2) == 128 + number
+        assert command.errors == f"error: ended by {number.name}\n"
+        command.assert_gone()
+
+
+@pytest.mark.parametrize("number", ONE_IN_CI)
+def test_a_second_signal_ends_it_at_once(start: StartCommand, number: signal.Signals) -> None:
+    command = start(*SIMULATE, plan={"stop": STANDING, "leaving_seconds": 600})
+    command.event(kind="ClipDone")
+    command.signal(number, group=True)
+    command.event(kind="leaving")
+    assert command.end(command.signal(number, group=True), 1) == 128 + number
+    assert command.errors == ""
+
+
+@pytest.mark.parametrize("number", ONE_IN_CI)
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_signal_while_ranks_start_or_an_mp4_is_written(
+    start: StartCommand, home: Path, number: signal.Signals, writes: bool
+) -> None:
+    """At its start the fork server imports torch, and reads no messages.
+
+    A signal to the group also ends an ffmpeg that hangs, whichever process dies first.
+    """
+    if writes:
+        command = start(*RUN, str(home / "out"), out=home / "out", plan={})
+        os.kill(command.process_with("libx264"), signal.SIGSTOP)
+    else:
+        command = start(*SIMULATE)
+        command.process_with("multiprocessing.forkserver")
+    assert command.end(command.signal(number, group=True), 2) == 128 + number
+    first, *rest = command.errors.splitlines()
+    assert first == f"error: ended by {number.name}"
+    assert "Traceback" not in command.errors
+    assert not rest or writes
+
+
+# --- the parent -----------------------------------------------------------------------------------
+
+LOOPBACK = {"127.0.0.1", "::1"}
+
+
+def test_ranks_listen_on_loopback_and_end_with_a_killed_parent(start: StartCommand) -> None:
+    command = start(*SIMULATE, plan={"stop": STANDING})
+    command.event(kind="Heartbeat", rank=1, step=2, action="DENOISE c2 2:4")
+    command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    addresses = listening(command.pids())
+    assert addresses, "gloo listens somewhere; this test no longer sees it"
+    assert addresses <= LOOPBACK
+    command.signal(signal.SIGKILL)
+    command.process.wait()
+    command.assert_gone(seconds=1)
+
+
+def test_a_parent_killed_while_an_mp4_is_written(start: StartCommand, home: Path) -> None:
+    out = home / "out"
+    command = start(*RUN, str(out), plan={})
+    os.kill(command.process_with("libx264"), signal.SIGSTOP)
+    whole = set(out.glob("*.mp4"))
+    assert list(out.glob(".svdpp-*.mp4")), "nothing is being written; this test sees nothing"
+    command.signal(signal.SIGKILL)
+    command.process.wait()
+    command.assert_gone(seconds=1)
+    assert set(out.glob("*.mp4")) == whole
+    again = svdpp_here(*RUN, str(out))
+    assert again.code == 0, again
+    assert len(list(out.glob("*.mp4"))) == 4
+
+
+def test_two_runs_side_by_side(start: StartCommand) -> None:
+    first, second = start(*SIMULATE), start(*SIMULATE)
+    begun = time.monotonic()
+    assert (first.end(begun, 100), second.end(begun, 100)) == (0, 0), first.errors + second.errors
+
+
+def test_four_times_more_threads_than_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that spin while they wait would take minutes of each other's time."""
+    monkeypatch.chdir(tmp_path)
+    threads = str(4 * len(os.sched_getaffinity(0)))
+    asked = "--gpus 3 --split alternating --dtype bf16 --steps 9 --frames 3 --height 40 --width 48"
+    answer = svdpp_here("verify", *DEMO, "--threads", threads, *asked.split())
+    assert answer.code == 0, answer
+    assert "bitwise equal: 2 clips" in answer.out
+
+
+# --- torchrun -------------------------------------------------------------------------------------
+
+TORCHRUN = (
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)),
+    *("--log-dir", "{home}"),  # the default is a temporary folder, which torchrun leaves behind
+    *("--no-python", sys.executable, "-m", "tests.faults.injected"),
+)
+
+
+def _start(start: StartCommand, stop: dict[str, Any], **plan: Any) -> Command:
+    return start(*TORCHRUN, "{plan}", *SIMULATE, plan={"stop": stop, **plan})
+
+
+def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
+    command = _start(start, STANDING)
+    command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.signal(signal.SIGKILL)
+    command.process.wait()
+    command.assert_gone(seconds=1)
+
+
+def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Path) -> None:
+    gate = home / "gate"
+    command = _start(start, {**STANDING, "kind": "raise", "until": str(gate)})
+    command.event(kind="ClipDone", clip=0)
+    fault = time.monotonic()
+    gate.touch()
+    assert command.end(fault, 6) == 1, "torchrun exits with its own code, whatever its ranks' codes"
+    assert re.search(r"error: rank 1 \(cpu of .*\) failed at clip 2, step 2 ", command.errors)
+    root_cause = command.errors.partition("Root Cause")[2]
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 6 ", root_cause), root_cause
+
+
+@pytest.mark.parametrize(
+    ("number", "late"),
+    [(signal.SIGINT, 0.5), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.full)],
+)
+def test_a_signal_to_all_is_told_as_the_signal(
+    start: StartCommand, number: signal.Signals, late: float
+) -> None:
+    """Ctrl-C or scancel: every rank gets the signal and ends, the others perhaps before rank 0."""
+    command = _start(start, STANDING, leaving_seconds=late)
+    command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
+    command.end(command.signal(number, group=True), 6)
+    assert f"error: ended by {number.name}\n" in command.errors
+    assert "is gone" not in command.errors
