@@ -26,7 +26,7 @@ ROUTES = re.findall(r"^\| `([A-Z]+) (/\S*)` \| [^|]+ \| `(curl [^`]+)` \|$", TEX
 #: The options of the command and their defaults, from the reference that is written from the code.
 OPTIONS = dict(
     re.findall(
-        r"^- `(--[\w-]+)[^`]*`: .* \[default: (.*)\]$",
+        r"^- `(--[\w-]+)[^`]*`: .* \[default: \(?([^;)\]]+)\)?(?:; .*)?\]$",
         (ROOT / "docs/cli.md")
         .read_text(encoding="utf-8")
         .split("\n## `svdpp serve`\n")[1]

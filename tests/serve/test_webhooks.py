@@ -164,7 +164,7 @@ def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str
 def callback(store: JobQueue, id: str) -> dict[str, Any]:
     shown = video_of(job_of(store, id)).callback
     assert shown is not None
-    return shown.model_dump()
+    return shown
 
 
 def after_a_try(store: JobQueue, id: str) -> dict[str, Any]:
