@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -299,14 +299,6 @@ def _facts(layout: Layout) -> dict[str, Any]:
     if layout.expert_boundary is not None:
         names += ["expert_boundary", "share_experts"]
     return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
-
-
-def show_comparison(console: Console, counts: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Prints layouts side by side, then notes on them."""
-    about = {name: counts[name] for name in ("num_steps", "world_size")}
-    about |= {"clips": counts["num_clips"], "layouts": [*map(_row_json, rows)]}
-    console.json({"schema_version": SCHEMA_VERSION, **about})
-    _print_forecasts(console, rows, counts["num_clips"], counts["world_size"])
 
 
 def _print_forecasts(
