@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,9 +92,11 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
         if not there.isdisjoint(map(os.path.basename, (output.path, output.json_path)))
     ]
     if existing and not (policy.overwrite or policy.keeps_finished):
+        both = (existing[0].path, existing[0].json_path)
+        first = next(path for path in both if os.path.basename(path) in there)
         noun = "output exists" if len(existing) == 1 else "outputs exist"
         raise RequestError(
-            f"{len(existing)} {noun} already, the first is {existing[0].path!r}",
+            f"{len(existing)} {noun} already, the first is {first!r}",
             "--resume keeps what is finished, --overwrite replaces it",
             details={"existing": len(existing), "asked": len(inputs) * len(seeds)},
         )
@@ -144,7 +145,7 @@ def plan_clips(
                 tensor_files.prune(folder, key)  # of a run killed before it removed them
             continue
         if folder is not None and policy.keeps_finished and key in saved:
-            done_steps = max(tensor_files.saved_steps(folder, key))
+            done_steps = max(tensor_files.saved_steps(folder, key), default=0)
         photo = made_from.photo
         are_large.append(
             photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6
@@ -177,10 +178,9 @@ def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Outp
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         owner = f"{made_from} with seed {seed}"
         if (other := owners.pop(output.path, None)) is not None:
-            numbered = policy.folder / f"{{name}}_{{index}}{video.SUFFIXES[policy.format]}"
             raise RequestError(
                 f"{other} and {owner} would both become {Path(output.path).name!r}",
-                f"--out {shlex.quote(str(numbered))} numbers them",
+                "make them in two runs, each with an --out folder of its own",
             )
         owners[output.path] = owner
 
@@ -402,6 +402,10 @@ class RunManifest:
     def _write(self) -> None:
         begun = time.monotonic()
         try:
+            output_files.write_json(self._path, self._content)
+        except OutputError:  # on a full disk the states of the clips matter more
+            if self._content.pop("measured", None) is None:
+                raise
             output_files.write_json(self._path, self._content)
         finally:
             seconds = time.monotonic() - begun

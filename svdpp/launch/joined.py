@@ -114,7 +114,7 @@ class RankListener:
         port, token = self._socket.getsockname()[1], secrets.token_hex(8)
         secret, host = self._secret.hex(), socket.gethostname()
         self.endpoint = Endpoint(address, port, secret, token, host, list(probes))
-        store.set(_KEY, json.dumps(self.endpoint))
+        store.set(_KEY, json.dumps(self.endpoint._asdict()))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
         """Accepts the next rank; None if none connects within a moment or it is not one of ours."""
@@ -127,7 +127,7 @@ class RankListener:
             with _handshake_deadline(connection):
                 deliver_challenge(connection, self._secret)
                 answer_challenge(connection, self._secret)
-                return RankHello(*json.loads(connection.recv_bytes())), connection
+                return RankHello(**json.loads(connection.recv_bytes())), connection
         except (OSError, EOFError, AuthenticationError, ValueError, TypeError):
             connection.close()
             return None
@@ -145,7 +145,7 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
     deadline = time.monotonic() + terms.start_timeout
     while time.monotonic() < deadline:
         try:
-            endpoint = Endpoint(*json.loads(store.get(_KEY))) if store.check([_KEY]) else None
+            endpoint = Endpoint(**json.loads(store.get(_KEY))) if store.check([_KEY]) else None
         except RuntimeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 started",
@@ -186,7 +186,8 @@ def _try_to_connect(endpoint: Endpoint, hello: RankHello, peer_timeout: float) -
         with _handshake_deadline(connection):
             answer_challenge(connection, secret)
             deliver_challenge(connection, secret)
-            connection.send_bytes(json.dumps(hello._replace(missing=missing)).encode())
+            greeting = hello._replace(missing=missing)._asdict()
+            connection.send_bytes(json.dumps(greeting).encode())
     except (OSError, EOFError, AuthenticationError):
         connection.close()
         return None

@@ -82,9 +82,10 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     try:
         if key not in _stores:
             is_own = world.owns_store and world.rank == 0
-            _stores[key] = (
-                _own_store(address, port) if is_own else dist.TCPStore(host, port, timeout=wait)
-            )
+            if is_own:
+                _stores[key] = _own_store(address, port, wait)
+            else:
+                _stores[key] = dist.TCPStore(host, port, timeout=wait)
         _stores[key].set_timeout(wait)
         return address, _stores[key]
     except (OSError, RuntimeError) as error:
@@ -96,13 +97,14 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
         ) from error
 
 
-def _own_store(address: str, port: int) -> dist.Store:
+def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     return dist.TCPStore(
         address,
         port,
         is_master=True,
+        timeout=wait,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # otherwise the store listens on all addresses
         use_libuv=False,  # libuv's server does not accept a listener (torch 2.13)

@@ -145,20 +145,25 @@ def sift_inputs(
             pattern (files with such a suffix, by name).
         recursive: whether to search subfolders, except hidden ones and links.
     """
-    photos: dict[str, Photo] = {}
+    photos: list[Photo] = []
     problems: list[InputError] = []
+    seen: set[str] = set()
     for text in inputs:
         with _noted(problems):
             for path in _expand(text, recursive=recursive, videos=video_frames is not None):
+                real = os.path.realpath(path)
+                if real in seen:
+                    continue
+                seen.add(real)
                 with _noted(problems):
                     if video_frames is None:
                         photo = read_photo(path, max_pixels)[1]
                     else:
                         photo = read_video(path, video_frames, max_pixels)
-                    photos.setdefault(os.path.realpath(path), photo)
+                    photos.append(photo)
     if not photos:
         raise_all(problems)
-    return list(photos.values()), problems
+    return photos, problems
 
 
 @contextlib.contextmanager

@@ -232,6 +232,8 @@ def _ffmpeg(
 
 
 def _failure(code: int, line: bytes) -> MediaFailure:
+    if code < 0:
+        return MediaFailure(f"ffmpeg was ended by {signal.Signals(-code).name}")
     # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
     text = re.sub(r"^(\[[^]]*\] *)+", "", line.decode(errors="replace").strip())
     reason = without_controls(text)[:200] or "no reason given"

@@ -193,6 +193,8 @@ def _of_family(family: str) -> type[_ClipMetadata]:
     own |= _SVD if family == "svd" else _PROMPTED
     own |= {"videos": dict[str, str], "videos_sha256": dict[str, _Sha256]} if kind.videos else {}
     fields: dict[str, Any] = {name: (hint, ...) for name, hint in own.items()}
+    if family == "svd":  # the JSON of early clips names none
+        fields["family"] = (Literal["svd"], "svd")
     return create_model(f"_{family}", __base__=_ClipMetadata, **fields)
 
 

@@ -28,9 +28,13 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
-        with out_of_memory_named(None):
-            streams.use_device(device)
+        streams.use_device(device)
     except (AssertionError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"{name} has too little free memory for a CUDA context (about 0.5 GB)",
+                "nvidia-smi shows which processes hold its memory",
+            ) from error
         raise RequestError(
             f"{name} cannot be used: {first_line(error)}", "svdpp doctor shows which devices work"
         ) from error

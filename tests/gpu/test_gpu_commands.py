@@ -36,9 +36,8 @@ def _launched(
 
 
 def test_env_names_each_gpu(machine: Machine) -> None:
-    devices = json.loads(svdpp("env", "--json"))["devices"]
-    assert len(devices["gpus"]) == machine.num_gpus
-    assert all(len(row) == machine.num_gpus for row in devices["peer_access"])
+    gpus = json.loads(svdpp("env", "--json"))["devices"]["gpus"]
+    assert len(gpus) == machine.num_gpus
 
 
 @pytest.mark.full  # on the CPU: tests/cli/test_tools.py
