@@ -124,8 +124,7 @@ class Workload(_Sampled):  # type: ignore[misc]
     """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
     model that also makes clips from text."""
     prompts: list[str] | None = Field(default=None, min_length=1)
-    """For a model that takes prompts: each is combined with each image. None: an example, with
-    another number for each clip."""
+    """For a model that takes prompts: each is combined with each image. None: an example."""
     negative_prompt: str | None = None
     decode_chunk_size: Positive | None = None
     fit: Fit = "stretch"
@@ -214,9 +213,16 @@ def _find(name: str) -> Path:
     )
 
 
+def _parsed(text: str | bytes) -> Any:
+    """A YAML value without aliases, a few of which, nested, could exhaust the memory."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        raise yaml.YAMLError("aliases are not taken: write the value out")
+    return yaml.safe_load(text)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(read_small_file(path, "configuration"))
+        content = _parsed(read_small_file(path, "configuration"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())
         raise InputError(f"{str(path)!r} is not YAML: {words}") from error
@@ -239,7 +245,7 @@ def _override(content: dict[str, Any], text: str) -> None:
         if not isinstance(place, dict):
             raise RequestError(f"{text!r}: {section!r} is not a section")
     try:
-        place[key] = yaml.safe_load(value)
+        place[key] = _parsed(value)
     except yaml.YAMLError as error:
         raise RequestError(f"{text!r}: the value is not YAML") from error
 

@@ -326,9 +326,10 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         if bound is not None:
             bound.close()
+        is_host = isinstance(error, socket.gaierror | UnicodeError)
         raise RequestError(
             f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
-            f"--port {port + 1} or --port 0 takes another one" if port else "",
+            f"--port {port + 1} or --port 0 takes another one" if port and not is_host else "",
         ) from error
     return bound
 

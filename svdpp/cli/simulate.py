@@ -12,6 +12,7 @@ from svdpp.cli.options.model import LOOKS
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.config.limits import require
+from svdpp.errors import OutOfMemoryError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
@@ -103,8 +104,12 @@ def _perform(
     with progress:
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.layout))
-        with traces.of(pipeline), pipeline:
-            pipeline.run(requests)
+        try:
+            with traces.of(pipeline), pipeline:
+                pipeline.run(requests)
+        except OutOfMemoryError as error:  # whose own hint names options of other commands
+            error.hint = "a smaller --latent-shape, --dtype fp16 or a smaller --world lower it"
+            raise
     console.info(", wrote ".join([progress.closing, *traces.paths]))
 
 

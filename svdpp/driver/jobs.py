@@ -180,7 +180,9 @@ def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Outp
         if (other := owners.pop(output.path, None)) is not None:
             raise RequestError(
                 f"{other} and {owner} would both become {Path(output.path).name!r}",
-                "make them in two runs, each with an --out folder of its own",
+                "--out takes a folder for several clips"
+                if policy.single_clip
+                else "make them in two runs, each with an --out folder of its own",
             )
         owners[output.path] = owner
 
@@ -230,8 +232,11 @@ def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) 
     names = (*identity(metadata), *identity(existing))
     name = next(name for name in names if existing.get(name) != metadata.get(name))
     before, now = existing.get(name), metadata.get(name)
+    # The default number of threads depends on the number of ranks.
+    same = f"--threads {before} keeps it; " if name == "num_threads" else ""
     raise RequestError(
-        f"{path.name!r} exists with another {name}: {before!r}, now {now!r}", _REPLACE_OR_KEEP
+        f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
+        same + _REPLACE_OR_KEEP,
     )
 
 

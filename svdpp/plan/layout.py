@@ -156,7 +156,7 @@ class Layout:
         if self.expert_boundary is not None and self.separates_experts:
             check_even(self.num_steps, self.num_stages, self.expert_boundary)
         else:
-            check_uniform(self.num_steps, self.num_stages)
+            check_uniform(self.num_steps, self.num_stages, self.world_size)
 
     def __str__(self) -> str:
         pairs = self.cfg_parallel == 2

@@ -100,18 +100,21 @@ def join_cuts(each: Iterable[Cuts]) -> Cuts:
     return tuple(whole)
 
 
-def check_uniform(num_steps: int, num_stages: int) -> None:
+def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
     """Checks that the steps can be split evenly over the stages, each of one rank or several."""
     if num_steps % num_stages == 0:
         return
     below = num_steps // num_stages * num_stages
     nearest = [count for count in (below, below + num_stages) if count]
     can = "can are" if below else "can is"
+    are_ranks = num_stages == world_size
+    fewer = f"or --world {largest_world(num_steps, num_stages)}, " if are_ranks else ""
+    parts = "ranks" if are_ranks else "stages"
     raise RequestError(
-        f"{num_steps} steps cannot be split evenly over {num_stages} ranks; "
+        f"{num_steps} steps cannot be split evenly over {num_stages} {parts}; "
         f"the nearest step count{'s' * (below > 0)} that {can} {' and '.join(map(str, nearest))}",
         f"use {' or '.join(f'--steps {count}' for count in nearest)}, "
-        f"or --world {largest_world(num_steps, num_stages)}, or --split alternating",
+        f"{fewer}or --split alternating",
         details={"steps": num_steps, "ranks": num_stages, "nearest": nearest},
     )
 

@@ -225,12 +225,13 @@ class ToRequest:
     def publish(self) -> None:
         """Makes the latent checkpoints of the store those of the folder, while it answers."""
         self._store.look()
+        published = self._published.copy()  # first: what is fetched meanwhile is not among it
         saved = tensor_files.saved(self.latents_folder)
         for key, step in saved - self._published:
             self._store.put(tensor_files.path_of(self.latents_folder, key, step))
             self._published.add((key, step))
-        for key, step in self._published - saved:
-            self._store.remove(tensor_files.path_of(self.latents_folder, key, step))
+        for key, step in published - saved:  # not the files, which may be there again by now
+            self._store.remove_object(tensor_files.path_of(self.latents_folder, key, step))
             self._published.discard((key, step))
 
     def _fetch_latents(self, job: Job, key: str) -> None:

@@ -163,9 +163,11 @@ class QueueFile:
         if free < _RESERVE_BYTES:
             reserve.unlink(missing_ok=True)
         elif free > low + _RESERVE_BYTES and not reserve.exists():
-            # A quota, perhaps: the queue works without.
-            with contextlib.suppress(OSError), reserve.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+            try:
+                with reserve.open("xb") as file:
+                    os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+            except OSError:  # a quota, perhaps: the queue works without
+                output_files.remove(reserve)
 
     def _on_disk(self) -> list[int]:
         """The inodes of the queue and of its log; empty if one is missing."""
@@ -267,6 +269,8 @@ class QueueServer:
     """Whether it was not removed: each commit says so itself."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
+        import psycopg  # noqa: F401  # which says what is wrong with it
+
         self._store = store
         self._url = url
         self._is_closed = False

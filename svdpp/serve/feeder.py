@@ -63,8 +63,8 @@ class Feeder:
         self._max_waiting = 2 * config.replicas
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
-        self.latest: dict[int, RunningClip] = {}
-        """By their indices, also clips that have ended: ranks report late."""
+        self.latest: dict[int, Job] = {}
+        """The jobs of clips by their indices, also of those that have ended: ranks report late."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
@@ -143,8 +143,8 @@ class Feeder:
 
     def job_of(self, clip: int | None) -> str | None:
         """The id of the job of a clip's index."""
-        running = None if clip is None else self.latest.get(clip)
-        return None if running is None else running.job.id
+        job = None if clip is None else self.latest.get(clip)
+        return None if job is None else job.id
 
     @property
     def is_empty(self) -> bool:
@@ -244,7 +244,7 @@ class Feeder:
         clip.clip = self._next_clip
         with self._changed:
             self._clips[job.id] = clip
-            self.latest[clip.clip] = clip
+            self.latest[clip.clip] = job
             self.latest.pop(clip.clip - _REMEMBERED, None)
         try:
             clip.handle = pipeline.submit(clip.request, [clip.metadata])

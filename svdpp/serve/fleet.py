@@ -107,9 +107,9 @@ class Estimates:
                 pass
 
     def _add(self, kind: str, index: int, seconds: float) -> None:
-        clip = self._feeder.latest.get(index)
-        if clip is not None and kind in self._samples:
-            self._samples[kind].append(seconds / _volume(clip.job.sampling))
+        job = self._feeder.latest.get(index)
+        if job is not None and kind in self._samples:
+            self._samples[kind].append(seconds / _volume(job.sampling))
 
     def of(self, job_id: str) -> Estimate | None:
         """The estimate of an open job as of now; None if it is not open."""

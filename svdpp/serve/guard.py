@@ -125,6 +125,10 @@ class Guard:
         limit = self.upload_bytes if is_upload else _MAX_OTHER_BODY
         if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
             limit = min(limit * 4 // 3, JSON_BYTES)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy before this server may go by the other one, and find two requests in one.
+            text = "a request has Content-Length or Transfer-Encoding, not both"
+            raise ApiError(400, "two_lengths", text, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise _too_large(limit)

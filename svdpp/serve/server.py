@@ -121,7 +121,8 @@ class Server:
         if service.settings.callback_hosts:
             self._threads.append(service.webhooks.background)
         if service.queue.is_shared:
-            self._threads.append(service.fleet.background)
+            # First: the other servers go on with its clips.
+            self._threads.insert(0, service.fleet.background)
         if service.queue.store.is_remote:
             why = "latent checkpoints are not put into the store"
             publish = service.engine.to_request.publish

@@ -150,7 +150,8 @@ class Service:
         self.metrics.servers = self.fleet.servers
 
     def _on_changed(self, job: Job) -> None:
-        if job.state.is_final:
+        # What another server has ended it counts itself; a clip cancelled in the queue has none.
+        if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.ended(job)
             self.webhooks.background.wake()
 
@@ -232,7 +233,7 @@ class Service:
         """Stores files and job; the files are removed again unless it is stored under its id."""
         until = time.time() + LOOK_SECONDS / 2
         with ExitStack() as uploads:
-            job = replace(job, **self._keep(request, job, uploads))
+            job = replace(job, **self._keep(request, job, uploads), created_at=time.time())
             try:
                 stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
             except QueueFullError as error:

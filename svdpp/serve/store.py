@@ -100,15 +100,16 @@ class FileStore:
     def remove(self, path: Path) -> None:
         """Removes a file, if it exists, from the folder and the store."""
         path.unlink(missing_ok=True)
-        self._remove_object(path)
+        self.remove_object(path)
 
     def discard(self, path: Path) -> None:
         """Removes a file that nobody needs; what cannot be removed now is a leftover."""
         output_files.remove(path)
         with contextlib.suppress(AwayError):
-            self._remove_object(path)
+            self.remove_object(path)
 
-    def _remove_object(self, path: Path) -> None:
+    def remove_object(self, path: Path) -> None:
+        """Removes an object alone, if it exists."""
         if self.is_remote:
             with contextlib.suppress(FileNotFoundError), self._errors():
                 self._system.rm_file(self._at(path))

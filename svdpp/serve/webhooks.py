@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 from loguru import logger
 
-from svdpp.errors import RequestError
+from svdpp.errors import OutputError, RequestError
 from svdpp.serve.database import Background
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
@@ -94,7 +94,8 @@ class Webhooks:
                 return
             errors = asyncio.run(self._post_all(jobs))
             for job, error in zip(jobs, errors, strict=True):
-                self._note(job, error)
+                with suppress(OutputError):  # it is tried again
+                    self._note(job, error)
 
     def _note(self, job: Job, error: str | None) -> None:
         """Stores the outcome of a try; one that is not stored is tried again."""

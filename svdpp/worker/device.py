@@ -133,7 +133,7 @@ _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
         "a denoising step",
         "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
     ),
-    Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size, or auto, lowers it"),
+    Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size lowers it"),
     None: ("loading the model", "fewer ranks on this device, or no --dtype fp32, lower it"),
     "reference": (
         "computing a clip in one process",

@@ -59,7 +59,11 @@ def given(command: str, name: str, folders: dict[str, str]) -> tuple[str, ...]:
         ("wan", "--cfg-parallel auto", "layout: 1 replica of 2 pairs, balanced: a clip takes"),
         ("wan", "--layout auto --cfg-parallel 1", "layout: data parallel: the next best"),
         ("wan", "--cfg-parallel auto --guidance-scale 1", "; no pairs: the guidance is off"),
-        ("ltx", "--layout auto --cfg-parallel auto", "; no pairs: in the halves of a batch bits"),
+        (
+            "ltx",
+            "--layout auto --cfg-parallel auto",
+            "; no pairs: halves of a batch may give other bits",
+        ),
     ],
 )
 def test_auto_chooses_pairs_whose_bits_are_equal(

@@ -18,7 +18,7 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
     if num_steps % world_size == 0 or world_size > num_steps:
         return
     with pytest.raises(RequestError) as caught:
-        check_uniform(num_steps, world_size)
+        check_uniform(num_steps, world_size, world_size)
 
     below = max(n for n in range(1, num_steps) if n % world_size == 0)
     above = min(n for n in range(num_steps, num_steps + world_size + 1) if n % world_size == 0)
@@ -34,10 +34,16 @@ def test_uneven_splits_name_the_nearest_counts(num_steps: int, world_size: int) 
 
 def test_more_ranks_than_steps() -> None:
     with pytest.raises(RequestError) as caught:
-        check_uniform(4, 5)
+        check_uniform(4, 5, 5)
     assert caught.value.message == (
         "4 steps cannot be split evenly over 5 ranks; the nearest step count that can is 5"
     )
+
+
+def test_fewer_stages_of_several_ranks_are_not_fewer_ranks() -> None:
+    with pytest.raises(RequestError, match="over 8 stages; ") as caught:
+        check_uniform(28, 8, 16)
+    assert "--world" not in caught.value.hint
     assert caught.value.hint == "use --steps 5, or --world 4, or --split alternating"
 
 

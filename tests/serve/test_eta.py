@@ -39,7 +39,7 @@ def _estimates(
 ) -> Estimates:
     """Of a server whose clips take 1 s to encode, 2 s a step, and 4 s to decode."""
     feeder = SimpleNamespace(
-        clips=lambda: list(clips), preparing=preparing, num_free=2, latest={0: _clip(0, 0)}
+        clips=lambda: list(clips), preparing=preparing, num_free=2, latest={0: dummy_job(0)}
     )
     config = SimpleNamespace(world_size=ranks, cfg_parallel=1)
     engine: Any = SimpleNamespace(feeder=feeder, config=config)

@@ -181,7 +181,7 @@ class PipelineOptions(ModelOptions):
 #: By how the family's row divides the branches of the guidance.
 _PAIRS: Mapping[str | None, tuple[bool, str]] = {
     "calls": (True, ""),
-    "batch": (False, "no pairs: in the halves of a batch bits may differ; svdpp doctor tries it"),
+    "batch": (False, "no pairs: halves of a batch may give other bits; --cfg-parallel 2 allows it"),
     None: (False, "no pairs: the model's steps have other evaluations than two branches"),
 }
 
