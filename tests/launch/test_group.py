@@ -46,14 +46,13 @@ def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Pa
         assert not os.listdir(temporary)
 
 
-_START_RANKS = """
+_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO = """
 import os, threading
 from svdpp import Pipeline
 from svdpp.launch import group
-from tests.models.builders import small_svd
+from tests.driver.dummies import clips, config
 
 if __name__ == "__main__":
-    before = dict(os.environ)
     os.mkdir("gone")
     os.chdir("gone")
     starter = threading.Thread(target=group.start_fork_server, args=[[group.RANK_MODULE]])
@@ -61,16 +60,35 @@ if __name__ == "__main__":
     starter.join()
     os.chdir("..")
     os.rmdir("gone")
-    with Pipeline(small_svd(1)):
+    with Pipeline(config(1, steps=1)) as pipeline:
+        pipeline.run(clips(0))
+"""
+
+
+@pytest.mark.long
+def test_a_server_outlives_the_thread_and_the_folder_it_was_started_in(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
+    subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=600, check=True
+    )
+
+
+_START_RANKS = """
+import os
+from svdpp import ModelConfig, Pipeline, PipelineConfig, SvdSampling
+
+if __name__ == "__main__":
+    before = dict(os.environ)
+    sampling = SvdSampling(height=64, width=64, num_frames=2, num_inference_steps=2)
+    with Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)):
         assert dict(os.environ) == before
 """
 
 
 def test_ranks_started_from_python(tmp_path: Path) -> None:
-    """They leave no temporary files, and their threads do not spin while they wait.
-
-    Their server outlives the thread and the folder in which it was started.
-    """
+    """They leave no temporary files, and their threads do not spin while they wait."""
     script, temporary = tmp_path / "script.py", tmp_path / "t"
     script.write_text(_START_RANKS)
     temporary.mkdir()
@@ -79,9 +97,7 @@ def test_ranks_started_from_python(tmp_path: Path) -> None:
         environment.pop(name, None)
     environment |= {"OMP_DISPLAY_ENV": "verbose"}  # libgomp prints its settings as it is loaded
     command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, timeout=600, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environment, timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not os.listdir(temporary)
     assert "GOMP_SPINCOUNT = '0'" in done.stderr, done.stderr

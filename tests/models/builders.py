@@ -98,7 +98,7 @@ def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineCon
     )
 
 
-# Owns small random LoRAs of tiny checkpoints, saved as diffusers does.
+# --- small random LoRAs of tiny checkpoints, saved as diffusers does -----------------------------
 
 
 def save_tiny_lora(checkpoint: Path, file: Path, *, part: str = "transformer", seed: int) -> Path:
