@@ -151,7 +151,7 @@ def sift_inputs(
     for text in inputs:
         with _noted(problems):
             for path in _expand(text, recursive=recursive, videos=video_frames is not None):
-                real = os.path.realpath(path)
+                real = str(path) if "\0" in str(path) else os.path.realpath(path)
                 if real in seen:
                     continue
                 seen.add(real)

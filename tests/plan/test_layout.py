@@ -215,8 +215,8 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
         ),
         (
             {"num_steps": 25, "decoders": 2},
-            EVENLY.format("25 steps", "7 ranks; the nearest step counts that can are 21 and 28"),
-            "use --steps 21 or --steps 28, or --world 5, or --split alternating",
+            EVENLY.format("25 steps", "7 stages; the nearest step counts that can are 21 and 28"),
+            "use --steps 21 or --steps 28, or --split alternating",
         ),
         (
             {"num_steps": 25},

@@ -38,13 +38,13 @@ def test_more_ranks_than_steps() -> None:
     assert caught.value.message == (
         "4 steps cannot be split evenly over 5 ranks; the nearest step count that can is 5"
     )
+    assert caught.value.hint == "use --steps 5, or --world 4, or --split alternating"
 
 
 def test_fewer_stages_of_several_ranks_are_not_fewer_ranks() -> None:
     with pytest.raises(RequestError, match="over 8 stages; ") as caught:
         check_uniform(28, 8, 16)
     assert "--world" not in caught.value.hint
-    assert caught.value.hint == "use --steps 5, or --world 4, or --split alternating"
 
 
 # --- balanced and alternating ---------------------------------------------------------------------

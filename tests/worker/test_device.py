@@ -27,7 +27,7 @@ CONFIG = PipelineConfig(world_size=2, model=ModelConfig(name="dummy"), device="c
         (
             RuntimeError("CUDA error: out of memory\nmore"),
             OutOfMemoryError,
-            "loading the model: CUDA",
+            "cuda:1 has too little free memory for a CUDA context",
         ),
     ],
 )
