@@ -57,9 +57,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
         require(not asked.words, "--compare takes two folders and no configuration")
-        from svdpp.bench.results import compare
-
-        console.answer(compare(*asked.compare).to_json())
+        _compare(console, *asked.compare)
         return
     from svdpp.bench.runner import Bench, differing, read_config, shipped
     from svdpp.driver.pipeline import Pipeline
@@ -82,6 +80,33 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
             f"bits differ from those of diffusers in {count}, first in {different[0]}",
             "svdpp verify shows the first step that differs",
         )
+
+
+def _compare(console: Console, a: Path, b: Path) -> None:
+    from svdpp.bench.results import compare
+
+    found = compare(a, b)
+    console.json(found.to_json())
+    words = {True: "noise", False: "differs", None: "one round"}
+    rows = [
+        {
+            **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
+            "range": None if one.low is None else f"{one.low:.3g}..{one.high:.3g}",
+            "verdict": "drift" if one.is_baseline else words[one.is_noise],
+        }
+        for one in found.ratios
+    ]
+    console.result("geometric means over rounds")
+    console.show(
+        {
+            **{"A": str(a), "B": str(b)},
+            "settings": "; ".join(found.settings) or "the same",
+            "machines": "; ".join(found.machines) or "the same",
+            "ratios": rows,
+            "latents have the same bits": found.same_bits,
+            "verdict": found.verdict,
+        }
+    )
 
 
 def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:

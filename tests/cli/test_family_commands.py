@@ -106,7 +106,7 @@ def test_a_profile_is_what_plans_take(folders: dict[str, str], tmp_path: Path) -
     answer = svdpp_here(*given("profile", "wan", folders), *asked)
     assert answer.code == 0, answer
     costs = read_costs(path)
-    assert costs.name.endswith(", from text")
+    assert costs.name.endswith(", 5 frames of 32x32")
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
         assert isinstance(seconds, float)
         assert seconds > 0

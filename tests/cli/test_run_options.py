@@ -195,18 +195,6 @@ def test_names_of_clips() -> None:
     assert names(PHOTO, "-o", "folder.mp4") == ["rocket_0.mp4"]
 
 
-@pytest.mark.processes
-def test_keep_going_makes_the_first_of_two_photographs_of_one_name() -> None:
-    two = (photograph("rocket.jpg"), photograph("rocket.jpeg"))
-    answer = svdpp_here("run", *two, *DEMO, *TINY, "--keep-going", "--json", "-q")
-
-    assert answer.code == 2, answer
-    made, lost = json.loads(answer.out)
-    assert made["input"] == "../rocket.jpg"
-    assert "'rocket.jpeg' with seed 0 would both become 'rocket_0.mp4'" in lost["error"]["message"]
-    assert "another --out" in lost["error"]["hint"]
-
-
 # --- what a run says at its end -------------------------------------------------------------------
 
 
