@@ -51,7 +51,7 @@ def test_a_clip_from_a_video_is_made_and_verified(model: str, tmp_path: Path) ->
     assert answer.code == 0, answer.err
     assert json.loads(answer.out)["checks"]
     save_video(tmp_path / "talk.mp4", seed=1)
-    assert_error(svdpp_here("verify", str(clip)), 7, "is not the image that")
+    assert_error(svdpp_here("verify", str(clip)), 7, "is not at")
     assert_error(svdpp_here("run", video, *asked, "--resume"), 2, "input_sha256")
 
 
