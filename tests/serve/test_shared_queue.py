@@ -317,7 +317,11 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(
     """16 of 640 that make the same clips; others do not count."""
     own, other = opened(), opened()
     own.kind = "demo"
-    engine = Mock(feeder=Mock(num_free=1, clips=list), state="ready", config=Mock(world_size=2))
+    engine = Mock(
+        feeder=Mock(num_free=1, clips=list),
+        state="ready",
+        config=Mock(world_size=2, cfg_parallel=1),
+    )
     fleet = Fleet(own, engine, Capabilities(model="demo", sampling=SAMPLING, sizes=()))
     others = [replace(fleet.servers()[0], id=str(n), model=kind) for n in range(640)]
     fleet._others = others
