@@ -20,8 +20,9 @@ from loguru import logger
 from svdpp import __version__
 from svdpp.config import SamplingConfig
 from svdpp.plan.actions import Kind
+from svdpp.serve.background import Background
 from svdpp.serve.clips import RunningClip
-from svdpp.serve.database import AwayError, Background
+from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import FleetServer, Job

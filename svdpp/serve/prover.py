@@ -29,7 +29,7 @@ from svdpp.launch.process_lifetime import (
     helper_command,
     helper_environment,
 )
-from svdpp.serve.database import Background
+from svdpp.serve.background import Background
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 

@@ -19,14 +19,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
-from svdpp.serve.database import QueueFile, QueueServer, Statements
+from svdpp.serve.database import QueueFile
 from svdpp.serve.job import COLUMNS, Job, JobState, Proof, job_of, row_of, sampling_of, to_json
 from svdpp.serve.store import FileStore
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from svdpp.serve.postgres import Connection, QueueServer
+
+    Statements = sqlite3.Connection | Connection
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -163,12 +170,14 @@ class JobQueue:
     ) -> None:
         self.store = store or FileStore(folder)
         """The files of the jobs."""
-        self.database: QueueFile | QueueServer = (
-            QueueFile(folder, adopts=adopts)
-            if url is None
-            else QueueServer(url, self.store, adopts=adopts)
-        )
+        self.database: QueueFile | QueueServer
         """What the queue is stored in."""
+        if url is None:
+            self.database = QueueFile(folder, adopts=adopts)
+        else:
+            from svdpp.serve.postgres import QueueServer  # needs the extra
+
+            self.database = QueueServer(url, self.store, adopts=adopts)
         self.is_shared = url is not None
         """Whether other servers may take its jobs, too."""
         self.lease_seconds = lease_seconds if self.is_shared else 0.0

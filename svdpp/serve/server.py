@@ -34,7 +34,7 @@ from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media import video
 from svdpp.serve import routes
 from svdpp.serve.auth import Keys
-from svdpp.serve.database import Background
+from svdpp.serve.background import Background
 from svdpp.serve.guard import Guard
 from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.queue import JobQueue

@@ -23,7 +23,7 @@ import httpx2
 from loguru import logger
 
 from svdpp.errors import OutputError, RequestError
-from svdpp.serve.database import Background
+from svdpp.serve.background import Background
 from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue

@@ -12,8 +12,9 @@ import pytest
 from loguru import logger
 
 from svdpp.errors import ClosedError, OutputError, RequestError
-from svdpp.serve import database
-from svdpp.serve.database import RESERVE, AwayError, Background
+from svdpp.serve import background
+from svdpp.serve.background import Background
+from svdpp.serve.database import RESERVE, AwayError
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
@@ -212,7 +213,7 @@ NO_LINKS, FULL, AWAY = PermissionError("no links here"), OutputError("full"), Aw
 def test_a_failure_is_logged_once_until_there_is_none(
     monkeypatch: pytest.MonkeyPatch, turns: list[Exception | None], logged: list[str]
 ) -> None:
-    monkeypatch.setattr(database, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(background, "_RETRY_SECONDS", 0.0)
     left: Iterator[Exception | None] = iter([*turns, ClosedError("closed")])
     lines: list[str] = []
 
