@@ -151,7 +151,7 @@ def sift_inputs(
     for text in inputs:
         with _noted(problems):
             for path in _expand(text, recursive=recursive, videos=video_frames is not None):
-                real = str(path) if "\0" in str(path) else os.path.realpath(path)
+                real = os.path.realpath(path)
                 if real in seen:
                     continue
                 seen.add(real)
@@ -187,10 +187,12 @@ def _expand(text: str, *, recursive: bool, videos: bool) -> Iterator[Path]:
     """The files that one input names, unchecked; InputError if it names none."""
     if not text:
         raise InputError("'' is an empty name")
+    if "\0" in text:
+        raise InputError(f"{text!r} cannot be read: a null byte is in its name")
     is_folder = os.path.isdir(text)
     if is_folder:
         files = _files_in(Path(text), recursive=recursive)
-    elif not os.path.lexists(text) and "\0" not in text and any(char in text for char in "*?["):
+    elif not os.path.lexists(text) and any(char in text for char in "*?["):
         files = map(Path, sorted(glob.glob(text, recursive=True)))
     else:
         yield Path(text)
