@@ -177,7 +177,7 @@ def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Outp
     owners: dict[str, str] = {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         owner = f"{made_from} with seed {seed}"
-        if (other := owners.pop(output.path, None)) is not None:
+        if (other := owners.get(output.path)) is not None:
             raise RequestError(
                 f"{other} and {owner} would both become {Path(output.path).name!r}",
                 "--out takes a folder for several clips"
