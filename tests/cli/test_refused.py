@@ -183,6 +183,7 @@ RUN_DEMO = f"run {PHOTO_} {_DEMO}"
     [
         (f"{RUN_DEMO} --world 4", TORCHRUN, "--world 4 disagrees with the launcher's"),
         ("verify --world 4", TORCHRUN, "--world 4 disagrees with the launcher's"),
+        (f"{RUN_DEMO} --steps 3", TORCHRUN, "use --steps 2 or --steps 4, or --split alternating"),
         ("verify", TORCHRUN, "MASTER_ADDR is not set"),
         (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
         (RUN_DEMO, {"RANK": "0"}, "invalid torchrun environment"),
