@@ -16,12 +16,10 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
-from svdpp.verification.verify import run_pipelined
 from svdpp.worker.messages import ClipJob
 from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
-from tests.gpu.inside_ranks import Watched
-from tests.gpu.machine import Machine, Report
+from tests.gpu.machine import Report
 
 pytestmark = pytest.mark.no_rehearsal
 
@@ -254,38 +252,3 @@ def test_a_flag_and_a_step_are_read_without_a_stop() -> None:
     after = streams.Readback(DEVICE, torch.isfinite(torch.ones(4, device=DEVICE)).all())
     assert after.wait()
     assert after.seconds_since(before) > 0.05
-
-
-# --- a whole run, watched by torch's CUDA Sanitizer, which must find a planted race ---------------
-
-
-def _watched(machine: Machine, folder: Path, *, planted: bool) -> tuple[set[str], list[str]]:
-    """The threads that were checked, and the races, of an alternating run by all devices."""
-    watched, tensors = folder / "watched", folder / "tensors"
-    watched.mkdir()
-    tensors.mkdir()
-    fault = Watched("hang", 0, 0, folder=str(watched), planted=planted)
-    config = machine.all_devices(split="alternating", checksum=True)
-    run_pipelined(config, machine.requests(3), tensors, fault=fault)
-    assert len(list(watched.iterdir())) == config.world_size
-    lines = [line for file in watched.iterdir() for line in file.read_text().splitlines()]
-    threads = {line.removeprefix("thread ") for line in lines if line.startswith("thread ")}
-    return threads, [line for line in lines if line.startswith("race ")]
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(600)
-def test_no_thread_of_a_run_races_with_another(
-    machine: Machine, report: Report, tmp_path: Path
-) -> None:
-    threads, races = _watched(machine, tmp_path, planted=False)
-    report.add("races between streams", races=len(races), threads=sorted(threads))
-    assert {"MainThread", "to-1_0", "from-0_0"} <= threads
-    assert races == []
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(600)
-def test_a_copy_that_waits_for_nothing_is_watched(machine: Machine, tmp_path: Path) -> None:
-    _, races = _watched(machine, tmp_path, planted=True)
-    assert races
