@@ -44,7 +44,6 @@ REFUSED = [
     (LatentSpec, {"shape": (1, 4, 8, 8)}, "latent shape 1 4 8 8 needs 5 positive sizes"),
     (LatentSpec, {"shape": (1, 14, 4, -8, 8)}, "latent shape 1 14 4 -8 8 needs 5 positive sizes"),
     (LatentSpec, {"shape": ()}, "in the order B C F H W"),
-    (LatentSpec, {"shape": (1,) * 5, "dtype": "int8"}, "bf16, got 'int8'"),
     (ModelConfig, {"dtype": "float64"}, "--dtype must be one of fp32, fp16, bf16, got 'float64'"),
     (ModelConfig, {"name": ""}, "--model is empty"),
     (ModelConfig, {"name": "  "}, "--model is empty"),

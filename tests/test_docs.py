@@ -1,7 +1,7 @@
 """The documentation: files and links exist; each command runs as written, or says here why not.
 
 docs/scheduling.md, docs/api.md and docs/serving.md have tests of their own for what their commands
-print (tests/cli/test_cli_plan.py, tests/driver/test_api_docs.py, tests/serve/test_serving_docs.py).
+print (tests/cli/test_cli_plan.py, tests/driver/test_requests.py, tests/serve/test_serving_docs.py).
 """
 
 from __future__ import annotations

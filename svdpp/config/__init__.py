@@ -1,7 +1,6 @@
 """The configuration of a run: frozen dataclasses that validate themselves.
 
-Options, benchmark YAML, clip metadata and the Python API all create these dataclasses. Their
-`__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.
+Their `__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.
 """
 
 from svdpp.config.pipeline import (

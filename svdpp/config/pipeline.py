@@ -61,12 +61,10 @@ class LatentSpec:
 
     def __post_init__(self) -> None:
         named = f"latent shape {' '.join(map(shown, self.shape))}"
-        are_sizes = all(type(size) is int and size > 0 for size in self.shape)
-        is_shape = are_sizes and len(self.shape) == 5
+        is_shape = len(self.shape) == 5 and all(type(n) is int and n > 0 for n in self.shape)
         require(is_shape, f"{named} needs 5 positive sizes, in the order B C F H W")
         is_small = math.prod(self.shape) <= MAX_LATENT_ELEMENTS
         require(is_small, f"{named} has more than {MAX_LATENT_ELEMENTS} elements")
-        check_choice("--dtype", self.dtype, get_args(Dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +189,6 @@ class PipelineConfig:
     """Use torch's deterministic algorithms in ranks and reference; False: torch's defaults."""
     allow_mixed_devices: bool = False
     """Whether ranks may differ in something that the bits depend on; clips are then not exact."""
-    decode: bool = True
-    """False: clips end with their final latents, to measure the engine without decode."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", present_split(self.split))
@@ -241,7 +237,7 @@ class PipelineConfig:
     @property
     def decodes(self) -> bool:
         """Whether clips are decoded to frames; the dummy model does so only if it sleeps."""
-        return self.decode and (not self.model.is_dummy or self.model.dummy_sleeps)
+        return not self.model.is_dummy or self.model.dummy_sleeps
 
     def alone(self) -> PipelineConfig:
         """The same configuration with one rank."""

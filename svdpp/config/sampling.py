@@ -412,30 +412,21 @@ _WAN = (480, 832, 81, 16, 5.0, 512)
 # Of one segment, whose character a video moves, or replaces.
 _ANIMATE = (720, 1280, 77, 30, 1.0, 512)
 _ANIMATED = {"pose_video": None, "face_video": 512}
+_REPLACED = {**_ANIMATED, "background_video": None, "mask_video": None}
+_COG = (480, 720, 49, 8, 6.0, 226)
 _ROWS = (
     _row("wan_vace", *_WAN, own=_VACE, base=WanSampling),
     _row("wan_vace_control", *_WAN, own=_CONTROL, base=WanSampling, from_video=True),
     _row("wan_v2v", *_WAN, steps=40, own=_V2V, base=WanSampling, from_video=True),
     _row("wan_animate", *_ANIMATE, steps=20, base=WanSampling, videos=_ANIMATED),
-    _row(
-        *("wan_replace", *_ANIMATE),
-        steps=20,
-        base=WanSampling,
-        videos={**_ANIMATED, "background_video": None, "mask_video": None},
-    ),
+    _row("wan_replace", *_ANIMATE, steps=20, base=WanSampling, videos=_REPLACED),
     _row("ltx_condition", 512, 704, 161, 25, 3.0, 256, own=_LTX_CONDITION, **_LTX),
     _row("ltx2", 512, 768, 121, 24, 3.0, 1024, steps=30, own=_LTX2, **_LTX),
     _row("hunyuan_video", 720, 1280, 129, 15, 6.0, 256, embedded_guidance=True),
     _row("framepack", 720, 1280, 145, 30, 10.0, 256, steps=120, **_FRAMEPACK),
     _row("hunyuan_video_15", 480, 848, 121, 24, 6.0, 1000),
-    _row("cogvideox", 480, 720, 49, 8, 6.0, 226, latent_axes="BFCHW"),
-    _row(
-        *("cogvideox_v2v", 480, 720, 49, 8, 6.0, 226),
-        steps=40,
-        own=_V2V,
-        latent_axes="BFCHW",
-        from_video=True,
-    ),
+    _row("cogvideox", *_COG, latent_axes="BFCHW"),
+    _row("cogvideox_v2v", *_COG, steps=40, own=_V2V, latent_axes="BFCHW", from_video=True),
     _row("skyreels_v2", 544, 960, 97, 24, 6.0, 512),
     _row("skyreels_v2_df", 544, 960, 97, 24, 6.0, 512),
     _row("kandinsky5", 512, 768, 121, 24, 5.0, 512, latent_axes="BFHWC"),
@@ -457,11 +448,7 @@ else:  # by this, pydantic finds the class of a message's parameters
 def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
     """The sampling parameters with these fields; without `family`, those of SVD."""
     family = values.get("family", "svd")
-    known = ", ".join(SAMPLING_CLASSES)
-    require(
-        isinstance(family, str) and family in SAMPLING_CLASSES,
-        f"family must be one of {known}, got {shown(family)}",
-    )
+    check_choice("family", family, (*SAMPLING_CLASSES,))
     kind = SAMPLING_CLASSES[family]
     unknown = ", ".join(sorted(values.keys() - {field.name for field in fields(kind)}))
     require(not unknown, f"{family} has no parameter {shown(unknown)}")

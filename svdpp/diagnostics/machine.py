@@ -32,7 +32,7 @@ from svdpp.config import (
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.figures import costs_of
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import estimate_parts, estimate_ranks, free_memory, resolve
+from svdpp.driver.resolve import estimate_parts, estimate_ranks, resolve
 from svdpp.driver.supervisor import OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError, redact_all
@@ -255,7 +255,7 @@ def _memory(config: PipelineConfig, _: Path) -> str:
     else:
         devices = {config.device: sum(needed)}
     for device, size in sorted(devices.items(), key=lambda item: item[1]):
-        free = free_memory(device)
+        free = available_bytes() if device == "cpu" else gpus.free_bytes(device)
         text = f"{size / _GIB:.2f} GiB estimated for {device}, {free / _GIB:.2f} GiB free"
         if size > free:
             raise OutOfMemoryError(

@@ -100,25 +100,17 @@ class ClipHandle(Future[ClipResult]):
         """
         return self._owner.cancel(self)
 
-    def _end_cancelled(self) -> None:
-        super().cancel()
-        self.set_running_or_notify_cancel()  # wakes those who wait
-
     def result(self, timeout: float | None = None) -> ClipResult:
         """Waits for the clip. `Pipeline.results` does not yield it again."""
-        self._check_may_wait()
+        self._owner.check_may_wait(self)
         result = super().result(timeout)
         self._owner.take(self)
         return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the clip and returns the error that `result` would raise, or None."""
-        self._check_may_wait()
+        self._owner.check_may_wait(self)
         return super().exception(timeout)
-
-    def _check_may_wait(self) -> None:
-        if not self.done():
-            self._owner.check_may_wait()
 
 
 # At most three checkpoints of a rank are queued, so older clips get no more of them.
@@ -171,9 +163,9 @@ class OpenClips:
         with self._changed:
             return list(self._failures)
 
-    def check_may_wait(self) -> None:
+    def check_may_wait(self, handle: ClipHandle | None = None) -> None:
         """Raises RuntimeError in the thread that finishes clips, which would wait for itself."""
-        if threading.current_thread() is self.finisher:
+        if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(
                 "observers and callbacks must not wait for the pipeline: they run in its thread"
             )
@@ -292,7 +284,8 @@ class OpenClips:
             self._awaited.discard(handle.clip)
             self._changed.notify_all()
         if outcome is None:
-            handle._end_cancelled()
+            Future.cancel(handle)
+            handle.set_running_or_notify_cancel()  # wakes those who wait
         elif isinstance(outcome, SvdppError):
             handle.set_exception(outcome)
         else:

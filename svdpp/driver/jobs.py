@@ -135,10 +135,8 @@ def plan_clips(
         else:
             checkpoint.check_request(config.sampling, request)
             last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
-        key, done_steps = None, 0
-        if folder is not None:
-            key = latents_key(metadata, weights)
-        finished = _finished_clip(output, metadata, policy)
+        key, done_steps = None if folder is None else latents_key(metadata, weights), 0
+        finished = _kept_clip(output, metadata, policy)
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
@@ -187,42 +185,38 @@ def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Outp
         owners[output.path] = owner
 
 
-def _finished_clip(
-    output: OutputConfig,
-    metadata: dict[str, Any],
-    policy: OutputPolicy,
+def _kept_clip(
+    output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
 ) -> dict[str, Any] | None:
     """The JSON of an existing clip that `policy` keeps; None if the clip must be made."""
-    if not policy.keeps_finished:
-        return None
     try:
-        return clip_as_asked(output, metadata)
+        return _finished_clip(output, metadata) if policy.keeps_finished else None
     except (RequestError, InputError):
         if policy.overwrite:
             return None
         raise
 
 
-def clip_as_asked(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
+def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
     """The JSON of an existing clip that is complete and as requested; None if it must be made.
 
-    A run that is killed between a file and its JSON leaves a clip without JSON; this function
-    writes the JSON.
+    Writes the JSON of a clip whose run was killed between the file and its JSON.
     """
     path, json_path = Path(output.path), Path(output.json_path)
-    if json_path.exists():
+    has_file, has_json = path.exists(), json_path.exists()
+    if has_json:
         fault = f"{str(json_path)!r} is not a clip's JSON"
         existing = checked_clip_metadata(parse_clip_json(json_path), fault)
-        _check_same(path, existing, metadata)
-        return existing if path.exists() and _is_whole(path, output, existing) else None
-    if not path.exists():
+    elif has_file:
+        existing = _embedded(path)
+    else:
         return None
-    existing = _embedded(path)
     _check_same(path, existing, metadata)
-    if not _is_whole(path, output, existing):
+    if not (has_file and _is_whole(path, output, existing)):
         return None
-    existing["file_sha256"] = video.file_sha256(path)
-    output_files.write_json(json_path, existing)
+    if not has_json:
+        existing["file_sha256"] = video.file_sha256(path)
+        output_files.write_json(json_path, existing)
     return existing
 
 
@@ -335,11 +329,9 @@ def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
 class RunManifest:
     """`run.json`: the state of each clip; a context manager that observes a pipeline's events.
 
-    A killed run leaves its last manifest behind, in which clips are still `running`. If the
-    manifest cannot be written during the run, as on a full disk, the run goes on and tries again.
-
-    `clips` are the pipeline's clips, by index; `before` those that were finished or lost before
-    it began.
+    A killed run leaves clips that are `running`. If the manifest cannot be written during the run,
+    the run goes on and tries again. `clips` are the pipeline's, by index; `before` those that were
+    finished or lost before it began.
     """
 
     def __init__(
@@ -407,10 +399,6 @@ class RunManifest:
     def _write(self) -> None:
         begun = time.monotonic()
         try:
-            output_files.write_json(self._path, self._content)
-        except OutputError:  # on a full disk the states of the clips matter more
-            if self._content.pop("measured", None) is None:
-                raise
             output_files.write_json(self._path, self._content)
         finally:
             seconds = time.monotonic() - begun

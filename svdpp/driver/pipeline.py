@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from types import TracebackType
 from typing import Any, overload
 
@@ -11,7 +10,7 @@ from svdpp.config import ClipRequest
 from svdpp.config.limits import require
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult
 from svdpp.driver.ranks import PipelineRanks
-from svdpp.driver.resolve import ClipWork, check_memory
+from svdpp.driver.resolve import check_memory
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
 from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, replay
@@ -64,11 +63,6 @@ class Pipeline(PipelineRanks):
         [0, 1, 2]
     """
 
-    @cached_property
-    def _work(self) -> ClipWork:
-        keeps_latents = self._setup.latents_folder is not None
-        return ClipWork(self.config, self.checkpoint, keeps_latents=keeps_latents)
-
     @property
     def failures(self) -> list[ClipFailure]:
         """The lost clips, in the order of their failures."""
@@ -92,18 +86,11 @@ class Pipeline(PipelineRanks):
         Returns a handle for each request, in their order; for a single request its handle. If the
         ranks cannot make one of the clips, none is submitted.
         """
-        handles = self._submit(requests, metadata, for_results=True)
-        return handles[0] if isinstance(requests, ClipRequest) else handles
+        if isinstance(requests, ClipRequest):
+            return self._submit([requests], metadata, for_results=True)[0]
+        return self._submit(requests, metadata, for_results=True)
 
-    @overload
-    def run(self, requests: ClipRequest, metadata: Metadata = ()) -> ClipResult: ...
-
-    @overload
-    def run(self, requests: Iterable[ClipRequest], metadata: Metadata = ()) -> list[ClipResult]: ...
-
-    def run(
-        self, requests: ClipRequest | Iterable[ClipRequest], metadata: Metadata = ()
-    ) -> ClipResult | list[ClipResult]:
+    def run(self, requests: Iterable[ClipRequest], metadata: Metadata = ()) -> list[ClipResult]:
         """Submits `requests` and waits for their clips only.
 
         Returns their results, in the order of the requests; `results` does not yield them. Raises
@@ -114,8 +101,7 @@ class Pipeline(PipelineRanks):
         errors = [error for handle in handles if (error := handle.exception()) is not None]
         if errors:
             raise errors[0] if self.run_error is None else reraisable(self.run_error)
-        results = [handle.result() for handle in handles]
-        return results[0] if isinstance(requests, ClipRequest) else results
+        return [handle.result() for handle in handles]
 
     def results(self) -> Iterator[ClipResult]:
         """Yields the results of submitted clips as they finish, until none is left.
@@ -128,15 +114,11 @@ class Pipeline(PipelineRanks):
         return self._clips.results()
 
     def _submit(
-        self,
-        requests: ClipRequest | Iterable[ClipRequest],
-        metadata: Metadata,
-        *,
-        for_results: bool,
+        self, requests: Iterable[ClipRequest], metadata: Metadata, *, for_results: bool
     ) -> list[ClipHandle]:
         self._check_open()
         checked = self._work.checked(requests)
-        num_steps = list(map(self._work.num_steps, checked))
+        num_steps = [self._work.config_of(each).sampling.num_inference_steps for each in checked]
         metadata = metadata or [{}] * len(checked)
         what = f"got {len(metadata)} metadata for {len(checked)} clips: give one for each clip"
         require(len(metadata) == len(checked), what)

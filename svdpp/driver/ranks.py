@@ -10,7 +10,7 @@ from dataclasses import fields
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
 from svdpp.driver.clips import OpenClips
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.driver.supervisor import Observer, Supervisor, silence_limit
 from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
@@ -71,6 +71,7 @@ class PipelineRanks:
             profile_path=profile_path,
             fault=fault,
         )
+        self._work = ClipWork(self.config, self.checkpoint, keeps_latents=bool(latents_folder))
         self._ignores_signals = ranks_ignore_signals
         self._shared_paths = (*([latents_folder] if latents_folder else []), *shared_paths)
         self._observers: tuple[Observer, ...] = ()
@@ -100,11 +101,6 @@ class PipelineRanks:
     def is_member(self) -> bool:
         """Whether this process is a launched rank other than 0, and must call `serve`."""
         return is_member(self.world)
-
-    @property
-    def spans_hosts(self) -> bool:
-        """Whether the ranks are on several hosts."""
-        return self.world is not None and self.world.spans_hosts
 
     def observe(self, observer: Observer) -> None:
         """Calls `observer` with (rank, event) for every later event of the ranks.

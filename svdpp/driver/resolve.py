@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from svdpp.config import DEMO_MODEL, ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config.limits import require
 from svdpp.errors import OutOfMemoryError, RequestError, first_line
 from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
 from svdpp.launch.process_lifetime import environment_defaults
@@ -29,10 +29,8 @@ def resolve(
 ) -> tuple[PipelineConfig, Checkpoint | None]:
     """`config` with the model's own values in place of None, and the model's checkpoint.
 
-    The request is checked against the model's configs before a weight is downloaded.
-
-    `weights` says which components must be present: missing files of a hub model are
-    downloaded. `world` is the launcher's; None: all ranks are on this host.
+    Components that `weights` names are downloaded if they are missing, but not before the request
+    is checked against the model's configs. `world` is the launcher's; None: all ranks are here.
     """
     if config.model.is_dummy:
         return _resolved(config, None), None
@@ -99,37 +97,34 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
 
 def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
     leave_out = "leave --cfg-parallel out"
-    if not sampling.guided:
-        raise RequestError(
-            "--cfg-parallel 2 gives each rank of a pair one branch of the guidance, and with these "
-            "parameters the guidance is off: each step has one branch",
-            leave_out,
-        )
-    if checkpoint.row.branches is None:
-        raise RequestError(
-            f"--cfg-parallel 2 cannot divide the steps of {checkpoint.label}: they have more than "
-            "two evaluations, or use the first at once",
-            leave_out,
-        )
+    require(
+        sampling.guided,
+        "--cfg-parallel 2 gives each rank of a pair one branch of the guidance, and with these "
+        "parameters the guidance is off: each step has one branch",
+        leave_out,
+    )
+    require(
+        checkpoint.row.branches is not None,
+        f"--cfg-parallel 2 cannot divide the steps of {checkpoint.label}: they have more than two "
+        "evaluations, or use the first at once",
+        leave_out,
+    )
 
 
 # --- memory -------------------------------------------------------------------------------------
 
-#: Private memory of each rank without the model: Python, torch's and diffusers' state (measured:
-#: 110 to 200 MiB of dirty pages in a rank that is forked and idle).
+#: Of each rank without the model: Python, torch and diffusers (measured: 110 to 200 MiB).
 _RANK_BYTES = 128 * 2**20
-#: What a rank that encodes takes to read and prepare images (measured: its peak rises by 597 MiB
-#: with the largest image, 50 megapixels, and by 111 MiB with one of 4, which a server may prepare
-#: beside it).
+#: To prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, one of 4 (111 MiB).
 _IMAGE_BYTES = 768 * 2**20
 #: Clips of the demo up to this size take half a gigabyte at most.
 _DEMO_PIXELS = 2**18
 #: As safetensors spells them.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-# A process's GPU memory outside torch's allocator: about 0.5 GB for the context and 0.1 GB for the
-# handles of cuBLAS and cuDNN. NCCL's buffers add about 0.1 GB for each pair of ranks.
-CUDA_PROCESS_BYTES = 600_000_000
-_NCCL_PAIR_BYTES = 100_000_000
+#: About 0.5 GB for the context and 0.1 GB for the handles of cuBLAS and cuDNN.
+_CUDA_PROCESS_BYTES = 600_000_000
+#: Buffers of about 0.1 GB for each of two neighbours.
+_NCCL_BYTES = 200_000_000
 
 
 def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
@@ -157,14 +152,9 @@ def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list
     config, checkpoint = resolve(config, weights=weights)
     parts = estimate_parts(config, checkpoint)
     return [
-        parts.of_rank(roles).peak_bytes + _process_bytes(config, rank)
-        for rank, roles in enumerate(config.layout.roles)
+        parts.of_rank(roles).peak_bytes + _process_bytes(config.device)
+        for roles in config.layout.roles
     ]
-
-
-def free_memory(device: str) -> int:
-    """The free bytes of a device, for the CPU of the host; creates no CUDA context."""
-    return available_bytes() if device == "cpu" else free_bytes(device)
 
 
 def memory_of_devices(
@@ -184,22 +174,18 @@ def memory_of_devices(
     asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
     needs = estimate_parts(*resolve(asked, weights="none")).as_costs()
     if device != "cuda":
-        each = free_bytes(device) / world_size - CUDA_PROCESS_BYTES
-        return needs, (each / 2**30,) * world_size
-    taken = CUDA_PROCESS_BYTES + 2 * _NCCL_PAIR_BYTES
-    free = (free_bytes(f"cuda:{rank}") for rank in range(world_size))
-    return needs, tuple((each - taken) / 2**30 for each in free)
+        free = [free_bytes(device) / world_size] * world_size
+    else:
+        free = [free_bytes(f"cuda:{rank}") for rank in range(world_size)]
+    return needs, tuple((each - _process_bytes(device)) / 2**30 for each in free)
 
 
-def _process_bytes(config: PipelineConfig, rank: int) -> int:
-    """On a GPU: context, library handles and NCCL's buffers."""
-    if config.device == "cpu":
+def _process_bytes(device: str) -> int:
+    """A rank's memory outside the model and torch's allocator."""
+    if device == "cpu":
         return _RANK_BYTES
-    from svdpp.launch import process_group  # torch
-
-    backend = process_group.choose_backend(config.device, config.world_size)
-    pairs = sum(rank in link for link in config.layout.links) if backend == "nccl" else 0
-    return CUDA_PROCESS_BYTES + pairs * _NCCL_PAIR_BYTES
+    # Ranks that share a GPU use gloo.
+    return _CUDA_PROCESS_BYTES + (_NCCL_BYTES if device == "cuda" else 0)
 
 
 def check_memory(
@@ -244,11 +230,7 @@ def _needed_together(config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequ
 
 
 def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> bool:
-    """Whether ranks with these roles map the same pages of the weights' files.
-
-    They do if the files have the dtype in which the components are loaded; otherwise each has a
-    copy.
-    """
+    """Whether ranks map the same pages of the weights' files, which must have the loaded dtype."""
 
     def is_mapped(part: str) -> bool:
         dtype = "fp32" if part in checkpoint.row.fp32 else config.model.dtype
@@ -298,10 +280,6 @@ class ClipWork:
         """The configuration of a resolved request's clip."""
         return self._config if request.sampling is None else self._with(request.sampling)
 
-    def num_steps(self, request: ClipRequest) -> int:
-        """The number of steps of a resolved request's clip."""
-        return self.config_of(request).sampling.num_inference_steps
-
     def route(self, clip: int, request: ClipRequest) -> Route:
         """The route of a resolved request's clip; it starts after the steps that are done."""
         layout = self.config_of(request).layout
@@ -309,23 +287,18 @@ class ClipWork:
         if request.sampling is not None and not self._can_take(layout, route):
             route = layout.route(clip, all_stages=True)
             if not self._can_take(layout, route):
-                own = self._config.sampling.num_inference_steps
-                if layout.num_steps == own:
-                    raise RequestError(
-                        "with these parameters the model changes its expert at another step, and "
-                        "some ranks have not loaded the expert that they would need",
-                        "use the pipeline's --param flow_shift",
-                    )
+                own, num_steps = self._config.sampling.num_inference_steps, layout.num_steps
                 raise RequestError(
-                    f"the ranks were started with --steps {own}, and some have not loaded what "
-                    f"clips of {layout.num_steps} steps need",
-                    f"use {own} steps, or start svdpp with --steps {layout.num_steps}",
+                    f"the ranks were started with --steps {own}, and some have not loaded what a "
+                    f"clip of {num_steps} steps with these parameters needs",
+                    f"use {own} steps and the pipeline's --param flow_shift, or start svdpp with "
+                    f"--steps {num_steps}",
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 
     def _new_config(self, sampling: SamplingConfig) -> PipelineConfig:
         config = resolved_for(sampling, self._config, self._checkpoint)
-        if _starts_from_image(config.sampling) and not _starts_from_image(self._config.sampling):
+        if config.sampling.from_image and not self._config.sampling.from_image:
             raise RequestError(
                 "the ranks were started for clips from text alone",
                 "set from_image in the pipeline's sampling parameters: such ranks make both",
@@ -338,9 +311,9 @@ class ClipWork:
             layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
         )
 
-    def checked(self, requests: ClipRequest | Iterable[ClipRequest]) -> list[ClipRequest]:
+    def checked(self, requests: Iterable[ClipRequest]) -> list[ClipRequest]:
         """`requests` as a list, resolved: the ranks can make every clip."""
-        listed = [requests] if isinstance(requests, ClipRequest) else list(requests)
+        listed = list(requests)
         for index, request in enumerate(listed):
             if not isinstance(request, ClipRequest):
                 raise TypeError(f"clip {index} is a {type(request).__name__}, not a ClipRequest")
@@ -357,13 +330,13 @@ class ClipWork:
             self._checkpoint.check_request(sampling, request)
         if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
             raise RequestError(f"latents_key must be 64 hex digits, got {request.latents_key}")
-        if done and not self._keeps_latents:
-            raise RequestError(
-                f"done_steps is {done}, but there are no latent checkpoints",
-                "give the Pipeline the folder of the earlier run, as latents_folder=...",
-            )
-        if done > sampling.num_inference_steps:
-            raise RequestError(f"done_steps must be at most {sampling.num_inference_steps}")
+        require(
+            self._keeps_latents or not done,
+            f"done_steps is {done}, but there are no latent checkpoints",
+            "give the Pipeline the folder of the earlier run, as latents_folder=...",
+        )
+        most = sampling.num_inference_steps
+        require(done <= most, f"done_steps must be at most {most}")
 
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
         """Each rank's actions for resolved `requests`, whose clips are numbered from `first`."""
@@ -400,7 +373,3 @@ class ClipWork:
             for clip in sorted({action.clip for action in actions})
         ]
         return Work(actions=tuple(actions), jobs=tuple(own))
-
-
-def _starts_from_image(sampling: SamplingConfig) -> bool:
-    return not isinstance(sampling, PromptedSampling) or sampling.from_image

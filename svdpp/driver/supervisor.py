@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.trace import Trace
@@ -104,10 +103,6 @@ class Supervisor:
                 cause = self.interruption = self._failed(rank)
             raise cause
         if (stall := self._liveness.stall(time.monotonic())) is not None:
-            host = self._group.members[stall.rank].host
-            if stall.silent and host != socket.gethostname():
-                hint = f"check whether {host} or the network to it is down, or the rank stopped"
-                stall = replace(stall, hint=hint)
             raise self._rank_error(stall.rank, stall.reason, stall.hint, "stalled here")
 
     def stop(self) -> None:
@@ -267,17 +262,14 @@ class Stall:
     rank: int
     reason: str
     hint: str
-    silent: bool = False
-    """Whether the rank sends no messages."""
 
 
 class Liveness:
     """Distinguishes a stalled rank from a slow one and from those that wait for it.
 
-    All times are seconds on one clock, and begin `now`. All ranks must join within the start
-    timeout. A rank is stalled after `silence_limit` without a heartbeat (eight times that before it
-    has joined), or, once all have joined, after the timeout of computing without progress. `seen`
-    is by rank.
+    All ranks must join within the start timeout. A rank is stalled after `silence_limit` without a
+    heartbeat (eight times that before it has joined), or, once all have joined, after the timeout
+    of computing without progress. `seen` is by rank; all times are seconds on one clock.
     """
 
     def __init__(self, config: PipelineConfig, now: float) -> None:
@@ -326,29 +318,27 @@ class Liveness:
             limit = self._heartbeat_timeout * (1 if seen.joined else _PATIENCE_AT_START)
             if seen.started and now - seen.heard > limit:
                 reason = f"has sent no heartbeat for {now - seen.heard:.0f} s"
-                hint = "check whether it is stopped, or its machine is out of memory"
-                return Stall(rank, reason, hint, silent=True)
-        if not self.all_joined and now - self._begun > self._start_timeout:
-            return self._late(running)
-        return self._without_progress(running, now)
+                hint = "check whether it is stopped, or its machine is out of memory or unreachable"
+                return Stall(rank, reason, hint)
+        if self.all_joined:
+            return self._without_progress(running, now)
+        return self._late(running) if now - self._begun > self._start_timeout else None
 
     def _late(self, running: list[int]) -> Stall:
         """The rank that delays the start; a rank that is not yet connecting comes first."""
-
-        def progress(rank: int) -> tuple[bool, bool, bool]:
-            seen = self.seen[rank]
-            return seen.joined, seen.heartbeat.peer >= 0, seen.started
-
-        rank = min(running, key=progress)
+        phases = {
+            rank: (seen.joined, seen.heartbeat.peer >= 0, seen.started)
+            for rank, seen in enumerate(self.seen)
+        }
+        rank = min(running, key=phases.__getitem__)
         seen, within = self.seen[rank], f"within {self._start_timeout:.0f} s"
         phase = seen.heartbeat.phase
         if not seen.started:
             return Stall(rank, f"never started {within}", _SLOW_DISK)
         if seen.heartbeat.peer >= 0:
             return Stall(rank, f"did not finish {phase} {within}", _LINK)
-        return Stall(
-            rank, f"did not get ready {within}" + (f" ({phase})" if phase else ""), _SLOW_DISK
-        )
+        doing = f" ({phase})" if phase else ""
+        return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK)
 
     def _discount_pause(self, now: float) -> None:
         """Subtracts the time for which this process, and perhaps the ranks, were stopped.
@@ -364,8 +354,6 @@ class Liveness:
                 seen.acted += pause
 
     def _without_progress(self, running: list[int], now: float) -> Stall | None:
-        if not self.all_joined:
-            return None
         slow = [rank for rank in running if now - self.seen[rank].progressed > self._timeout]
         heartbeats = {rank: self.seen[rank].heartbeat for rank in running}
         # A waiting rank is slow because of another rank, unless all busy ranks wait, or unless it

@@ -57,19 +57,6 @@ class TransferSpan(NamedTuple):
     """For a send: seconds before `start`, until the receiver was ready."""
 
 
-def work_of(event: Event) -> tuple[str, float] | None:
-    """The kind of work and the seconds that `event` measures; a transfer at its receiver alone."""
-    match event:
-        case StepDone():
-            return "step", event.seconds
-        case ActionDone():
-            return event.action.kind, (event.end - event.start) / event.action.fraction
-        case TransferDone(direction="recv"):
-            return "transfer", event.seconds
-        case _:
-            return None
-
-
 class MeanCosts:
     """Running means of each kind of work over all ranks, in constant memory."""
 
@@ -80,11 +67,20 @@ class MeanCosts:
 
     def add(self, event: Event) -> None:
         """Records an event; ignores those without a time."""
-        if isinstance(event, ActionDone):
-            self._has_pairs |= event.action.kind is Kind.DENOISE and event.action.peer >= 0
-        if (work := work_of(event)) is not None:
-            self._seconds[work[0]] += work[1]
-            self._counts[work[0]] += 1
+        match event:
+            case StepDone():
+                self._add("step", event.seconds)
+            case ActionDone(action=action):
+                self._add(action.kind, (event.end - event.start) / action.fraction)
+                self._has_pairs |= action.kind is Kind.DENOISE and action.peer >= 0
+            case TransferDone(direction="recv"):  # at one of its two ends
+                self._add("transfer", event.seconds)
+            case _:
+                pass
+
+    def _add(self, kind: str, seconds: float) -> None:
+        self._seconds[kind] += seconds
+        self._counts[kind] += 1
 
     @property
     def has_stepped(self) -> bool:
@@ -128,15 +124,11 @@ class Placement:
                 pass
         return []
 
-    def on_rank_0(self, rank: int, when: float) -> float:
-        """A time of a rank's monotonic clock, by that of rank 0's machine."""
-        return when - self._clock_ahead[rank]
-
     def _action(self, rank: int, done: ActionDone) -> list[Placed]:
-        action, start = done.action, self.on_rank_0(rank, done.start)
-        placed: list[Placed] = [Span(rank, action, start, self.on_rank_0(rank, done.end))]
+        action, ahead = done.action, self._clock_ahead[rank]
+        start, end = done.start - ahead, done.end - ahead
+        placed: list[Placed] = [Span(rank, action, start, end)]
         own = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
-        end = self.on_rank_0(rank, done.end)
         for step in reversed(own):  # back to back, up to the end of the action
             begun = max(start, end - step.seconds)
             placed.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
@@ -147,7 +139,7 @@ class Placement:
         return placed
 
     def _transfer(self, rank: int, done: TransferDone) -> TransferSpan:
-        end = self.on_rank_0(rank, done.end)
+        end = done.end - self._clock_ahead[rank]
         kind = done.direction, done.clip, done.next_step, done.peer, done.num_bytes
         return TransferSpan(rank, *kind, end - done.seconds, end, done.waited)
 

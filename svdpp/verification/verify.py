@@ -195,7 +195,8 @@ def run_pipelined(
     pipeline = Pipeline(config, tensor_folder=str(folder), shared_paths=files, fault=fault)
     for observer in observers:
         pipeline.observe(observer)
-    if pipeline.spans_hosts:  # this host has the weights of its own ranks; the reference needs all
+    # This host has the weights of its own ranks; the reference needs all.
+    if pipeline.world is not None and pipeline.world.spans_hosts:
         resolve(config.alone(), weights="all")
     with pipeline:
         results = pipeline.run(requests)

@@ -1,12 +1,11 @@
-"""Clips that are cancelled or lost: all others are made, no file is left, `run.json` is true."""
+"""Clips that are cancelled, lost or resumed: all others are made, no file is left behind."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -30,13 +29,32 @@ from svdpp.errors import (
 )
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import read_frames
+from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs
-from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Failed, Heartbeat
-from svdpp.worker.tensor_files import LatentCheckpoints, saved_steps
-from tests.driver.dummies import HANG_SECONDS, clips, config, hashes, plain_hashes
+from svdpp.worker import device
+from svdpp.worker.messages import (
+    ActionDone,
+    CheckpointLost,
+    ClipDone,
+    ClipFailed,
+    Event,
+    Failed,
+    Heartbeat,
+)
+from svdpp.worker.tensor_files import LatentCheckpoints, saved, saved_steps
+from tests.driver.dummies import (
+    HANG_SECONDS,
+    clips,
+    config,
+    hashes,
+    pids,
+    plain_hashes,
+    plain_latent,
+)
 from tests.faults.damage import Damage
-from tests.faults.processes import allowing_for_others
+from tests.faults.processes import allowing_for_others, wait_until
 from tests.models.builders import small_svd
+from tests.small_disk import small_disk
 
 PHOTO = str(example_photos()[0])
 
@@ -69,17 +87,24 @@ def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
         assert first.progress == ClipProgress(6, 6, 2)
         assert not third.cancelled()
         assert pipeline.failures == []
-        assert pipeline.run(ClipRequest(seed=3)).clip == 3
+        assert pipeline.run(clips(3))[0].clip == 3
 
 
 @pytest.mark.processes
-def test_a_running_clip_ends_when_all_ranks_have_let_go(release: Path) -> None:
+def test_a_running_clip_ends_when_all_ranks_have_let_go_and_leaves_no_file(
+    release: Path, tmp_path: Path
+) -> None:
     """Its steps take a tenth of a second, so that ranks learn of a cancellation in between."""
+    out, latents = tmp_path / "out", tmp_path / "latents"
+    out.mkdir()
+    latents.mkdir()
     slow = config(3, steps=12, costs=Costs(step_seconds=0.1))
     slow = replace(slow, model=replace(slow.model, dummy_sleeps=True))
-    with Pipeline(slow, fault=_held(release, 1, "step5")) as pipeline:
-        first = pipeline.submit(ClipRequest(seed=0))
-        while first.progress != ClipProgress(5, 12, 1):
+    output = OutputConfig(path=str(out / "clip.mp4"))
+    fault = _held(release, 1, "step5")
+    with Pipeline(slow, latents_folder=str(latents), fault=fault) as pipeline:
+        first = pipeline.submit(ClipRequest(seed=0, output=output, latents_key="a" * 64))
+        while first.progress != ClipProgress(5, 12, 1) or not saved_steps(latents, "a" * 64):
             assert not first.done()
         assert first.running()
         assert first.cancel()
@@ -91,31 +116,7 @@ def test_a_running_clip_ends_when_all_ranks_have_let_go(release: Path) -> None:
         assert first.progress.steps_done < 12
         assert not first.running()
         assert hashes([second.result(HANG_SECONDS)]) == plain_hashes(12, 1)
-        assert [result.clip for result in pipeline.results()] == []
-
-
-@pytest.mark.processes
-def test_a_cancelled_clip_leaves_neither_file_nor_latent_checkpoint(
-    release: Path, tmp_path: Path
-) -> None:
-    out, latents = tmp_path / "out", tmp_path / "latents"
-    out.mkdir()
-    latents.mkdir()
-    request = ClipRequest(
-        seed=0,
-        image=PHOTO,
-        output=OutputConfig(path=str(out / "clip.mp4")),
-        latents_key="a" * 64,
-    )
-    fault = _held(release, 2, "step8")
-    with Pipeline(small_svd(3, steps=12), latents_folder=str(latents), fault=fault) as pipeline:
-        handle = pipeline.submit(request)
-        while not saved_steps(latents, "a" * 64):
-            assert not handle.done()
-        assert handle.cancel()
-        release.touch()
-        with pytest.raises(CancelledError):
-            handle.result(HANG_SECONDS)
+        assert list(pipeline.results()) == []
     assert list(out.iterdir()) == list(latents.iterdir()) == []
 
 
@@ -191,6 +192,169 @@ def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> N
     assert all("could not send clip" in words for rank, words in said.items() if rank == 0)
 
 
+# --- latent checkpoints --------------------------------------------------------------------------
+
+KEYS = ["a" * 64, "b" * 64]
+
+
+def _requests(folder: Path) -> list[ClipRequest]:
+    """Two clips, each with the steps that `folder` has of it."""
+    return [
+        ClipRequest(seed=seed, latents_key=key, done_steps=max([0, *saved_steps(folder, key)]))
+        for seed, key in enumerate(KEYS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[str]:
+    return plain_hashes(28, 0, 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.promise), 2, 3])
+def test_after_a_kill_at_every_hand_over(
+    victim: int, tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    """The victim hangs with the second clip's packet, and is killed there."""
+    handed_over = victim * 7
+    pipeline = Pipeline(
+        config(4, steps=28), latents_folder=str(tmp_path), fault=Damage("hang", victim, 1)
+    )
+
+    def kill_when_kept(rank: int, event: Event) -> None:
+        if rank == victim - 1 and isinstance(event, ActionDone):
+            action = event.action
+            if (action.kind, action.clip) == (Kind.DENOISE, 1):
+                is_kept = lambda: handed_over in saved_steps(tmp_path, KEYS[1])  # noqa: E731
+                wait_until(is_kept, HANG_SECONDS, f"no checkpoint {handed_over}")
+                os.kill(pids(pipeline)[victim], signal.SIGKILL)
+
+    pipeline.observe(kill_when_kept)
+    with pytest.raises(RankError, match=f"rank {victim} .* was killed by SIGKILL"), pipeline:
+        pipeline.run(_requests(tmp_path))
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    # The file of the rank before may be written later than this one, or not be removed yet.
+    assert max(saved_steps(tmp_path, KEYS[1])) == handed_over
+    for world_size in (4, 7, 2, 1):
+        for path, content in kept.items():
+            path.write_bytes(content)
+        requests = _requests(tmp_path)
+        assert requests[1].done_steps == handed_over
+        with Pipeline(config(world_size, steps=28), latents_folder=str(tmp_path)) as pipeline:
+            assert hashes(pipeline.run(requests)) == uninterrupted
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(params=["full", "not writable"])
+def no_space(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder in which no file of a packet's size can be written."""
+    if request.param == "not writable":
+        yield Path("/proc/svdpp")
+        return
+    with small_disk(tmp_path / "disk", "size=16k") as disk:
+        (disk / "filler").write_bytes(bytes(2**14))
+        yield disk
+
+
+@pytest.mark.processes
+def test_clips_go_on_if_their_latents_cannot_be_kept(
+    no_space: Path, uninterrupted: list[str]
+) -> None:
+    lost: list[CheckpointLost] = []
+    pipeline = Pipeline(config(4, steps=28), latents_folder=str(no_space))
+    pipeline.observe(
+        lambda _, event: lost.append(event) if isinstance(event, CheckpointLost) else None
+    )
+    with pipeline:
+        results = pipeline.run(_requests(no_space))
+    assert hashes(results) == uninterrupted
+    assert len(lost) == 3, "once by each rank that sends"
+    assert {event.error["type"] for event in lost} == {"OutputError"}
+    assert all(repr(str(no_space)) in event.error["message"] for event in lost)
+    assert not no_space.is_dir() or [path.name for path in no_space.iterdir()] == ["filler"]
+
+
+@pytest.mark.processes
+def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
+    tmp_path: Path, uninterrupted: list[str]
+) -> None:
+    """Steps before the pause count as compute, the pause does not; the wall time has both."""
+    an_hour_ago, latent = time.time() - 3600, {"latents": plain_latent(0, 14, 28)}
+    packet = Packet(0, 14, an_hour_ago, latent, compute_seconds=700.0)
+    conditions = device.conditions_of(config(1), None, "cpu")
+    LatentCheckpoints(tmp_path, conditions).save(KEYS[0], packet)
+    resumed, fresh = _requests(tmp_path)
+    pipeline = Pipeline(config(4, steps=28), latents_folder=str(tmp_path))
+    steps: set[tuple[int, str]] = set()
+    pipeline.observe(
+        lambda rank, event: (
+            steps.add((rank, str(event.action))) if isinstance(event, ActionDone) else None
+        )
+    )
+    begun = time.time()
+    with pipeline:
+        results = pipeline.run([resumed, fresh])
+    taken = time.time() - begun
+    assert hashes(results) == uninterrupted
+    repeated = {(rank, f"DENOISE c0 {rank * 7}:{rank * 7 + 7}") for rank in range(4)} & steps
+    assert repeated == {(2, "DENOISE c0 14:21"), (3, "DENOISE c0 21:28")}
+    old, new = (result.metadata for result in results)
+    assert (old["resumed_from_step"], new["resumed_from_step"]) == (14, 0)
+    assert 3600 <= old["wall_seconds"] <= 3600 + taken + 0.1
+    assert 700 < old["compute_seconds"] <= 700 + taken
+    assert 0 < new["compute_seconds"] <= new["wall_seconds"] + 0.01
+    assert new["wall_seconds"] <= taken
+
+
+def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished_clip(
+    tmp_path: Path,
+) -> None:
+    def keep(clip: int, step: int) -> None:
+        packet = Packet(clip, step, 0.0, {"latents": torch.zeros(2)})
+        LatentCheckpoints(tmp_path, {}).save(str(clip) * 64, packet)
+
+    handles = OpenClips(lambda _: None, latents_folder=str(tmp_path))
+    requests = [ClipRequest(seed=clip, latents_key=str(clip) * 64) for clip in range(3)]
+    handles.add(requests, [28] * 3, for_results=False)
+    for clip in range(3):
+        keep(clip, 7)
+        keep(clip, 14)
+    handles(0, ClipDone(clip=0, metadata={}))
+    handles(0, ClipFailed(clip=1, error=error_to_dict(InputError("no"))))
+    handles.end(ClosedError("the end"))
+    of_others = {("1" * 64, 14), ("2" * 64, 14)}
+    assert saved(tmp_path) == of_others
+    keep(0, 21)  # by a rank with a slow disk
+    handles.clean_up()
+    assert saved(tmp_path) == of_others
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "text", "gone", "of another machine"])
+def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
+    damage: str, tmp_path: Path
+) -> None:
+    packet = Packet(3, 7, 12.5, {"latents": torch.randn(2, 3)})
+    LatentCheckpoints(tmp_path, {"cpu_capability": "elsewhere"}).save(KEYS[0], packet)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    words, here = "the latent checkpoint .* cannot be read", "elsewhere"
+    if damage == "cut":
+        path.write_bytes(data[:-5])
+    elif damage == "bit":
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        words = "the latent checkpoint .* does not fit: its sha256"
+    elif damage == "text":
+        path.write_text("<html>")
+    elif damage == "gone":
+        path.unlink()
+    else:
+        words, here = "its conditions are .*elsewhere.* not .*here", "here"
+    checkpoints = LatentCheckpoints(tmp_path, {"cpu_capability": here})
+    with pytest.raises(InputError, match=words) as caught:
+        checkpoints.load(KEYS[0], 9, 7, torch.device("cpu"))
+    assert "delete" in caught.value.hint
+
+
 # --- the manifest --------------------------------------------------------------------------------
 
 
@@ -239,63 +403,3 @@ def test_a_manifest_that_cannot_be_written_ends_no_run_and_hides_no_error(
         manifest(0, ClipDone(clip=0, metadata={}))
         if raised:
             raise raised("the run's own")
-
-
-# --- leftover files -----------------------------------------------------------------------------
-
-_DIES_WHILE_WRITING = """
-import os, sys
-from svdpp.media.output_files import atomic_output
-with atomic_output(sys.argv[1], ".part") as temporary:
-    temporary.write_text("half")
-    os._exit(1)
-"""
-
-
-def _request(seed: int, output: Path | None = None) -> ClipRequest:
-    key = hashlib.sha256(bytes([seed])).hexdigest()
-    config = None if output is None else OutputConfig(path=str(output))
-    return ClipRequest(seed=seed, latents_key=key, output=config)
-
-
-def _keep(folder: Path, request: ClipRequest) -> None:
-    assert request.latents_key is not None
-    packet = Packet(request.seed, 7, 0.0, {"latents": torch.zeros(2)})
-    LatentCheckpoints(folder, {}).save(request.latents_key, packet)
-
-
-def _is_kept(folder: Path, request: ClipRequest) -> bool:
-    assert request.latents_key is not None
-    return bool(saved_steps(folder, request.latents_key))
-
-
-def _open(folder: Path | None, *requests: ClipRequest) -> OpenClips:
-    """The first of them is finished, the second is lost, and the third is on its way."""
-    handles = OpenClips(lambda _: None, latents_folder=None if folder is None else str(folder))
-    handles.add(requests, [28] * len(requests), for_results=False)
-    handles(0, ClipDone(clip=0, metadata={}))
-    handles(0, ClipFailed(clip=1, error=error_to_dict(InputError("no"))))
-    handles.end(ClosedError("the end"))
-    return handles
-
-
-def test_checkpoints_of_finished_clips_go_however_late_they_come(tmp_path: Path) -> None:
-    finished, lost, unfinished = map(_request, range(3))
-    for request in (finished, lost, unfinished):
-        _keep(tmp_path, request)
-    handles = _open(tmp_path, finished, lost, unfinished)
-    assert not _is_kept(tmp_path, finished)
-    _keep(tmp_path, finished)  # by a rank with a slow disk
-    handles.clean_up()
-    assert not _is_kept(tmp_path, finished)
-    assert _is_kept(tmp_path, lost)
-    assert _is_kept(tmp_path, unfinished)
-
-
-def test_half_written_files_go_from_the_folders_of_all_clips(tmp_path: Path) -> None:
-    places = [tmp_path / name / "clip.mp4" for name in ("finished", "lost", "unfinished")]
-    for place in places:
-        subprocess.run([sys.executable, "-c", _DIES_WHILE_WRITING, str(place)], check=False)
-        assert len(list(place.parent.iterdir())) == 1
-    _open(None, *(_request(seed, place) for seed, place in enumerate(places))).clean_up()
-    assert [list(place.parent.iterdir()) for place in places] == [[], [], []]

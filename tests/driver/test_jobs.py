@@ -1,4 +1,4 @@
-"""Existing outputs are kept, replaced or refused."""
+"""Before a run: existing outputs are kept, replaced or refused; too little memory is noticed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from svdpp.config import (
+    ClipRequest,
     ModelConfig,
     OutputConfig,
     PipelineConfig,
     SvdSampling,
     VideoFormat,
-    sampling_defaults,
+    WanSampling,
 )
+from svdpp.driver import ranks
+from svdpp.driver import resolve as memory
 from svdpp.driver.jobs import (
     ClipPlan,
     OutputPolicy,
@@ -29,12 +33,18 @@ from svdpp.driver.jobs import (
     open_manifest,
     plan_clips,
 )
-from svdpp.errors import RequestError
+from svdpp.driver.resolve import check_memory, resolve
+from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput, Photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.memory import estimate
+from svdpp.plan.layout import Roles
+from svdpp.verification import verify
+from svdpp.verification.verify import run_reference
 from svdpp.worker.clip_metadata import clip_metadata
-from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
+from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
+from tests.models.tiny_families import save_tiny_wan
 
 CONFIG = PipelineConfig(
     world_size=2,
@@ -139,16 +149,23 @@ def _clip(folder: Path, format: VideoFormat = "mp4") -> OutputConfig:
     return OutputConfig(path=str(folder / f"rocket_0{suffix}"), format=format)
 
 
-def test_each_format_has_a_json_of_its_own(photo: Photo, tmp_path: Path) -> None:
-    records = {kind: _finish(photo, _clip(tmp_path, kind)) for kind in FORMATS}
-    names = [f"rocket_0{video.SUFFIXES[kind]}" for kind in FORMATS]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [*names, *(f"{name}.json" for name in names)]
-    )
-    for kind, record in records.items():
-        policy = OutputPolicy(folder=tmp_path, format=kind, resume=True)
-        (kept,) = _plan(photo, policy).skipped
-        assert (kept["file_sha256"], kept["format"]) == (record["file_sha256"], kind)
+def test_each_format_has_a_json_of_its_own_which_a_killed_run_gets_later(
+    photo: Photo, tmp_path: Path
+) -> None:
+    clips = {kind: _clip(tmp_path, kind) for kind in FORMATS}
+    records = {kind: _finish(photo, clip, host="host1") for kind, clip in clips.items()}
+    files = {Path(path) for clip in clips.values() for path in (clip.path, clip.json_path)}
+    assert {*tmp_path.iterdir()} == files
+    for kind, clip in clips.items():
+        Path(clip.json_path).unlink()
+        plan = _plan(photo, OutputPolicy(folder=tmp_path, format=kind, resume=True))
+        (kept,) = plan.skipped
+        assert (kept["file_sha256"], kept["format"]) == (records[kind]["file_sha256"], kind)
+        assert json.loads(Path(clip.json_path).read_text()) == kept
+        with open_manifest(tmp_path / "run.json", CONFIG, plan, []):
+            pass
+        (made,) = json.loads((tmp_path / "run.json").read_text())["clips"]
+        assert (made["state"], made["host"]) == ("done", "host1")
 
 
 @pytest.mark.parametrize("gone", ["json", "file"])
@@ -164,15 +181,6 @@ def test_half_a_clip_is_not_replaced_unasked(photo: Photo, gone: str, tmp_path: 
     with pytest.raises(RequestError, match="exists with another num_inference_steps: 2, now 4"):
         _plan(photo, OutputPolicy(folder=tmp_path, resume=True), other)
     assert len(_plan(photo, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
-
-
-def test_a_clip_whose_run_was_killed_before_its_json_gets_it(photo: Photo, tmp_path: Path) -> None:
-    output = _clip(tmp_path)
-    record = _finish(photo, output)
-    Path(output.json_path).unlink()
-    (kept,) = _plan(photo, OutputPolicy(folder=tmp_path, resume=True)).skipped
-    assert kept["file_sha256"] == record["file_sha256"]
-    assert json.loads(Path(output.json_path).read_text()) == kept
 
 
 def test_a_clip_of_somebody_elses_is_not_replaced_by_resume(photo: Photo, tmp_path: Path) -> None:
@@ -224,19 +232,86 @@ def test_a_clip_of_version_0_3_is_kept(photo: Photo, tmp_path: Path) -> None:
     assert kept["file_sha256"] == video.file_sha256(Path(output.path))
 
 
-# --- with nothing left to make ------------------------------------------------------------------
+# --- a run that needs more memory than this machine has is refused before any process starts ----
+
+ALL = Roles(encode=True, denoise=True, decode=True)
+ENCODE, DENOISE = Roles(encode=True), Roles(denoise=True)
 
 
-def test_run_json_says_so(photo: Photo, tmp_path: Path) -> None:
-    changes = {"num_inference_steps": 2, "height": 32, "width": 32, "num_frames": 2}
-    sampling = SvdSampling(**{**sampling_defaults("demo"), **changes})
-    config = replace(CONFIG, sampling=sampling.resolved(model_frames=14))
-    _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), config, host="host1")
-    (tmp_path / "run.json").write_text('{"schema_version": 1, "clips": [{"state": "running"}]}')
-    answer = svdpp_here(
-        *("run", PHOTO, *DEMO, *TINY, "--world", "2", "--out", str(tmp_path), "--resume")
+def _sized(world_size: int = 2, **sampling: int) -> PipelineConfig:
+    sizes = {"height": 256, "width": 256, "num_frames": 14, "num_inference_steps": 4, **sampling}
+    return PipelineConfig(
+        world_size=world_size, model=ModelConfig(name="demo"), sampling=SvdSampling(**sizes)
     )
-    assert "(was finished)" in answer.out, answer
-    (clip,) = json.loads((tmp_path / "run.json").read_text())["clips"]
-    assert (clip["state"], clip["output"], clip["host"]) == ("done", "rocket_0.mp4", "host1")
-    assert "exact" not in clip
+
+
+@pytest.fixture
+def one_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(memory, "_DEMO_PIXELS", 0)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_gib")
+@pytest.mark.parametrize(
+    ("config", "ranks", "words"),
+    [
+        (_sized(), (DENOISE, ALL), "2 CPU ranks need about 2.2 GiB, 1.0 GiB free"),
+        (_sized(1), (ALL,), "1 CPU rank needs about 1.9 GiB, 1.0 GiB free"),
+        (_sized(height=32, width=32, num_frames=2), (ALL,) * 16, "16 CPU"),
+        # An image takes memory beside the model.
+        (_sized(height=32, width=32, num_frames=2), (ENCODE, ENCODE), "2 CPU"),
+    ],
+)
+def test_ranks_that_need_more_than_is_free_are_refused(
+    config: PipelineConfig, ranks: tuple[Roles, ...], words: str
+) -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        check_memory(*resolve(config), ranks)
+    assert words in caught.value.message
+    assert "--decode-chunk-size" in caught.value.hint
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("saved", "copies"),
+    [
+        pytest.param(torch.bfloat16, 1, id="mapped"),
+        pytest.param(torch.float32, 2, id="converted by each rank"),
+    ],
+)
+def test_ranks_share_an_expert_whose_files_have_the_dtype(
+    tmp_path: Path, saved: torch.dtype, copies: int
+) -> None:
+    folder = save_tiny_wan(tmp_path, boundary_ratio=0.875, dtype=saved, width=8)
+    model = ModelConfig(name=str(folder), dtype="bf16")
+    sampling = WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5)
+    config, checkpoint = resolve(PipelineConfig(world_size=2, model=model, sampling=sampling))
+    assert checkpoint is not None
+    low_noise = Roles(denoise=True, experts=frozenset({1}))
+    part = estimate(checkpoint, config.model, config.sampling, device="cpu").denoise
+    one, two = (
+        memory._needed_together(config, checkpoint, (low_noise,) * count) for count in (1, 2)
+    )
+    own = memory._RANK_BYTES + part.activation_bytes
+    assert one == own + part.weight_bytes
+    assert two == 2 * own + copies * part.weight_bytes
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_gib")
+def test_no_process_is_started_and_the_command_ends_with_code_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        pytest.fail("a process was started")
+
+    for module in (ranks, verify):
+        monkeypatch.setattr(module, "start_ranks", start)
+    with pytest.raises(OutOfMemoryError):
+        run_reference(_sized(), [ClipRequest(seed=0, image=PHOTO)], tensor_folder=tmp_path)
+    sizes = ("--height", "512", "--width", "512", "--frames", "14")
+    answer = svdpp_here("run", PHOTO, *DEMO, *sizes, "--out", str(tmp_path))
+    said = [line for line in answer.err.splitlines() if line.startswith(("error", "hint"))]
+    ended = Answer(answer.code, answer.out, "\n".join(said))
+    assert_error(ended, 4, "out of memory before the run", "GiB free", "lower")

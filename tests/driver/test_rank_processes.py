@@ -1,28 +1,41 @@
-"""Ranks before and during a run: what they must have in common, and the lists they perform."""
+"""Real ranks: the lists they perform, the bits of every row, and what they must have in common."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.driver import ranks
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.ranks import are_mixed, shared_settings
-from svdpp.driver.supervisor import silence_limit
+from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.launch import group
+from svdpp.media.inputs import read_source
+from svdpp.media.video import frames_sha256
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.engine.model import load_model
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import Costs
+from svdpp.plan.layout import Roles
+from svdpp.worker.device import conditions_of
 from svdpp.worker.messages import ActionDone, Event, Started, StepDone, TransferDone
+from svdpp.worker.tensor_files import LatentCheckpoints, audio_hashes, tensor_sha256
+from tests.cli.shell import PHOTO
 from tests.driver.dummies import clips, config, hashes, pids, plain_hashes
 from tests.faults.processes import is_there
+from tests.models.range_checks import nothing, whole_clip
+from tests.models.test_rows import CASES, KINDS, chosen
+from tests.models.tiny_families import save_tiny
 
 UNLIKE_RANKS = Costs(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
-REPLICAS = {"world_size": 6, "split": "alternating", "replicas": 2, "decoders": 2}
 
 
 @pytest.mark.processes
@@ -35,20 +48,45 @@ REPLICAS = {"world_size": 6, "split": "alternating", "replicas": 2, "decoders": 
         (7, {"world_size": 3, "split": "balanced", "costs": UNLIKE_RANKS}),
         (7, {"world_size": 3, "split": "alternating", "costs": UNLIKE_RANKS}),
         (7, {"world_size": 4, "split": "alternating", "decoders": 2}),
-        (7, REPLICAS),
+        (7, {"world_size": 6, "split": "alternating", "replicas": 2, "decoders": 2}),
         (7, {"world_size": 3, "replicas": 3}),
     ],
     ids=str,
 )
-def test_every_layout_gives_the_plain_loops_bits_and_leaves_nothing(
+def test_every_layout_performs_the_planned_lists_to_the_plain_loops_bits_and_leaves_nothing(
     steps: int, layout: dict[str, Any]
 ) -> None:
-    with Pipeline(config(steps=steps, **layout)) as pipeline:
+    events: dict[int, list[Event]] = {}
+    pipeline = Pipeline(config(steps=steps, **layout))
+    pipeline.observe(lambda rank, event: events.setdefault(rank, []).append(event))
+    with pipeline:
         results = pipeline.run(clips(*range(5)))
     assert hashes(results) == plain_hashes(steps, *range(5))
     assert len(set(hashes(results))) == 5
+    for rank, planned in enumerate(pipeline.schedule(clips(*range(5)))):
+        _assert_performed(planned, events[rank])
     assert not any(map(is_there, pids(pipeline)))
     assert not pipeline._entered._group._folder.exists()  # type: ignore[union-attr]
+
+
+def _assert_performed(planned: Sequence[Action], events: Sequence[Event]) -> None:
+    done = [event.action for event in events if isinstance(event, ActionDone)]
+    assert done == [action for action in planned if action.is_compute]
+    for direction, kind in (("recv", Kind.RECV), ("send", Kind.SEND)):
+        transfers = [
+            Action(kind, event.clip, event.next_step, event.next_step, event.peer)
+            for event in events
+            if isinstance(event, TransferDone) and event.direction == direction
+        ]
+        expected = [action for action in planned if action.kind is kind]
+        assert sorted(map(str, transfers)) == sorted(map(str, expected))
+    steps = [(event.clip, event.step) for event in events if isinstance(event, StepDone)]
+    assert steps == [
+        (action.clip, step)
+        for action in planned
+        if action.kind is Kind.DENOISE
+        for step in range(action.start, action.end)
+    ]
 
 
 @pytest.mark.processes
@@ -60,36 +98,45 @@ def test_spawned_ranks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashes(results) == plain_hashes(4, 1)
 
 
+# --- every row: the bits of diffusers' unmodified pipelines, and of a resumed clip --------------
+
+
+def _row(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
+    case = CASES[name]
+    save_tiny(case.family, folder, image=case.image, **case.changes)
+    dtype: Any = case.dtype
+    model = ModelConfig(name=str(folder), family=case.family, dtype=dtype)
+    is_svd = case.family == "svd"
+    image = PHOTO if case.image or is_svd else None
+    videos = dict.fromkeys(case.config().videos, image or "")
+    request = ClipRequest(seed=3, prompt=None if is_svd else "the sea", image=image, videos=videos)
+    config = PipelineConfig(world_size=3, model=model, sampling=case.config(), split="balanced")
+    return config, request
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("layout", [{"world_size": 4}, REPLICAS], ids=str)
-def test_processes_perform_exactly_the_planned_lists(layout: dict[str, Any]) -> None:
-    seen: list[tuple[int, Event]] = []
-    pipeline = Pipeline(config(steps=28, **layout))
-    pipeline.observe(lambda rank, event: seen.append((rank, event)))
-    with pipeline:
-        pipeline.run(clips(*range(5)))
-    for rank, planned in enumerate(pipeline.schedule(clips(*range(5)))):
-        events = [event for r, event in seen if r == rank]
-        done = [e.action for e in events if isinstance(e, ActionDone)]
-        assert done == [action for action in planned if action.is_compute]
-        for direction, kind in (("recv", Kind.RECV), ("send", Kind.SEND)):
-            transfers = [
-                Action(kind, e.clip, e.next_step, e.next_step, e.peer)
-                for e in events
-                if isinstance(e, TransferDone) and e.direction == direction
-            ]
-            assert sorted(map(str, transfers)) == sorted(
-                str(action) for action in planned if action.kind is kind
-            )
-        steps = [(e.clip, e.step) for e in events if isinstance(e, StepDone)]
-        assert steps == [
-            (action.clip, step)
-            for action in planned
-            if action.kind is Kind.DENOISE
-            for step in range(action.start, action.end)
-        ]
-    spans = {span.action for span in pipeline.trace.spans}
-    assert len(spans) == len(pipeline.trace.spans)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", chosen(KINDS))
+def test_three_ranks_make_a_clip_and_resume_that_of_another_run(tmp_path: Path, name: str) -> None:
+    config, request = _row(name, tmp_path / "model")
+    config, checkpoint = resolve(config)
+    assert checkpoint is not None
+    sampling = config.sampling
+    image = read_source(request, sampling)
+    latents, frames, audio = whole_clip(config.model, sampling, request, image)
+    roles = Roles(encode=True, denoise=True, decode=False)
+    model = load_model(checkpoint, config.model, sampling, "cpu", roles)
+    prepared = {} if image is None else model.prepare(image)
+    tensors = model.denoise(model.encode(prepared, request), 0, 1, nothing)
+    key = "ab" * 32
+    kept = LatentCheckpoints(tmp_path, conditions_of(config, checkpoint, "cpu"))
+    kept.save(key, Packet(0, 1, 0.0, tensors))
+    resumed = replace(request, latents_key=key, done_steps=1)
+    with Pipeline(config, latents_folder=str(tmp_path)) as pipeline:
+        for result in pipeline.run([request, resumed]):
+            assert result.metadata["latents_sha256"] == tensor_sha256(latents[-1])
+            assert result.metadata["frames_sha256"] == frames_sha256(frames)
+            assert result.metadata.items() >= audio_hashes(audio).items()
 
 
 # --- what ranks must have in common -------------------------------------------------------------
@@ -97,60 +144,48 @@ def test_processes_perform_exactly_the_planned_lists(layout: dict[str, Any]) -> 
 H100: dict[str, Any] = {"gpu": "H100", "cudnn": 91002, "driver": "580.1"}
 
 
-def _started(uuid: str | None, conditions: dict[str, Any] = H100) -> Started:
-    return Started(device="cuda:0", uuid=uuid, conditions=conditions)
-
-
-def _check(events: list[Started], *, backend: str = "nccl", allow_mixed: bool = False) -> bool:
-    last_first = dict(reversed(list(enumerate(events))))
-    return are_mixed(last_first, backend, allowed=allow_mixed)
-
-
-def test_equal_gpus_are_well() -> None:
-    assert not _check([_started("GPU-1"), _started("GPU-2"), _started("GPU-3")])
-
-
-def test_two_ranks_on_one_gpu_are_refused_under_nccl_alone() -> None:
-    twice = [_started("GPU-1"), _started("GPU-2"), _started("GPU-1")]
-    with pytest.raises(RequestError, match=r"ranks 0 and 2 have the same GPU \(GPU-1\)"):
-        _check(twice)
-    assert not _check(twice, backend="gloo")
-    assert not _check([_started(None), _started(None)], backend="gloo")
+def _check(
+    uuids: Sequence[str | None], backend: str, other: dict[str, Any], *, allowed: bool
+) -> bool:
+    conditions = [H100] * (len(uuids) - 1) + [{**H100, **other}]
+    started = [
+        Started(device="cuda:0", uuid=uuid, conditions=own)
+        for uuid, own in zip(uuids, conditions, strict=True)
+    ]
+    return are_mixed(dict(reversed(list(enumerate(started)))), backend, allowed=allowed)
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("uuids", "backend", "other", "words"),
     [
-        ({"gpu": "A100"}, "rank 1 has gpu A100, rank 0 has H100"),
-        ({"cudnn": 90100}, "rank 1 has cudnn 90100, rank 0 has 91002"),
-        ({"driver": "570.2"}, "rank 1 has driver 570.2, rank 0 has 580.1"),
+        (["GPU-1", "GPU-2", "GPU-3"], "nccl", {}, None),
+        (["GPU-1", "GPU-2", "GPU-1"], "gloo", {}, None),
+        ([None, None], "gloo", {}, None),
+        (["GPU-1", "GPU-2", "GPU-1"], "nccl", {}, r"ranks 0 and 2 have the same GPU \(GPU-1\)"),
+        (["GPU-1", "GPU-2"], "nccl", {"gpu": "A100"}, "rank 1 has gpu A100, rank 0 has H100"),
+        (["GPU-1", "GPU-2"], "nccl", {"cudnn": 90100}, "has cudnn 90100, rank 0 has 91002"),
     ],
 )
-def test_differing_devices_are_refused_by_name(other: dict[str, Any], words: str) -> None:
-    events = [_started("GPU-1"), _started("GPU-2", {**H100, **other})]
+def test_ranks_that_share_a_gpu_or_differ_are_refused_by_name(
+    uuids: list[str | None], backend: str, other: dict[str, Any], words: str | None
+) -> None:
+    if words is None:
+        assert not _check(uuids, backend, other, allowed=False)
+        return
     with pytest.raises(RequestError, match=words) as caught:
-        _check(events)
-    assert "--allow-mixed-devices" in caught.value.hint
-    assert _check(events, allow_mixed=True)
+        _check(uuids, backend, other, allowed=False)
+    if other:
+        assert "--allow-mixed-devices" in caught.value.hint
+        assert _check(uuids, backend, other, allowed=True)
 
 
 @pytest.mark.processes
-def test_clips_of_mixed_devices_are_not_called_exact() -> None:
-    pipeline = Pipeline(config(steps=2, allow_mixed_devices=True))
-    conditions: list[dict[str, Any]] = []
-
-    def as_if_mixed(rank: int, event: Event) -> None:  # noqa: ARG001
-        if isinstance(event, Started):
-            conditions.append(event.conditions)
-            pipeline._is_mixed = True
-
-    pipeline.observe(as_if_mixed)
-    with pipeline:
-        (result,) = pipeline.run([ClipRequest(seed=0)], [{"exact": True}])
+def test_clips_of_mixed_devices_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "are_mixed", lambda *_, allowed: allowed)
+    with Pipeline(config(steps=2, allow_mixed_devices=True)) as pipeline:
+        (result,) = pipeline.run(clips(0), [{"exact": True}])
     assert result.metadata["exact"] == "unproven"
-    assert [each["cpu_capability"] for each in conditions] == [
-        result.metadata["conditions"]["cpu_capability"]
-    ] * 2
+    assert "cpu_capability" in result.metadata["conditions"]
 
 
 CONFIG = PipelineConfig(
@@ -175,8 +210,3 @@ def test_terms_are_what_bits_and_lists_depend_on() -> None:
     here = find_checkpoint(CONFIG.model)
     there = replace(here, fingerprint="of other weights")
     assert shared_settings(CONFIG, there) != shared_settings(CONFIG, here)
-
-
-def test_silence_is_noticed_before_slowness() -> None:
-    assert silence_limit(CONFIG) == CONFIG.heartbeat_timeout_seconds
-    assert silence_limit(replace(CONFIG, timeout_seconds=5)) == 4

@@ -1,8 +1,9 @@
-"""Requests: clips with parameters of their own; misuse is refused at once and affects no clip."""
+"""The Python API: docs/api.md, requests of every kind, misuse that affects no clip."""
 
 from __future__ import annotations
 
-import hashlib
+import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,40 +19,76 @@ from svdpp.media.inputs import example_photos, fit_photo, read_photo
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.verification.verify import run_reference
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.cli.shell import python
+from tests.cli.shell import Answer, python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
 from tests.models.builders import small_svd
 from tests.models.range_checks import latents_and_frames
 
-KEY = hashlib.sha256(b"clip").hexdigest()
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+PROGRAMS: list[tuple[str, str]] = re.findall(
+    r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```\n", PAGE.read_text(), re.DOTALL | re.MULTILINE
+)
 
-Use = Callable[[Pipeline], object]
-USES: dict[str, Use] = {
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(index, marks=[pytest.mark.long] if index % 2 else []) for index in range(9)],
+)
+def test_every_program_of_the_page_prints_what_it_says(
+    index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert len(PROGRAMS) == PAGE.read_text().count("```python\n") == 9
+    program, output = PROGRAMS[index]
+    path = tmp_path / "example.py"
+    path.write_text(program)
+    if index == 0:
+        assert python(str(path), cwd=tmp_path) == Answer(0, output, "")
+    else:  # in this process, whose fork server has imported everything
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path(str(path), run_name="__main__")
+        assert capfd.readouterr() == (output, "")
+
+
+# --- use and misuse -----------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Pipeline], object]] = {
     "submit": lambda pipeline: pipeline.submit(clips(0)),
     "run": lambda pipeline: pipeline.run(clips(0)),
     "results": lambda pipeline: pipeline.results(),
-    "enter": lambda pipeline: pipeline.__enter__(),
 }
 
 
-@pytest.mark.parametrize("name", ["submit", "run", "results"])
-def test_a_pipeline_cannot_be_used_before_its_block(name: str) -> None:
-    with pytest.raises(ClosedError, match="the pipeline has no ranks yet") as caught:
-        USES[name](Pipeline(config()))
-    assert "with Pipeline" in caught.value.hint
+def test_a_pipeline_cannot_be_used_before_its_block_which_only_rank_0_enters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = Pipeline(config())
+    for use in USES.values():
+        with pytest.raises(ClosedError, match="the pipeline has no ranks yet") as caught:
+            use(pipeline)
+        assert "with Pipeline" in caught.value.hint
+    with pytest.raises(ClosedError, match="no launcher has started this process"):
+        pipeline.serve(say=print)
+    pipeline.close()
+    pipeline.close(drain=False)
+    with pytest.raises(RequestError, match="a history has 1 clip or more, got 0"):
+        Pipeline(config(), history_clips=0)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClosedError, match=r"only rank 0 enters the block: .* call serve"):
+        Pipeline(config()).__enter__()
 
 
 @pytest.mark.processes
 def test_a_pipeline_cannot_be_used_after_its_block_nor_entered_twice() -> None:
     with Pipeline(config()) as pipeline:
-        with pytest.raises(ClosedError, match="can be entered once: create another one"):
-            pipeline.__enter__()
         (handle,) = pipeline.submit(clips(0))
-    for name, use in USES.items():
-        words = "can be entered once" if name == "enter" else "the pipeline is closed"
-        with pytest.raises(ClosedError, match=words):
+    for use in USES.values():
+        with pytest.raises(ClosedError, match="the pipeline is closed"):
             use(pipeline)
+    with pytest.raises(ClosedError, match="can be entered once: create another one"):
+        pipeline.__enter__()
     assert handle.result(0).clip == 0
     assert len(pipeline.trace.steps) == 4
     pipeline.close()
@@ -61,7 +98,7 @@ _SCRIPT = """
 from svdpp import ClipRequest, Pipeline
 from tests.driver.dummies import config
 with Pipeline(config()) as pipeline:
-    pipeline.run(ClipRequest(seed=0))
+    pipeline.run([ClipRequest(seed=0)])
 """
 
 
@@ -78,70 +115,34 @@ def test_a_script_that_ranks_cannot_import_is_told_what_to_do(tmp_path: Path, so
     assert 'under `if __name__ == "__main__":`, and run it from a file' in last
 
 
-def test_only_a_launchers_rank_0_enters_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    pipeline = Pipeline(config())
-    assert pipeline.is_member
-    with pytest.raises(ClosedError, match=r"only rank 0 enters the block: .* call serve"):
-        pipeline.__enter__()
+# --- requests -----------------------------------------------------------------------------------
 
-
-def test_without_a_launcher_there_are_no_launched_ranks() -> None:
-    with pytest.raises(ClosedError, match="no launcher has started this process"):
-        Pipeline(config()).serve(say=print)
-
-
-def test_a_pipeline_that_was_not_entered_closes_without_a_word() -> None:
-    Pipeline(config()).close()
-    Pipeline(config()).close(drain=False)
-
-
-@pytest.mark.parametrize("name", ["history_clips", "trace_clips"])
-def test_a_history_has_a_clip(name: str) -> None:
-    with pytest.raises(RequestError, match="a history has 1 clip or more, got 0"):
-        Pipeline(config(), **{name: 0})
-
-
-# --- requests ------------------------------------------------------------------------------------
-
-
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "text": ("photo.jpg", TypeError, "clip 0 is a str, not a ClipRequest"),
-    "number": (7, TypeError, "not iterable"),
-    "second of two": ([*clips(0), 7], TypeError, "clip 1 is a int"),
-    "no checkpoints": (
-        ClipRequest(seed=0, latents_key=KEY, done_steps=2),
-        RequestError,
-        "clip 0: done_steps is 2, but there are no latent checkpoints",
-    ),
-    "no key": (
-        ClipRequest(seed=0, latents_key="../elsewhere"),
-        RequestError,
-        "clip 0: latents_key must be 64 hex digits, got ../elsewhere",
-    ),
-    "steps": (
-        ClipRequest(seed=0, sampling=SvdSampling(num_inference_steps=5)),
-        RequestError,
-        "5 steps cannot be split evenly over 2 ranks",
-    ),
-}
-REFUSED_METADATA: dict[str, tuple[Any, type[Exception], str]] = {
-    "too few": ([{}], RequestError, "got 1 metadata for 2 clips: give one for each clip"),
-    "too many": ([{}] * 3, RequestError, "got 3 metadata for 2 clips"),
-    "an object": ([{}, {"input": object()}], RequestError, "the clips cannot be sent to the ranks"),
-}
+KEY, PHOTO = "ab" * 32, str(example_photos()[0])
+NO_CHECKPOINTS = "clip 0: done_steps is 2, but there are no latent checkpoints"
+FIVE = SvdSampling(num_inference_steps=5)
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    ("photo.jpg", TypeError, "clip 0 is a str, not a ClipRequest"),
+    (7, TypeError, "not iterable"),
+    ([*clips(0), 7], TypeError, "clip 1 is a int"),
+    ([ClipRequest(seed=0, latents_key=KEY, done_steps=2)], RequestError, NO_CHECKPOINTS),
+    ([ClipRequest(seed=0, latents_key="../elsewhere")], RequestError, "must be 64 hex digits, got"),
+    ([ClipRequest(seed=0, sampling=FIVE)], RequestError, "5 steps cannot be split evenly"),
+]
+REFUSED_METADATA: list[tuple[Any, str]] = [
+    ([{}], "got 1 metadata for 2 clips: give one for each clip"),
+    ([{}, {"input": object()}], "the clips cannot be sent to the ranks"),
+]
 
 
 @pytest.mark.processes
 def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) -> None:
     with Pipeline(config()) as pipeline:
-        for requests, error, words in REFUSED.values():
+        for requests, error, words in REFUSED:
             for submit in (pipeline.submit, pipeline.run):
                 with pytest.raises(error, match=words):
                     submit(requests)
-        for metadata, error, words in REFUSED_METADATA.values():
-            with pytest.raises(error, match=words):
+        for metadata, words in REFUSED_METADATA:
+            with pytest.raises(RequestError, match=words):
                 pipeline.submit(clips(0, 1), metadata)
         assert pipeline.submit([]) == pipeline.run([]) == list(pipeline.results()) == []
         handle = pipeline.submit(ClipRequest(seed=8), [{"note": "first"}])
@@ -149,40 +150,27 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
         assert handle.result(HANG_SECONDS).metadata["note"] == "first"
         assert (handle.done(), handle.exception()) == (True, None)
         with pytest.raises(RequestError, match="image must be str"):
-            pipeline.run(ClipRequest(seed=8, image=tmp_path / "a photo"))  # type: ignore[arg-type]
+            ClipRequest(seed=8, image=tmp_path / "a photo")  # type: ignore[arg-type]
         assert {span.action.clip for span in pipeline.trace.spans} == {0}
-        assert pipeline.run(ClipRequest(seed=1)).request.seed == 1
+        assert pipeline.run(clips(1))[0].request.seed == 1
         assert [each.clip for each in pipeline.submit(each for each in clips(2, 3))] == [2, 3]
 
 
-def test_the_reference_makes_no_clips_with_parameters_of_their_own() -> None:
+def test_a_clip_that_the_model_or_its_checkpoints_do_not_allow_is_refused() -> None:
+    work = ClipWork(*resolve(small_svd(2, steps=4)), keeps_latents=True)
+    good = ClipRequest(seed=0, image=PHOTO)
+    with pytest.raises(RequestError, match=r"clip 1: .* needs an image") as caught:
+        work.checked([good, ClipRequest(seed=1)])
+    assert caught.value.hint == "name an image"
+    with pytest.raises(RequestError, match="done_steps must be at most 4"):
+        work.checked([replace(good, latents_key=KEY, done_steps=5)])
     with pytest.raises(RequestError, match="sampling parameters"):
         run_reference(config(1), [ClipRequest(seed=0, sampling=SvdSampling())])
 
 
-@pytest.mark.parametrize("done_steps", [5, -1])
-def test_steps_beyond_the_last_are_refused(done_steps: int) -> None:
-    work = ClipWork(resolve(config(steps=4))[0], None, keeps_latents=True)
-    with pytest.raises(RequestError, match=r"done.steps must be (at most 4|0 to 1000, got -1)"):
-        work.checked(ClipRequest(seed=0, latents_key=KEY, done_steps=done_steps))
-
-
-def test_a_clip_without_an_image_is_refused_where_the_model_starts_from_one() -> None:
-    good = ClipRequest(seed=0, image=str(example_photos()[0]))
-    work = ClipWork(*resolve(small_svd(2, steps=2)))
-    with pytest.raises(RequestError, match=r"clip 1: .* needs an image") as caught:
-        work.checked([good, ClipRequest(seed=1)])
-    assert caught.value.hint == "name an image"
-
-
-# --- clips that are lost -------------------------------------------------------------------------
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("history_clips", [None, 1])
-def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
-    fault = Damage("nan", 1, 0)
-    with Pipeline(config(), fault=fault, history_clips=history_clips) as pipeline:
+def test_each_run_is_about_its_own_clips() -> None:
+    with Pipeline(config(), fault=Damage("nan", 1, 0), history_clips=1) as pipeline:
         with pytest.raises(NotFiniteError):
             pipeline.run(clips(0, 1, 5))
         assert pipeline._clips.is_idle, "it is raised when all others are made"
@@ -194,8 +182,6 @@ def test_each_run_is_about_its_own_clips(history_clips: int | None) -> None:
 
 
 # --- clips with parameters of their own ---------------------------------------------------------
-
-PHOTO = str(example_photos()[0])
 
 _CHANGES: list[dict[str, Any]] = [
     {},
@@ -240,12 +226,11 @@ def test_each_clip_has_the_bits_of_diffusers(tmp_path: Path) -> None:
 
 
 def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
-    pipeline_config, checkpoint = resolve(small_svd(2))
-    own = replace(pipeline_config.sampling, num_frames=14, decode_chunk_size=4)
-    work = ClipWork(replace(pipeline_config, sampling=own), checkpoint)
-    request = ClipRequest(seed=0, sampling=replace(own, num_frames=None, decode_chunk_size=None))
-    assert work.resolved(request).sampling is None  # the same as the pipeline's
+    config, checkpoint = resolve(small_svd(2))
+    own = replace(config.sampling, num_frames=14, decode_chunk_size=4)
+    work = ClipWork(replace(config, sampling=own), checkpoint)
+    open_ = replace(own, num_frames=None, decode_chunk_size=None)
+    assert work.resolved(ClipRequest(seed=0, sampling=open_)).sampling is None
     short = replace(own, num_frames=3, decode_chunk_size=None)
-    assert work.resolved(replace(request, sampling=short)).sampling == replace(
-        short, decode_chunk_size=3
-    )
+    filled = work.resolved(ClipRequest(seed=0, sampling=short)).sampling
+    assert filled == replace(short, decode_chunk_size=3)

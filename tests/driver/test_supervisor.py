@@ -1,9 +1,8 @@
-"""Which rank counts as stalled, and why a run failed; no process, no clock."""
+"""What ranks' events tell: which rank has stalled, why a run failed, what was measured."""
 
 from __future__ import annotations
 
 import itertools
-import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 
 from svdpp.driver import supervisor
 from svdpp.driver.supervisor import Liveness, Stall, Supervisor
+from svdpp.driver.trace import StepSpan, Trace, WaitSpan
 from svdpp.errors import (
     BrokenLinkError,
     Interrupted,
@@ -21,7 +21,10 @@ from svdpp.errors import (
     TransportError,
     error_to_dict,
 )
+from svdpp.plan.actions import Action, Kind
+from svdpp.plan.costs import Costs
 from svdpp.worker.messages import (
+    ActionDone,
     ClipDone,
     Event,
     Failed,
@@ -29,6 +32,7 @@ from svdpp.worker.messages import (
     Heartbeat,
     Joined,
     StepDone,
+    TransferDone,
 )
 from tests.driver.dummies import config
 
@@ -40,10 +44,14 @@ STEP = StepDone(clip=0, step=1, seconds=1.0)
 IDLE_BUT_WRITING = Heartbeat(writing=True)
 DELIVERING = Heartbeat(action="FINISH c3 @8", waiting=True, writing=True)
 LOADING = Heartbeat(phase="loading the model")
+ALL_STEP, ALL_IDLE = dict.fromkeys(range(3), STEP), dict.fromkeys(range(3), IDLE)
 
 
 def _opening(peer: int) -> Heartbeat:
     return Heartbeat(phase=f"opening its link with rank {peer}", peer=peer)
+
+
+OPENING = {0: _opening(1), 1: _opening(0), 2: _opening(1)}
 
 
 def _liveness(world_size: int = 3, *, joined: bool = True, start_timeout: float = 60) -> Liveness:
@@ -59,6 +67,11 @@ def _hear(liveness: Liveness, second: float, events: Mapping[int, Event]) -> Sta
     for rank, event in events.items():
         liveness.heard(rank, event, second)
     return liveness.stall(second)
+
+
+def _assert_stalled(stall: Stall | None, rank: int, reason: str) -> None:
+    assert stall is not None
+    assert (stall.rank, stall.reason) == (rank, reason)
 
 
 Beats = Mapping[int, Heartbeat]
@@ -82,29 +95,17 @@ def test_after_the_limit_the_rank_that_is_the_cause_is_named(
     beats: Beats, fine: int, rank: int, reason: str
 ) -> None:
     liveness = _liveness()
-    assert [_hear(liveness, second, beats) for second in range(fine + 1)] == [None] * (fine + 1)
-    stall = _hear(liveness, fine + 1, beats)
-    assert stall is not None
-    assert (stall.rank, stall.reason) == (rank, reason)
+    assert {_hear(liveness, second, beats) for second in range(fine + 1)} == {None}
+    _assert_stalled(_hear(liveness, fine + 1, beats), rank, reason)
 
 
 @pytest.mark.parametrize(
     ("beats", "joined", "rank", "reason"),
     [
         ({0: IDLE, 2: IDLE}, (0,), 1, "never started within 60 s"),
-        (dict.fromkeys(range(3), IDLE), (0, 1), 2, "did not get ready within 60 s"),
-        (
-            {0: _opening(1), 1: _opening(0)},
-            (2,),
-            0,
-            "did not finish opening its link with rank 1 within 60 s",
-        ),
-        (
-            {0: _opening(1), 1: LOADING, 2: _opening(1)},
-            (),
-            1,
-            "did not get ready within 60 s (loading the model)",
-        ),
+        (ALL_IDLE, (0, 1), 2, "did not get ready within 60 s"),
+        (OPENING, (2,), 0, "did not finish opening its link with rank 1 within 60 s"),
+        ({**OPENING, 1: LOADING}, (), 1, "did not get ready within 60 s (loading the model)"),
     ],
 )
 def test_the_rank_that_delays_the_start_is_named(
@@ -114,9 +115,8 @@ def test_the_rank_that_delays_the_start_is_named(
     for second in range(61):
         assert _hear(liveness, second, beats) is None
     stall = _hear(liveness, 61, {**beats, **dict.fromkeys(joined, JOINED)})
-    assert stall is not None
-    assert (stall.rank, stall.reason) == (rank, reason)
-    if "link" in reason:
+    _assert_stalled(stall, rank, reason)
+    if stall and "link" in reason:
         assert "NCCL_P2P_DISABLE=1" in stall.hint
         assert "PIPELINE_BACKEND=gloo" in stall.hint
 
@@ -128,16 +128,7 @@ def test_a_rank_may_be_silent_for_longer_before_it_has_joined() -> None:
     for second in range(81):
         assert _hear(liveness, second, {0: _opening(1)}) is None
     stall = _hear(liveness, 81, {0: _opening(1)})
-    assert stall is not None
-    assert (stall.rank, stall.reason) == (1, "has sent no heartbeat for 81 s")
-
-
-def _all_step(_: int) -> Mapping[int, Event]:
-    return dict.fromkeys(range(3), STEP)
-
-
-def _idle(_: int) -> Mapping[int, Event]:
-    return dict.fromkeys(range(3), IDLE)
+    _assert_stalled(stall, 1, "has sent no heartbeat for 81 s")
 
 
 def _writes_clip_after_clip(second: int) -> Mapping[int, Event]:
@@ -145,7 +136,9 @@ def _writes_clip_after_clip(second: int) -> Mapping[int, Event]:
     return {0: IDLE, 1: IDLE, 2: done if second % 90 == 0 else IDLE_BUT_WRITING}
 
 
-@pytest.mark.parametrize("events", [_all_step, _idle, _writes_clip_after_clip])
+@pytest.mark.parametrize(
+    "events", [lambda _: ALL_STEP, lambda _: ALL_IDLE, _writes_clip_after_clip]
+)
 def test_all_is_well_while_ranks_progress_or_have_no_work(
     events: Callable[[int], Mapping[int, Event]],
 ) -> None:
@@ -163,8 +156,7 @@ def test_a_rank_that_waited_long_has_all_its_time_once_it_begins() -> None:
         now = {0: COMPUTING if second < sent else IDLE, 1: WAITING}
         stall = _hear(liveness, second, now if second < sent + 2 else {**now, 1: COMPUTING})
         assert (stall is None) == (second <= sent + 102), second
-    assert stall is not None
-    assert "no progress for 101 s" in stall.reason
+    _assert_stalled(stall, 1, "has made no progress for 101 s")
 
 
 def test_the_place_follows_the_steps() -> None:
@@ -194,9 +186,7 @@ def test_the_time_in_which_the_parent_was_stopped_is_nobodys_fault() -> None:
     assert liveness.stall(1000.0) is None
     for second in range(1001, 1011):
         assert _hear(liveness, second, waiting) is None
-    stall = liveness.stall(1012.0)
-    assert stall is not None
-    assert stall.rank == 1
+    _assert_stalled(liveness.stall(1012.0), 1, "has sent no heartbeat for 12 s")
 
 
 # --- the cause of a failure ---------------------------------------------------------------------
@@ -233,35 +223,46 @@ def _supervisor(said: list[tuple[int, Event]], exited: dict[int, int | None]) ->
     return Supervisor(_group(said, exited), config(3, steps=6))
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        [(1, INTERRUPTED), (2, INTERRUPTED)],
-        [(2, LINK_BROKE), (1, INTERRUPTED), (0, LINK_BROKE)],
-        [],
-    ],
-)
-def test_after_a_signal_to_all_nobody_is_to_blame(said: list[tuple[int, Event]]) -> None:
-    gone = {rank: None for rank, event in said if event is INTERRUPTED}
-    assert _supervisor(said, gone).find_cause() is None
+def test_after_a_signal_to_all_nobody_is_to_blame() -> None:
+    links_broke = [(2, LINK_BROKE), (1, INTERRUPTED), (0, LINK_BROKE)]
+    for said in ([(1, INTERRUPTED), (2, INTERRUPTED)], links_broke, []):
+        gone = {rank: None for rank, event in said if event is INTERRUPTED}
+        assert _supervisor(said, gone).find_cause() is None
+
+
+FINISHED = Finished()
+OF_ITS_OWN = "failed: RuntimeError: of its own"
+GONE = None
 
 
 @pytest.mark.parametrize(
-    ("said", "gone", "words"),
+    ("said", "exited", "words"),
     [
-        ([(2, INTERRUPTED), (0, LINK_BROKE)], [2, 1], "rank 1 .* is gone"),
-        ([(1, RAISED), (2, INTERRUPTED)], [1, 2], "rank 1 .* failed: RuntimeError: of its own"),
-        ([(1, RAISED), (1, INTERRUPTED)], [1], "rank 1 .* failed: RuntimeError: of its own"),
-        ([(1, LINK_BROKE)], [], "rank 1 .* failed: could not receive"),
-        ([(0, LINK_BROKE), (1, REFUSED)], [], "rank 1 .* failed: sent 7, expected 8"),
+        ([(2, INTERRUPTED), (0, LINK_BROKE)], {2: GONE, 1: GONE}, "is gone"),
+        ([(1, RAISED), (2, INTERRUPTED)], {1: GONE, 2: GONE}, OF_ITS_OWN),
+        ([(1, RAISED), (1, INTERRUPTED)], {1: GONE}, OF_ITS_OWN),
+        ([(1, LINK_BROKE)], {}, "failed: could not receive"),
+        ([(0, LINK_BROKE), (1, REFUSED)], {}, "failed: sent 7, expected 8"),
+        # Ranks that ended in order are not blamed for the link of another one.
+        ([(0, FINISHED), (1, LINK_BROKE)], {0: 0}, "could not receive"),
+        ([(0, FINISHED), (1, LINK_BROKE)], {0: GONE}, "could not receive"),
+        ([(0, FINISHED), (1, FINISHED)], {0: 0, 1: 1}, "ended with exit code 1 without a report"),
     ],
 )
-def test_a_signal_that_came_because_of_another_rank_is_told_as_that_rank(
-    said: list[tuple[int, Event]], gone: list[int], words: str
+def test_the_rank_that_is_the_cause_is_named_and_none_that_ended_because_of_it(
+    said: list[tuple[int, Event]], exited: dict[int, int | None], words: str
 ) -> None:
-    cause = _supervisor(said, dict.fromkeys(gone)).find_cause()
-    assert isinstance(cause, RankError)
-    assert re.search(words, cause.message)
+    failed = _supervisor(said, exited)
+    with pytest.raises(RankError, match=rf"rank 1 .* {words}"):
+        failed.step()
+    assert failed.interruption is None
+
+
+def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -> None:
+    signalled = _supervisor([(2, LINK_BROKE), (1, INTERRUPTED)], {1: GONE})
+    with pytest.raises(RankError, match=r"rank 1 .* failed: Interrupted: ended by SIGTERM") as told:
+        signalled.step()
+    assert signalled.interruption is told.value, "if this process is signalled too, that is told"
 
 
 def test_an_error_whose_message_is_complete_has_its_rank_in_the_details() -> None:
@@ -272,30 +273,9 @@ def test_an_error_whose_message_is_complete_has_its_rank_in_the_details() -> Non
     assert cause.details == {"gib": 3, "rank": 1}
 
 
-def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -> None:
-    signalled = _supervisor([(2, LINK_BROKE), (1, INTERRUPTED)], {1: None})
-    with pytest.raises(RankError, match=r"rank 1 .* failed: Interrupted: ended by SIGTERM") as told:
-        signalled.step()
-    assert signalled.interruption is told.value, "if this process is signalled too, that is told"
-
-
-def test_another_failure_is_no_interruption() -> None:
-    failed = _supervisor([(1, RAISED), (2, INTERRUPTED)], {1: None, 2: None})
-    with pytest.raises(RankError, match="of its own"):
-        failed.step()
-    assert failed.interruption is None
-
-
-@pytest.mark.parametrize("code", [0, None])
-def test_a_rank_that_ended_in_order_is_not_blamed_for_anothers_link(code: int | None) -> None:
-    said: list[tuple[int, Event]] = [(0, Finished()), (1, LINK_BROKE)]
-    with pytest.raises(RankError, match=r"rank 1 .* could not receive"):
-        _supervisor(said, {0: code}).stop()
-
-
 def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
     """A rank that ends takes with it what NCCL has not delivered."""
-    said: list[tuple[int, Event]] = [(rank, Finished()) for rank in range(3)]
+    said: list[tuple[int, Event]] = [(rank, FINISHED) for rank in range(3)]
     group = _group(said, {})
     Supervisor(group, config(3, steps=6)).stop()
     calls = [name for name, *_ in group.method_calls if name in ("poll", "send")]
@@ -303,34 +283,61 @@ def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
     assert [call.args[0] for call in group.send.call_args_list] == [0, 1, 2] * 2
 
 
-def test_a_rank_that_ends_badly_after_its_last_word_is_blamed() -> None:
-    said: list[tuple[int, Event]] = [(rank, Finished()) for rank in (0, 1)]
-    with pytest.raises(RankError, match=r"rank 1 .* ended with exit code 1"):
-        _supervisor(said, {0: 0, 1: 1}).stop()
+# --- measurements -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("output", "words"),
-    [
-        (
-            None,
-            r'could not import your script: put what it does under `if __name__ == "__main__":`',
-        ),
-        ("", "ended with exit code 1 without a report"),
-    ],
-)
-def test_only_a_rank_that_never_began_could_not_import_the_script(
-    output: str | None, words: str
-) -> None:
-    group = _group([], {1: 1})
-    group.output_tail.return_value = output
-    with pytest.raises(RankError, match=f"rank 1 .* {words}") as told:
-        Supervisor(group, config(3, steps=6)).step()
-    assert told.value.trace == ""
+def test_a_clips_measurements_are_placed_and_summed_up() -> None:
+    """Steps lie back to back before their action's end; a sender that waits is not yet sending."""
+    trace = Trace(2)
+    trace(0, Joined(device="cpu", load_seconds=0.5))
+    trace(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
+    _add_steps(trace, 0, 1.5, 2.5)
+    trace(0, ActionDone(action="DENOISE c0 0:2", start=11.0, end=15.0, waited=0.5))
+    _add_steps(trace, 1, 1.5, 2.0)
+    trace(1, ActionDone(action="DENOISE c0 2:4", start=15.5, end=19.0, waited=5.0))
+    trace(1, ActionDone(action="DECODE c0 @4", start=19.0, end=20.0, waited=0.0))
+    transfer = {"clip": 0, "next_step": 2, "num_bytes": 8, "seconds": 0.25, "end": 15.5}
+    trace(0, TransferDone(direction="send", peer=1, waited=3.75, **transfer))
+    trace(1, TransferDone(direction="recv", peer=0, **transfer))
+
+    assert trace.steps == [
+        StepSpan(0, 0, 0, 11.0, 12.5),
+        StepSpan(0, 0, 1, 12.5, 15.0),
+        StepSpan(1, 0, 2, 15.5, 17.0),
+        StepSpan(1, 0, 3, 17.0, 19.0),
+    ]
+    assert trace.waits == [WaitSpan(0, 0, 10.5, 11.0), WaitSpan(1, 0, 10.5, 15.5)]
+    times = [(transfer.start, transfer.end, transfer.waited) for transfer in trace.transfers]
+    assert times == [(15.25, 15.5, 3.75), (15.25, 15.5, 0.0)]
+    costs = Costs(step_seconds=1.875, encode_seconds=1, decode_seconds=1, transfer_seconds=0.25)
+    assert trace.costs() == costs
+    summary = trace.summary()
+    assert (summary.clips, summary.makespan, summary.first_clip) == (1, 10.0, 10.0)
+    assert summary.bubble == pytest.approx(1 - 9.5 / 20)
 
 
-def test_before_it_joins_a_rank_is_named_by_its_planned_device() -> None:
-    on_gpus = config(3, steps=6, device="cuda")
-    planned = Supervisor(_group([], {}), on_gpus)
-    names = [planned._name(rank).split()[2] for rank in range(3)]
-    assert names == ["(cuda:0", "(cuda:1", "(cuda:2"]
+def _add_steps(trace: Trace, rank: int, *seconds: float) -> None:
+    for index, each in enumerate(seconds):
+        trace(rank, StepDone(clip=0, step=2 * rank + index, seconds=each))
+
+
+def test_steps_of_a_pair_cost_what_a_forecast_halves() -> None:
+    trace = Trace(2)
+    for rank in (0, 1):
+        trace(rank, StepDone(clip=0, step=0, seconds=0.7))
+        action = Action(Kind.DENOISE, 0, 0, 1, 1 - rank)
+        trace(rank, ActionDone(action=action, start=0.0, end=0.7, waited=0.0))
+    transfer = {"clip": 0, "next_step": 0, "num_bytes": 1, "seconds": 0.2, "end": 0.0}
+    trace(1, TransferDone(direction="recv", peer=0, **transfer))
+    assert trace.costs().step_seconds == pytest.approx(1.0)
+    assert trace.costs().of(action, 0) == pytest.approx(0.7)
+
+
+def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
+    trace = Trace(1)
+    trace(0, StepDone(clip=0, step=0, seconds=1.0))
+    trace(0, ActionDone(action="ENCODE c1 @0", start=2.0, end=3.0, waited=0.0))
+    trace(0, StepDone(clip=1, step=0, seconds=1.0))  # not finite, as before
+    trace(0, StepDone(clip=2, step=0, seconds=1.5))
+    trace(0, ActionDone(action="DENOISE c2 0:1", start=5.0, end=6.5, waited=0.0))
+    assert trace.steps == [StepSpan(0, 2, 0, 5.0, 6.5)]

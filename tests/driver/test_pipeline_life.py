@@ -1,16 +1,18 @@
-"""One pipeline, several threads: every clip is made once, and no thread waits for ever."""
+"""The life of a pipeline: several threads, its end, and days without growth."""
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from svdpp.config import ClipRequest, OutputConfig
@@ -18,12 +20,10 @@ from svdpp.driver import ranks
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
-from svdpp.media.inputs import example_photos
 from svdpp.worker.messages import ClipDone, Event, Heartbeat, StepDone
 from tests.driver.dummies import HANG_SECONDS, clips, config, pids, plain_hashes
 from tests.faults.damage import Damage
 from tests.faults.processes import is_there
-from tests.models.builders import small_svd
 
 pytestmark = pytest.mark.processes
 
@@ -65,32 +65,6 @@ def test_clips_are_made_while_nobody_looks_and_observers_hear_of_them_first() ->
             assert pipeline.submit(ClipRequest(seed=seed)).result(HANG_SECONDS).clip == done[-1]
 
 
-def test_a_failure_is_raised_by_whoever_waits(tmp_path: Path) -> None:
-    stop = Damage("hang", 1, 1, place="step2", until=str(tmp_path / "never"))
-    pipeline = Pipeline(config(), fault=stop)
-    reached = threading.Event()
-    pipeline.observe(lambda _, event: reached.set() if isinstance(event, ClipDone) else None)
-    with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"), pipeline:
-        handle = pipeline.submit(clips(0, 1))[1]
-        assert reached.wait(HANG_SECONDS)
-        waits: list[Callable[[], object]] = [
-            handle.result,
-            lambda: pipeline.run(clips(2)),
-            lambda: list(pipeline.results()),
-        ]
-        with ThreadPoolExecutor(len(waits)) as threads:
-            waiting = [threads.submit(wait) for wait in waits]
-            while pipeline._clips.num_added < 3:  # the run is in progress
-                assert not waiting[1].done()
-            os.kill(pids(pipeline)[1], signal.SIGKILL)
-            errors = [each.exception(HANG_SECONDS) for each in waiting]
-        assert {str(error) for error in errors} == {str(pipeline.run_error)}
-        assert len({id(error) for error in errors}) == len(waits)
-        with pytest.raises(RankError, match="rank 1"):
-            pipeline.submit(clips(3))
-        assert handle.exception(0) is not None
-
-
 def test_a_block_left_by_another_error_still_tells_of_the_failure() -> None:
     pipeline = Pipeline(config(), fault=Damage("raise", 1, 0))
     with pytest.raises(KeyError) as caught, pipeline:
@@ -113,52 +87,28 @@ def test_an_observers_exception_ends_the_run() -> None:
 
 
 def test_callbacks_may_submit_and_must_not_wait() -> None:
-    refused: list[BaseException] = []
+    refused: list[str] = []
     followers: list[ClipHandle] = []
     called = threading.Event()
 
+    def follow(_: object) -> None:
+        follower = pipeline.submit(ClipRequest(seed=1))
+        followers.append(follower)
+        waits: list[Callable[[], object]] = [
+            *(follower.result, follower.exception, pipeline.close),
+            *(lambda: pipeline.run(clips(2)), lambda: list(pipeline.results())),
+        ]
+        for wait in waits:
+            with pytest.raises(RuntimeError, match="must not wait for the pipeline") as caught:
+                wait()
+            refused.append(str(caught.value))
+        called.set()
+
     with Pipeline(config()) as pipeline:
-
-        def follow(_: object) -> None:
-            followers.append(pipeline.submit(ClipRequest(seed=1)))
-            waits: list[Callable[[], object]] = [
-                followers[0].result,
-                followers[0].exception,
-                lambda: pipeline.run(clips(2)),
-                lambda: list(pipeline.results()),
-                pipeline.close,
-            ]
-            for wait in waits:
-                try:
-                    wait()
-                except RuntimeError as error:
-                    refused.append(error)
-            called.set()
-
         pipeline.submit(ClipRequest(seed=0)).add_done_callback(follow)
         assert called.wait(HANG_SECONDS)
         assert followers[0].result(HANG_SECONDS).clip == 1
-    assert [str(error).partition(":")[0] for error in refused] == [
-        "observers and callbacks must not wait for the pipeline"
-    ] * 5
-
-
-def test_handles_can_be_awaited_and_a_pipeline_outlives_the_thread_that_entered_it() -> None:
-    async def serve(pipeline: Pipeline) -> list[int]:
-        impatient = pipeline.submit(ClipRequest(seed=0))
-        with pytest.raises(TimeoutError):  # as when a client goes away; the clip goes on
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(impatient)), 0)
-        handles = pipeline.submit(clips(1, 2))
-        results = await asyncio.gather(*map(asyncio.wrap_future, [impatient, *handles]))
-        return [result.clip for result in results]
-
-    pipeline = Pipeline(config())
-    entering = threading.Thread(target=pipeline.__enter__)
-    entering.start()
-    entering.join()
-    assert asyncio.run(serve(pipeline)) == [0, 1, 2]
-    assert list(pipeline.results()) == []
-    pipeline.close()
+    assert len(refused) == 5
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -186,7 +136,10 @@ def test_leaving_the_block_waits_for_all_clips_and_ends_the_loops_of_threads() -
     assert not any(map(is_there, pids(pipeline)))
 
 
-def test_closing_at_once_drops_what_is_not_finished(stuck: Pipeline) -> None:
+@pytest.mark.parametrize("error", [None, KeyError("own")])
+def test_closing_at_once_or_an_exception_drops_what_is_not_finished(
+    stuck: Pipeline, error: KeyError | None
+) -> None:
     with ThreadPoolExecutor(2) as threads:
         waiting = [
             threads.submit(lambda: list(stuck.results())),
@@ -194,10 +147,14 @@ def test_closing_at_once_drops_what_is_not_finished(stuck: Pipeline) -> None:
         ]
         while stuck._clips.num_added < 3:
             assert not waiting[1].done()
-        stuck.close(drain=False)
+        if error is None:
+            stuck.close(drain=False)
+        else:
+            stuck.__exit__(KeyError, error, None)
         for each in waiting:
             with pytest.raises(ClosedError, match="was closed before the clip was finished"):
                 each.result(HANG_SECONDS)
+    assert not hasattr(error, "__notes__")
     stuck.close(drain=False)
     stuck.close()
     assert stuck.run_error is None
@@ -205,16 +162,21 @@ def test_closing_at_once_drops_what_is_not_finished(stuck: Pipeline) -> None:
         stuck.submit(clips(3))
 
 
-def test_leaving_by_an_exception_drops_what_is_not_finished(stuck: Pipeline) -> None:
-    with pytest.raises(KeyError, match="own") as caught, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(lambda: stuck.run(clips(2)))
-        while stuck._clips.num_added < 3:
-            assert not waiting.done()
-        error = KeyError("own")
-        stuck.__exit__(KeyError, error, None)
-        assert isinstance(waiting.exception(HANG_SECONDS), ClosedError)
-        raise error
-    assert not hasattr(caught.value, "__notes__")
+def test_a_failure_is_raised_by_whoever_waits(stuck: Pipeline) -> None:
+    handle = stuck.submit(ClipRequest(seed=2))
+    waits = [handle.result, lambda: stuck.run(clips(3)), lambda: list(stuck.results())]
+    with ThreadPoolExecutor(len(waits)) as threads:
+        waiting = [threads.submit(wait) for wait in waits]
+        while stuck._clips.num_added < 4:  # the run is in progress
+            assert not waiting[1].done()
+        os.kill(pids(stuck)[1], signal.SIGKILL)
+        errors = [each.exception(HANG_SECONDS) for each in waiting]
+    assert {str(error) for error in errors} == {str(stuck.run_error)}
+    assert len({id(error) for error in errors}) == len(waits)
+    for use in (lambda: stuck.submit(clips(3)), lambda: stuck.__exit__(None, None, None)):
+        with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"):
+            use()
+    assert handle.exception(0) is not None
 
 
 def test_a_close_that_waits_ends_when_another_thread_closes_at_once(stuck: Pipeline) -> None:
@@ -316,23 +278,65 @@ def test_closing_while_the_ranks_start(tmp_path: Path) -> None:
     assert not any(map(is_there, pids(pipeline)))
 
 
-def test_a_clip_that_is_being_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The ranks are killed while they write, and their partly written files are removed."""
-    demo, image = small_svd(1, steps=1), str(example_photos()[0])
-    demo = replace(demo, sampling=replace(demo.sampling, num_frames=14))
-    requests = [
-        ClipRequest(
-            seed=seed, image=image, output=OutputConfig(path=str(tmp_path / f"clip_{seed}.mp4"))
-        )
-        for seed in range(30)
-    ]
-    with Pipeline(demo) as pipeline:
-        first, *others = pipeline.submit(requests)
-        first.result(HANG_SECONDS)
-        pipeline.close(drain=False)
-    finished = {handle.clip for handle in (first, *others) if handle.exception(0) is None}
-    names = {path.name for path in tmp_path.iterdir()}
-    assert len(finished) < 30
-    assert not [name for name in names if name.startswith(".")]
-    for clip in finished:
-        assert {f"clip_{clip}.mp4", f"clip_{clip}.mp4.json"} <= names
+# --- a pipeline that runs for days keeps nothing of clips that are finished and returned -------
+
+HISTORY = 10
+
+
+def _held() -> int:
+    """How many elements all collections of this process hold together."""
+    gc.collect()
+    collections = (list, dict, set, deque)
+    return sum(len(each) for each in gc.get_objects() if type(each) in collections)
+
+
+@pytest.mark.long
+def test_two_thousand_clips_leave_no_growing_collection_behind(tmp_path: Path) -> None:
+    """Taken by handle, by `results` and by `run`; one in fifty is lost, and some are cancelled."""
+    bounded = config(2, steps=2)
+    lost = _LosesMany("nan", 1, 0)
+    with Pipeline(bounded, history_clips=HISTORY, fault=lost) as pipeline:
+        _make(pipeline, 100, tmp_path)
+        resident = _resident(pipeline)
+        _make(pipeline, 1000, tmp_path)  # the longest history holds 1000 clips
+        held, objects = _held(), len(gc.get_objects())
+        _make(pipeline, 900, tmp_path)
+        assert _held() < held + 900
+        assert len(gc.get_objects()) < objects + 900
+        assert pipeline._clips.num_added == 2000
+        growth = [now / then for then, now in zip(resident, _resident(pipeline), strict=True)]
+        assert max(growth) < 1.02, growth
+        assert len(pipeline.failures) == HISTORY
+        assert pipeline.trace.summary().clips <= HISTORY
+        assert len({step.clip for step in pipeline.trace.steps}) <= HISTORY
+        assert pipeline.trace.costs().step_seconds > 0
+
+
+class _LosesMany(Damage):
+    """The fault, at every fiftieth clip."""
+
+    def strikes(self, kind: str, rank: int, clip: int) -> bool:
+        return (kind, rank) == (self.kind, self.rank) and clip % 50 == 0
+
+
+def _make(pipeline: Pipeline, count: int, folder: Path) -> None:
+    for first in range(0, count, 100):
+        requests = [
+            ClipRequest(seed=seed, output=OutputConfig(path=str(folder / f"{seed}.mp4")))
+            for seed in range(first, first + 98)
+        ]
+        for request in requests[:48]:
+            pipeline.submit(request).exception(HANG_SECONDS)
+        quick = replace(pipeline.config.sampling, num_inference_steps=4)
+        handles = pipeline.submit([replace(request, sampling=quick) for request in requests[48:]])
+        for handle in handles[1::5]:
+            handle.cancel()
+        for _ in pipeline.results():
+            pass
+        for seed in range(2):
+            pipeline.run(clips(seed))
+
+
+def _resident(pipeline: Pipeline) -> list[int]:
+    """Resident bytes of the parent and of each rank."""
+    return [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *pids(pipeline))]
