@@ -24,7 +24,7 @@ from svdpp.models.engine.model import EngineModel, load_model, resize_for_clip, 
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import stack_frames
 from tests.models.builders import save_tiny_checkpoint
-from tests.models.range_checks import check_every_cut, latents_and_frames, nothing, ranks
+from tests.models.range_checks import check_every_cut, nothing, ranks, whole_clip
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,7 +53,7 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
     image = _photo(sampling)
     checkpoint = find_checkpoint(model)
     sampling = checkpoint.resolve(sampling)
-    theirs = latents_and_frames(model, sampling, REQUEST, image)
+    theirs = whole_clip(model, sampling, REQUEST, image)
     rank_for = ranks(checkpoint, sampling, model=model)
     check_every_cut(rank_for, sampling.num_inference_steps, theirs, REQUEST, image)
 

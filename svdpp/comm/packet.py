@@ -22,11 +22,10 @@ import torch
 from svdpp.errors import TransportError
 
 # All ranks have one version of svdpp (`driver.ranks.shared_settings`).
-_MAGIC = b"SVDPPKT\0"
-_HEADER = struct.Struct("<8sIIQI")
+_HEADER = struct.Struct("<IIQI")
 HEADER_BYTES = _HEADER.size
 #: Offset of each field of the header. `crc` is of the description, `check` of the fields before.
-FIELDS = {"magic": 0, "description": 8, "crc": 12, "bytes": 16, "check": 24}
+FIELDS = {"description": 0, "crc": 4, "bytes": 8, "check": 16}
 
 
 @dataclass
@@ -67,15 +66,13 @@ class Header(NamedTuple):
 
     def pack(self) -> bytes:
         """The header as `HEADER_BYTES` bytes, little-endian."""
-        data = _HEADER.pack(_MAGIC, *self, 0)
+        data = _HEADER.pack(*self, 0)
         return data[: FIELDS["check"]] + struct.pack("<I", _check_of(data))
 
     @staticmethod
     def unpack(data: bytes) -> Header:
         """The header that `pack` wrote; TransportError if it is not."""
-        magic, *sizes, check = _HEADER.unpack(data)
-        if magic != _MAGIC:
-            raise TransportError("the header does not begin as a packet's does")
+        *sizes, check = _HEADER.unpack(data)
         if check != _check_of(data):
             raise TransportError("the header is damaged")
         return Header(*sizes)
@@ -85,10 +82,8 @@ def _check_of(header: bytes) -> int:
     return zlib.crc32(header[: FIELDS["check"]])
 
 
-def describe(
-    packet: Packet, device: torch.device, sequence: int = 0, crc: int | None = None
-) -> bytes:
-    """The description: `sequence` counts the packets before it, `crc` is the payload's crc32."""
+def describe(packet: Packet, device: torch.device, crc: int | None = None) -> bytes:
+    """The description; `crc` is the payload's crc32."""
     facts = {**vars(packet), "tensors": {}}
     entries, in_host_memory = [], []
     for name, tensor in packet.tensors.items():
@@ -98,7 +93,7 @@ def describe(
         if is_host:
             assert tensor.is_cpu, f"{name} is on {tensor.device}"
             in_host_memory.append(_bytes_of(tensor).numpy().tobytes())
-    content = {"packet": facts, "tensors": entries, "sequence": sequence, "crc": crc}
+    content = {"packet": facts, "tensors": entries, "crc": crc}
     return b"".join([json.dumps(content).encode(), b"\n", *in_host_memory])
 
 
@@ -116,7 +111,6 @@ class Description:
         try:
             content = json.loads(text)
             self.crc: int | None = content["crc"]
-            self._sequence = content["sequence"]
             self._packet = Packet(**content["packet"])
             self._entries = [
                 (name, getattr(torch, dtype), shape, is_host)
@@ -125,19 +119,14 @@ class Description:
         except (ValueError, AttributeError, TypeError, KeyError) as error:
             raise TransportError("a packet's description cannot be read") from error
 
-    def check(self, *, clip: int, next_step: int, sequence: int) -> None:
+    def check(self, clip: int, next_step: int) -> None:
         """Compares the packet with what the receiver's action list expects."""
-        pairs = {
-            "sequence number": (self._sequence, sequence),
-            "clip": (self._packet.clip, clip),
-            "next step": (self._packet.next_step, next_step),
-        }
-        for name, (sent, expected) in pairs.items():
+        for name, sent, expected in (
+            ("clip", self._packet.clip, clip),
+            ("next step", self._packet.next_step, next_step),
+        ):
             if sent != expected:
-                raise TransportError(
-                    f"{name}: sent {sent}, expected {expected}",
-                    details={"what": name, "got": sent, "expected": expected},
-                )
+                raise TransportError(f"{name}: sent {sent}, expected {expected}")
 
     def packet(self, payload: torch.Tensor) -> Packet:
         """The packet; each tensor has memory of its own, as a view could be misaligned."""

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -70,32 +70,24 @@ class Transfer(NamedTuple):
     channel: Channel = "clips"
 
 
+@dataclass(eq=False)
 class Transport:
     """All links of one rank; received tensors end up on its `device`.
 
-    Args:
-        on_transfer: called from the links' threads after each transfer.
-        checksum: whether payloads carry a crc32, computed by the sender, compared by the receiver.
-        wall_ahead: seconds by which this host's clock is ahead of rank 0's; times in headers are
-            by rank 0's clock.
+    `on_transfer` is called from the links' threads after each transfer. With `checksum` payloads
+    carry a crc32, which the receiver compares. `wall_ahead` are the seconds by which this host's
+    clock is ahead of rank 0's, by which the times in packets are.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        backend: str,
-        on_transfer: Callable[[Transfer], None],
-        *,
-        checksum: bool = False,
-        wall_ahead: float = 0.0,
-    ) -> None:
-        self._rank = rank
-        self._device = device
-        self._direct = backend == "nccl"
-        self._on_transfer = on_transfer
-        self._checksum = checksum
-        self._wall_ahead = wall_ahead
+    rank: int
+    device: torch.device
+    backend: str
+    on_transfer: Callable[[Transfer], None]
+    checksum: bool = False
+    wall_ahead: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._direct = self.backend == "nccl"
         self._links: dict[tuple[str, int, Channel], _Link] = {}
         # Of other channels than `clips`, also by whether they go to a higher rank.
         self._groups: dict[tuple[Channel, bool], Any] = {}
@@ -114,10 +106,8 @@ class Transport:
         Where packets go both ways between two ranks, each direction has a process group: with one
         communicator, sends that cross would wait for each other.
 
-        Args:
-            links: by channel, rounds of pairs (from, to), the same for all ranks; see
-                `plan.actions.connect_rounds`.
-            on_connecting: called with the other end before each of this rank's links is opened.
+        `links` are, by channel, rounds of pairs (from, to), the same for all ranks; see
+        `plan.actions.connect_rounds`. `on_connecting` is called with the other end of each link.
         """
         in_order = [
             (channel, *ends) for channel, rounds in links.items() for ends in chain(*rounds)
@@ -126,12 +116,12 @@ class Transport:
             for is_up in (True, False) if channel != "clips" else ():
                 self._groups[channel, is_up] = dist.new_group(timeout=GROUP_TIMEOUT)
         for channel, source, target in in_order:
-            if self._rank not in (source, target):
+            if self.rank not in (source, target):
                 continue
             if on_connecting is not None:
-                on_connecting(target if source == self._rank else source)
-            if source == self._rank:
-                hello = torch.zeros(1, device=self._device)
+                on_connecting(target if source == self.rank else source)
+            if source == self.rank:
+                hello = torch.zeros(1, device=self.device)
                 self.send(Packet(_HELLO_CLIP, 0, 0.0, {"hello": hello}), target, channel)
                 self._link("to", target, channel).wait()
             else:
@@ -143,7 +133,7 @@ class Transport:
         """Begins to receive `clip` from `peer` in the background."""
         link = self._link("from", peer, channel)
         future = link.start(lambda: self._receive(link, clip, next_step))
-        return PendingPacket(future, self._wall_ahead)
+        return PendingPacket(future, self.wall_ahead)
 
     def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
         """Sends in the background; first waits until the packet before it on this link has left.
@@ -152,8 +142,8 @@ class Transport:
         """
         link = self._link("to", peer, channel)
         link.wait()
-        payload = flatten(packet.tensors, self._device)
-        after = streams.mark(self._device)
+        payload = flatten(packet.tensors, self.device)
+        after = streams.mark(self.device)
         link.start(lambda: self._send(link, packet, payload, after))
 
     def drain(self) -> None:
@@ -173,9 +163,9 @@ class Transport:
     def _link(self, direction: Literal["from", "to"], peer: int, channel: Channel) -> _Link:
         key = direction, peer, channel
         if key not in self._links:
-            is_up = (peer > self._rank) == (direction == "to")
+            is_up = (peer > self.rank) == (direction == "to")
             group = self._groups.get((channel, is_up))
-            self._links[key] = _Link(peer, f"{direction}-{peer}", self._device, channel, group)
+            self._links[key] = _Link(peer, f"{direction}-{peer}", self.device, channel, group)
         return self._links[key]
 
     def _send(
@@ -184,10 +174,10 @@ class Transport:
         clip, step = packet.clip, packet.next_step
         with translated_errors(f"send clip {clip} at step {step} to rank {link.peer}"):
             staged = payload if self._direct else link.stream.to_host(payload, after)
-            checked = self._checksum and not packet.tombstone
+            checked = self.checksum and not packet.tombstone
             crc = zlib.crc32(link.stream.to_host(staged, after).numpy().data) if checked else None
-            packet = replace(packet, begun_at=packet.begun_at - self._wall_ahead)
-            description = describe(packet, self._device, link.next_sequence(), crc)
+            packet = replace(packet, begun_at=packet.begun_at - self.wall_ahead)
+            description = describe(packet, self.device, crc)
             header = Header(len(description), zlib.crc32(description), payload.numel()).pack()
             begun = time.monotonic()
             for message in (header, description):
@@ -211,7 +201,7 @@ class Transport:
             if zlib.crc32(data) != header.crc:
                 raise TransportError("a packet's description is damaged")
             description = Description(data)
-            description.check(clip=clip, next_step=next_step, sequence=link.next_sequence())
+            description.check(clip, next_step)
             payload = self._receive_payload(link, header.num_bytes)
             if (sent := description.crc) is not None:
                 crc = zlib.crc32(link.stream.to_host(payload).numpy().data)
@@ -242,14 +232,15 @@ class Transport:
     def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
         if ends[1] != _HELLO_CLIP:
             end = time.monotonic()
-            self._on_transfer(Transfer(*ends, size, end - begun, waited, end, link.channel))
+            self.on_transfer(Transfer(*ends, size, end - begun, waited, end, link.channel))
 
 
+@dataclass(frozen=True)
 class PendingPacket:
     """A packet that is being received, or is there."""
 
-    def __init__(self, future: Future[tuple[Description, torch.Tensor]], wall_ahead: float) -> None:
-        self._future, self._wall_ahead = future, wall_ahead
+    _future: Future[tuple[Description, torch.Tensor]]
+    _wall_ahead: float
 
     def wait(self) -> Packet:
         """Waits for the packet and returns it, ready for the current stream; once."""
@@ -261,7 +252,7 @@ class PendingPacket:
 
 
 class _Link:
-    """One direction and channel to one neighbour: thread, stream, and number of packets so far.
+    """One direction and channel to one neighbour: its thread and its stream.
 
     After a message that failed, the next one would not be what is expected either, and gloo aborts
     a process that receives a payload where it expects a header. So a link that failed stays closed.
@@ -274,7 +265,6 @@ class _Link:
         self.stream = streams.SideStream(device)
         self._thread = streams.one_thread(name, device)
         self._last: Future[Any] | None = None
-        self._sequence = 0
         self._failure: Exception | None = None
 
     def start(self, work: Callable[[], _Result]) -> Future[_Result]:
@@ -295,10 +285,6 @@ class _Link:
         """Waits for the last work started; raises what it raised."""
         if self._last is not None:
             self._last.result()
-
-    def next_sequence(self) -> int:
-        self._sequence += 1
-        return self._sequence - 1
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -243,7 +243,7 @@ def _model(config: PipelineConfig, _: Path) -> str:
     if checkpoint is None:
         raise _Skipped("the dummy model has no files")
     files = map(checkpoint.weight_files, checkpoint.weighted)
-    num_weights = sum(len(header) for headers in files for header in headers.values())
+    num_weights = sum(len(dtypes) for each in files for dtypes in each.values())
     return f"{checkpoint.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 

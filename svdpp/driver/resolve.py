@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 from svdpp.config import DEMO_MODEL, ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
@@ -234,8 +235,7 @@ def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) ->
 
     def is_mapped(part: str) -> bool:
         dtype = "fp32" if part in checkpoint.row.fp32 else config.model.dtype
-        headers = checkpoint.weight_files(part).values()
-        return {name for header in headers for name, _ in header.values()} == {_DTYPES[dtype]}
+        return {*chain(*checkpoint.weight_files(part).values())} == {_DTYPES[dtype]}
 
     return all(map(is_mapped, checkpoint.components_of(roles, config.sampling)))
 

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,6 @@ from svdpp.errors import ModelError, RequestError, redact_tokens
 from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, ROWS, Facts, Row
 from svdpp.models.files import (
     MODEL_HINT,
-    Header,
     JsonFile,
     LoraFile,
     check_loras,
@@ -39,8 +39,8 @@ from svdpp.models.files import (
     find_lora,
     fingerprint,
     library_errors,
+    read_dtypes,
     read_json,
-    read_safetensors_header,
     short_repr,
     show_name,
     weight_files,
@@ -187,14 +187,13 @@ class Checkpoint:
         self.row.check(self, sampling)
         return sampling
 
-    def weight_files(self, part: str) -> Mapping[Path, Header]:
-        """The files with a component's weights, and the header of each."""
+    def weight_files(self, part: str) -> Mapping[Path, list[str]]:
+        """The files with a component's weights, and the dtypes of the weights in each."""
         paths = [self.folder / name for name in weight_files(self.folder, part, self.variant)]
-        headers = {path: read_safetensors_header(path) for path in paths}
-        dtypes = {dtype for header in headers.values() for dtype, _ in header.values()}
-        if quantised := sorted(dtypes & _QUANTISED):
+        files = {path: read_dtypes(path) for path in paths}
+        if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
             raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
-        return headers
+        return files
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
@@ -435,7 +434,6 @@ _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
 _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
-    "use_beta_sigmas": "needs scipy",
     "solver_p": "is another scheduler, whose state no packet carries",
 }
 #: The last one is a folder of pipelines of diffusers, with classes of its own.

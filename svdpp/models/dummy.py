@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,8 +19,6 @@ from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Prepar
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.costs import Costs
 
-_WEIGHT_SEED = 20231121
-
 
 class DummyUNet(nn.Module):
     """Two Conv3d layers and a residual; the same weights in every process."""
@@ -30,7 +28,7 @@ class DummyUNet(nn.Module):
         self.num_steps = num_steps
         self.widen = nn.Conv3d(channels, hidden, kernel_size=3, padding=1)
         self.narrow = nn.Conv3d(hidden, channels, kernel_size=3, padding=1)
-        generator = torch.Generator().manual_seed(_WEIGHT_SEED)
+        generator = torch.Generator().manual_seed(20231121)
         for parameter in self.parameters():
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
@@ -42,32 +40,31 @@ class DummyUNet(nn.Module):
         return latent + residual / self.num_steps
 
 
+@dataclass(eq=False)
 class DummyModel:
     """The model of one rank, as `EngineModel`: it encodes a seed and decodes black frames.
 
     With `costs` each part takes at least the seconds of `rank`: the dummy stands for a device.
     """
 
-    def __init__(
-        self,
-        spec: LatentSpec,
-        num_steps: int,
-        device: torch.device,
-        costs: Costs | None = None,
-        rank: int = 0,
-    ) -> None:
-        self.device = device
-        self._costs, self._rank = costs, rank
-        self._spec = spec
-        self._dtype = DTYPES[spec.dtype]
-        self._unet = DummyUNet(spec.shape[1], num_steps=num_steps).to(device, self._dtype).eval()
-        self._unet.requires_grad_(False)
+    spec: LatentSpec
+    num_steps: int
+    device: torch.device
+    costs: Costs | None = None
+    rank: int = 0
+    audio: Audio | None = None
+    """None: it makes no sound."""
+
+    def __post_init__(self) -> None:
+        self._dtype = DTYPES[self.spec.dtype]
+        unet = DummyUNet(self.spec.shape[1], num_steps=self.num_steps)
+        self._unet = unet.to(self.device, self._dtype).eval().requires_grad_(False)
 
     def with_sampling(self, sampling: SamplingConfig) -> DummyModel:
         """The same network with other numbers of steps and frames; it has no other parameters."""
-        batch, channels, _, *size = self._spec.shape
-        spec = replace(self._spec, shape=(batch, channels, sampling.frames, *size))
-        return DummyModel(spec, sampling.num_inference_steps, self.device, self._costs, self._rank)
+        batch, channels, _, *size = self.spec.shape
+        spec = replace(self.spec, shape=(batch, channels, sampling.frames, *size))
+        return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
 
     def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
         """Nothing: the dummy uses no image."""
@@ -77,7 +74,7 @@ class DummyModel:
         """Noise, drawn on the CPU: every device starts from the same latent."""
         with self._lasting(Costs.encode_on):
             generator = torch.Generator().manual_seed(request.seed)
-            noise = torch.randn(self._spec.shape, generator=generator)
+            noise = torch.randn(self.spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
     def removed_text(self, prompt: str) -> str:  # noqa: ARG002
@@ -115,11 +112,9 @@ class DummyModel:
             own[LATENTS] = self._unet(latent, step).view(-1).tensor_split(2)[branch]
         return own
 
-    audio: Audio | None = None
-
     def decode(self, _: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
         """Small black frames, one for each of the latent's, in the time of a decode."""
-        count = self._spec.shape[2]
+        count = self.spec.shape[2]
         part = frames or FrameRange(0, count, count)
         with self._lasting(Costs.decode_on, part.fraction):
             shape = part.end - part.first, 8, 8, 3
@@ -132,6 +127,6 @@ class DummyModel:
         """Sleeps at the end of the block until a share of the part's seconds have passed."""
         start = time.monotonic()
         yield
-        if self._costs is not None:
-            end = start + seconds(self._costs, self._rank) * share
+        if self.costs is not None:
+            end = start + seconds(self.costs, self.rank) * share
             time.sleep(max(0.0, end - time.monotonic()))

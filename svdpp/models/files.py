@@ -40,13 +40,10 @@ from svdpp.errors import (
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
 
 #: Configs of all families, and tokenizers; a few megabytes.
-_CONFIG_PATTERNS = [
+_CONFIG_PATTERNS = (
     *("model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "guider/*"),
-]
-
-#: dtype (as safetensors spells it) and shape of each tensor of a file, by name.
-Header = dict[str, tuple[str, tuple[int, ...]]]
+)
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
@@ -146,29 +143,25 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     All configs, and the weights of `components`: safetensors of one variant.
     """
     with _hub_errors(model):
-        folder = _configs(model.name, model.revision, model.local_files_only)
+        given = model.local_files_only, _CONFIG_PATTERNS, _Silent
+        folder = _fetch(model.name, model.revision, *given)
     absent = [part for part in components if not _has_weights(folder, part, model.variant)]
     if absent:
-        patterns = [*chain(*(_weight_names(part, model.variant) for part in absent))]
+        patterns = (*chain(*(_weight_names(part, model.variant) for part in absent)),)
         revision = commit_of(folder) or model.revision
         with _hub_errors(model, absent):
-            _fetch(model.name, revision, model.local_files_only, patterns, bar=None)
+            _fetch(model.name, revision, model.local_files_only, patterns, None)
     return folder
 
 
-@functools.cache
-def _configs(name: str, revision: str | None, local_files_only: bool) -> Path:
-    # Once in a process, which so keeps to one commit.
-    return _fetch(name, revision, local_files_only, _CONFIG_PATTERNS, _Silent)
-
-
+@functools.cache  # once in a process, which so keeps to one commit
 def _fetch(
-    name: str, revision: str | None, local_files_only: bool, patterns: list[str], bar: Any
+    name: str, revision: str | None, local_files_only: bool, patterns: tuple[str, ...], bar: Any
 ) -> Path:
     from huggingface_hub import snapshot_download
 
     options: Any = {"revision": revision, "local_files_only": local_files_only}
-    return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=bar, **options))
+    return Path(snapshot_download(name, allow_patterns=[*patterns], tqdm_class=bar, **options))
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]
@@ -287,10 +280,9 @@ def _shards(index: JsonFile, component: str, pattern: str, names: list[str]) -> 
     return shards
 
 
-def read_safetensors_header(path: Path) -> Header:
-    """dtype and shape of each tensor in a safetensors file; reads no tensor."""
-    entries = _read_entries(path)[1]
-    return {name: (each["dtype"], tuple(each["shape"])) for name, each in entries.items()}
+def read_dtypes(path: Path) -> list[str]:
+    """The dtype of each tensor in a safetensors file, as it is spelt there; reads no tensor."""
+    return [entry["dtype"] for entry in _read_entries(path)[1].values()]
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
@@ -377,7 +369,7 @@ def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
             found = replace(lora, revision=next(commits, lora.revision))
         if path.suffix != ".safetensors":
             raise ModelError("only safetensors files are read", "convert it")
-        read_safetensors_header(path)  # finds a damaged file before any rank starts
+        read_dtypes(path)  # finds a damaged file before any rank starts
         status = path.stat()
         sha256 = _sha256(path, status.st_size, status.st_mtime_ns)
     except ModelError as error:

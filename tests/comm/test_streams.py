@@ -1,4 +1,4 @@
-"""Only one module makes streams and reads tensors on devices; on the CPU streams do nothing."""
+"""Only one module makes streams and reads tensors on devices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
 import svdpp
-from svdpp.comm import streams
 
-CPU = torch.device("cpu")
 PACKAGE = Path(svdpp.__file__).parent
 
 # What other modules may do, and why.
@@ -69,12 +66,6 @@ def test_only_one_module_makes_streams_or_reads_tensors_on_devices() -> None:
             assert _forbidden_calls(source, ALLOWED.get(name, ())) == [], path
 
 
-@pytest.mark.parametrize(("name", "done"), ALLOWED.items(), ids=ALLOWED)
-def test_what_is_allowed_is_done(name: str, done: set[str]) -> None:
-    calls = (node for node in ast.walk(ast.parse((PACKAGE / name).read_text())))
-    assert {_forbidden(call) for call in calls if isinstance(call, ast.Call)} - {None} == done
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -93,23 +84,3 @@ def test_what_is_allowed_is_done(name: str, done: set[str]) -> None:
 )
 def test_that_test_sees_each_of_them(line: str) -> None:
     assert _forbidden_calls(line)
-
-
-def test_on_the_cpu_nothing_is_copied() -> None:
-    stream, tensor = streams.SideStream(CPU), torch.arange(4)
-    assert stream.to_host(tensor) is tensor
-    assert stream.to_device(tensor) is tensor
-    assert streams.mark(CPU) is None
-    assert not stream.host_buffer((3,), torch.uint8).is_pinned()
-    streams.lend(tensor)
-    streams.wait_for_queue(CPU)
-
-
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_flag_is_read_back(finite: bool) -> None:
-    before = streams.Readback(CPU)
-    flag = torch.isfinite(torch.tensor([1.0, 2.0 if finite else torch.nan])).all()
-    after = streams.Readback(CPU, flag)
-    assert before.wait()
-    assert after.wait() is finite
-    assert after.seconds_since(before) >= 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +12,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.comm.packet import FIELDS, HEADER_BYTES, Description, Header, Packet, describe
+from svdpp.comm.packet import HEADER_BYTES, Description, Header, Packet, describe
 from svdpp.comm.transport import Transfer, Transport, translated_errors
-from svdpp.errors import (
-    BrokenLinkError,
-    DeviceError,
-    OutOfMemoryError,
-    RankError,
-    TransportError,
-)
+from svdpp.errors import BrokenLinkError, DeviceError, OutOfMemoryError, TransportError
 from svdpp.launch.group import RankContext
 from svdpp.plan.actions import connect_rounds
 from tests.processes import run_ranks
@@ -39,21 +31,18 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _transport(
-    context: RankContext, transfers: list[Transfer], pairs: Sequence[tuple[int, int]] = ()
-) -> Transport:
+def _transport(context: RankContext, transfers: list[Transfer]) -> Transport:
     context.join()
     transport = Transport(
         context.world.rank, torch.device("cpu"), context.backend, transfers.append
     )
     rounds = connect_rounds((r, r + 1) for r in range(context.world.size - 1))
-    transport.connect({"clips": rounds, "predictions": [pairs]})
+    transport.connect({"clips": rounds})
     return transport
 
 
-def _bits(tensor: torch.Tensor) -> list[int]:
-    flat: list[int] = tensor.contiguous().view(-1).view(torch.uint8).tolist()
-    return flat
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _relay(context: RankContext, clips: int) -> dict[str, Any]:
@@ -74,8 +63,7 @@ def _relay(context: RankContext, clips: int) -> dict[str, Any]:
         if rank < last:
             transport.send(packet, rank + 1)
         equal += all(
-            _bits(packet.tensors[name]) == _bits(tensor)
-            and packet.tensors[name].shape == tensor.shape
+            torch.equal(_bits(packet.tensors[name]), _bits(tensor))
             for name, tensor in expected.items()
         )
     transport.drain()
@@ -121,77 +109,33 @@ def test_a_slow_rank_holds_back_the_one_before_it() -> None:
     assert sent_after[0] < begin <= sent_after[1]
 
 
-def _mismatch(context: RankContext, clip: int, next_step: int) -> str:
+def _fail(context: RankContext, num_sent: int) -> str:
+    """Rank 0 sends step 4 of clip 7, or leaves at once; rank 1 expects step 5. Returns errors."""
     transport = _transport(context, [])
     try:
-        if context.world.rank == 0:
+        if context.world.rank == 1:
+            transport.post_receive(7, 5, 0).wait()
+        for _ in range(num_sent if context.world.rank == 0 else 0):
             transport.send(Packet(7, 4, 0.0, {"latents": torch.zeros(2, 3)}), 1)
             transport.drain()
-        else:
-            transport.post_receive(clip, next_step, 0).wait()
     except TransportError as error:
         return error.message
-    return "accepted"
+    return "no error"
 
 
 @pytest.mark.processes
 def test_a_packet_that_is_not_the_expected_one_is_refused() -> None:
     # gloo would accept it without an error, or abort the process.
-    sender, receiver = run_ranks(_mismatch, 2, 7, 5)
+    sender, receiver = run_ranks(_fail, 2, 1)
     assert "next step: sent 4, expected 5" in receiver
     assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")
 
 
-def _leaver(context: RankContext) -> str:
-    transport = _transport(context, [])
-    if context.world.rank == 0:
-        return "left"
-    pending = transport.post_receive(0, 1, 0)
-    try:
-        pending.wait()
-    except TransportError as error:
-        return error.message
-    return "accepted"
-
-
 @pytest.mark.processes
 def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
-    words = run_ranks(_leaver, 2, timeout=30)[1]
-    assert words.startswith("could not receive clip 0 at step 1 from rank 0: ")
-
-
-def _exchange(context: RankContext, steps: int) -> dict[str, Any]:
-    """Both ranks of a pair send a prediction at each step, while a packet is on its way."""
-    transfers: list[Transfer] = []
-    transport = _transport(context, transfers, [(0, 1), (1, 0)])
-    rank, other = context.world.rank, 1 - context.world.rank
-    waiting = None if rank == 0 else transport.post_receive(7, 0, 0)
-    found = []
-    for step in range(steps):
-        pending = transport.post_receive(7, step, other, "predictions")
-        own = torch.full((3, 5), float(10 * rank + step))
-        transport.send(Packet(7, step, 0.0, {"prediction": own}), other, "predictions")
-        found.append(float(pending.wait().tensors["prediction"][0, 0]))
-    if rank == 0:
-        transport.send(Packet(7, 0, 0.0, {"latents": torch.zeros(2)}), 1)
-    if waiting is not None:
-        waiting.wait()
-    transport.drain()
-    transport.close()
-    wire = sorted((t.channel, t.direction, t.next_step, t.num_bytes) for t in transfers)
-    return {"found": found, "wire": wire}
-
-
-@pytest.mark.processes
-def test_a_pair_sends_one_prediction_for_each_step_and_direction() -> None:
-    results = run_ranks(_exchange, 2, 3)
-    for rank, result in enumerate(results):
-        assert result["found"] == [10 * (1 - rank) + step for step in range(3)]
-        clip = ["clips", "send" if rank == 0 else "recv", 0, 8]
-        exchanged = [
-            ["predictions", kind, step, 60] for kind in ("recv", "send") for step in range(3)
-        ]
-        assert result["wire"] == [clip, *exchanged]
+    sender, receiver = run_ranks(_fail, 2, 0, timeout=30)
+    assert sender == "no error"
+    assert receiver.startswith("could not receive clip 7 at step 5 from rank 0: ")
 
 
 # --- exceptions of gloo, NCCL and CUDA ------------------------------------------------------------
@@ -220,7 +164,6 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
     ("raised", "kind", "words"),
     [
         (RuntimeError(GLOO), BrokenLinkError, "Connection closed by peer"),
-        (RuntimeError(""), BrokenLinkError, "RuntimeError"),
         (
             dist.DistBackendError(NCCL_REMOTE),
             BrokenLinkError,
@@ -235,6 +178,7 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
     ],
 )
 def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: str) -> None:
+    """The parent treats a `BrokenLinkError` as a consequence of another rank's failure."""
     with pytest.raises(kind) as caught, translated_errors("send clip 3 to rank 1"):
         raise raised
     assert type(caught.value) is kind
@@ -242,84 +186,35 @@ def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: 
     assert words in str(caught.value)
 
 
-def test_a_gpu_that_fails_is_its_ranks_own_fault() -> None:
-    """The parent treats a `BrokenLinkError` as a consequence of another rank's failure."""
-    assert issubclass(DeviceError, RankError)
-    assert not issubclass(DeviceError, BrokenLinkError)
-    assert DeviceError.exit_code == 6
-    assert OutOfMemoryError.exit_code == 4
-
-
 # --- headers and descriptions ---------------------------------------------------------------------
 
 HEADERS = st.builds(Header, st.integers(0, 2**31), st.integers(0, 2**32 - 1), st.integers(0, 2**63))
-HEADER = Header(40, 7, 12)
 CPU, NOTHING = torch.device("cpu"), torch.empty(0, dtype=torch.uint8)
-PACKETS = st.builds(
-    Packet,
-    st.integers(0, 2**63),
-    st.integers(0, 2**31),
-    st.floats(0, 1e12),
-    st.just({}),
-    st.booleans(),
-    st.booleans(),
-    st.floats(0, 1e12),
-)
 
 
-@given(HEADERS)
-def test_header_survives_the_wire(header: Header) -> None:
-    data = header.pack()
-    assert len(data) == HEADER_BYTES
-    assert Header.unpack(data) == header
-
-
-@given(PACKETS)
-def test_what_is_said_of_a_packet_survives_the_wire(packet: Packet) -> None:
-    assert Description(describe(packet, CPU)).packet(NOTHING) == packet
-
-
-@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
-def test_random_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(TransportError):
-        Header.unpack(data)
-
-
-@pytest.mark.long
 @given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
-def test_a_changed_byte_is_noticed(header: Header, position: int, change: int) -> None:
+def test_header_survives_the_wire_and_changed_bytes_are_noticed(
+    header: Header, position: int, change: int
+) -> None:
     data = bytearray(header.pack())
+    assert Header.unpack(bytes(data)) == header
     data[position] ^= change
     with pytest.raises(TransportError):
         Header.unpack(bytes(data))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"clip": 4}, "clip: sent 3, expected 4"),
-        ({"next_step": 12}, "next step: sent 8, expected 12"),
-        ({"sequence": 6}, "sequence number: sent 5, expected 6"),
-    ],
-)
-def test_check_names_the_field_and_both_sides(change: dict[str, int], words: str) -> None:
-    description = Description(describe(Packet(3, 8, 1.5, {}), CPU, sequence=5))
-    expected = {"clip": 3, "next_step": 8, "sequence": 5}
-    description.check(**expected)
-    with pytest.raises(TransportError) as caught:
-        description.check(**{**expected, **change})
-    assert words in caught.value.message
+def test_check_names_the_field_and_both_sides() -> None:
+    description = Description(describe(Packet(3, 8, 1.5, {}), CPU))
+    description.check(3, 8)
+    with pytest.raises(TransportError, match="clip: sent 3, expected 4"):
+        description.check(4, 8)
+    with pytest.raises(TransportError, match="next step: sent 8, expected 12"):
+        description.check(3, 12)
 
 
-def test_a_damaged_byte_count_is_refused_before_the_payload_is_read() -> None:
-    data = bytearray(HEADER.pack())
-    struct.pack_into("<Q", data, FIELDS["bytes"], 13)
-    with pytest.raises(TransportError, match="the header is damaged"):
-        Header.unpack(bytes(data))
-
-
-def test_tensors_in_host_memory_are_in_the_description() -> None:
-    packet = Packet(0, 1, 2.5, {"step": torch.tensor(7), "state": torch.arange(5).byte()})
+def test_what_is_said_of_a_packet_and_tensors_in_host_memory_survive_the_wire() -> None:
+    tensors = {"step": torch.tensor(7), "state": torch.arange(5).byte()}
+    packet = Packet(3, 1, 2.5, tensors, True, True, 0.25)
     back = Description(describe(packet, torch.device("cuda"))).packet(NOTHING)
     assert list(back.tensors) == ["step", "state"]
     assert all(torch.equal(back.tensors[name], each) for name, each in packet.tensors.items())

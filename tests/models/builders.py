@@ -21,7 +21,6 @@ def save_tiny_checkpoint(
     *,
     vae_factor: int = 8,
     num_frames: int = 4,
-    embedding_dim: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     variant: str | None = None,
@@ -36,8 +35,8 @@ def save_tiny_checkpoint(
         torch.manual_seed(seed)
         pipeline = diffusers.StableVideoDiffusionPipeline(
             vae=_vae({8: 4, 4: 3, 2: 2}[vae_factor]),
-            image_encoder=_image_encoder(embedding_dim),
-            unet=_unet(num_frames, embedding_dim),
+            image_encoder=_image_encoder(),
+            unet=_unet(num_frames),
             scheduler=svd_scheduler(),
             feature_extractor=CLIPImageProcessorPil(),
         )
@@ -67,24 +66,21 @@ def _vae(num_blocks: int) -> diffusers.AutoencoderKLTemporalDecoder:
     )
 
 
-def _unet(num_frames: int, embedding_dim: int) -> diffusers.UNetSpatioTemporalConditionModel:
+def _unet(num_frames: int) -> diffusers.UNetSpatioTemporalConditionModel:
     return diffusers.UNetSpatioTemporalConditionModel(
         down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
         up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
         **{"sample_size": 8, "num_frames": num_frames, "layers_per_block": 1},
         **{"block_out_channels": (32, 32), "num_attention_heads": (2, 2)},
         **{"addition_time_embed_dim": 32, "projection_class_embeddings_input_dim": 96},
-        cross_attention_dim=embedding_dim,
+        cross_attention_dim=16,
     )
 
 
-def _image_encoder(embedding_dim: int) -> CLIPVisionModelWithProjection:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "projection_dim": embedding_dim}
+def _image_encoder() -> CLIPVisionModelWithProjection:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "projection_dim": 16}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 56}
     return CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, **layers))
-
-
-# Owns a small configuration of the demo model, for tests of real clips.
 
 
 def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineConfig:
@@ -96,9 +92,6 @@ def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineCon
         sampling=SvdSampling(num_inference_steps=steps, **values),
         **changes,
     )
-
-
-# --- small random LoRAs of tiny checkpoints, saved as diffusers does -----------------------------
 
 
 def save_tiny_lora(checkpoint: Path, file: Path, *, part: str = "transformer", seed: int) -> Path:

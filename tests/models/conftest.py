@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.models.builders import save_tiny_checkpoint
 from tests.models.range_checks import Row, model_of, read_folder, source
 from tests.models.tiny_families import save_tiny
 
@@ -34,10 +33,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Row]:
     return row
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def tiny(rows: Callable[[str], Row]) -> Path:
     """SVD's."""
-    return save_tiny_checkpoint(tmp_path_factory.mktemp("saved") / "tiny")
+    folder: Path = rows("svd").checkpoint.folder
+    return folder
 
 
 @pytest.fixture

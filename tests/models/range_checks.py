@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,38 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.profiler import ProfilerActivity, profile
 
-from svdpp.config import ClipRequest, Dtype, ModelConfig, SamplingConfig
+from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.memory import _HollowModel
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import Reference
 
 PROMPT = "a cat walks over the grass"
 
 
-def request_of(
-    prompt: str | None = PROMPT,
-    seed: int = 3,
-    negative_prompt: str | None = None,
-) -> ClipRequest:
-    return ClipRequest(seed=seed, prompt=prompt, negative_prompt=negative_prompt)
-
-
-def read_folder(folder: Path, variant: str | None = None, family: str | None = None) -> Any:
+def read_folder(folder: Path, family: str | None = None) -> Any:
     """The checkpoint in `folder`; reads no weight."""
-    model = ModelConfig(name=str(folder), variant=variant, family=family)
-    return find_checkpoint(model, weights=False)
+    return find_checkpoint(ModelConfig(name=str(folder), family=family), weights=False)
 
 
 def model_of(checkpoint: Any, dtype: Any = "fp32") -> ModelConfig:
     """The model that a checkpoint belongs to."""
-    name, family = checkpoint.name, checkpoint.family
-    return ModelConfig(name=name, family=family, variant=checkpoint.variant, dtype=dtype)
+    return ModelConfig(name=checkpoint.name, family=checkpoint.family, dtype=dtype)
 
 
 def photograph() -> Image.Image:
@@ -80,14 +68,14 @@ def loaded(model: Any) -> dict[str, torch.nn.Module]:
 
 
 def ranks(
-    checkpoint: Checkpoint, sampling: Any, *, model: ModelConfig | None = None, dtype: str = "fp32"
+    checkpoint: Checkpoint, sampling: Any, *, model: ModelConfig | None = None
 ) -> Callable[[int, int], EngineModel]:
     """Returns models that hold only what they need: one encodes, some denoise, one decodes.
 
     The model for steps `start` to `end` is asked for by both; `(0, 0)` encodes, and `(N, N)`
     decodes. Equal ones are loaded once.
     """
-    named = model or model_of(checkpoint, dtype)
+    named = model or model_of(checkpoint)
     models: dict[Roles, EngineModel] = {}
     boundary, steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
 
@@ -121,8 +109,7 @@ class Row:
 
     @property
     def steps(self) -> int:
-        steps: int = self.sampling.num_inference_steps
-        return steps
+        return int(self.sampling.num_inference_steps)
 
     @property
     def encoder(self) -> EngineModel:
@@ -132,11 +119,11 @@ class Row:
     def decoder(self) -> EngineModel:
         return self.rank_for(self.steps, self.steps)
 
-    def request(self, prompt: str | None = PROMPT, **options: Any) -> ClipRequest:
+    def request(self, prompt: str = PROMPT, negative_prompt: str | None = None) -> ClipRequest:
         """The clip's request, without prompts if the family takes none."""
         if not self.checkpoint.row.takes_prompt:
-            return request_of(None)
-        return request_of(prompt, **options)
+            return ClipRequest(seed=3)
+        return ClipRequest(seed=3, prompt=prompt, negative_prompt=negative_prompt)
 
     def encode(self, request: ClipRequest) -> Tensors:
         """The packet before the first step."""
@@ -147,15 +134,12 @@ class Row:
 def check_every_cut(
     rank_for: Callable[[int, int], Any],
     num_steps: int,
-    reference: tuple[list[torch.Tensor], Frames],
+    reference: tuple[list[torch.Tensor], Frames, Audio | None],
     request: ClipRequest,
     image: Source | None,
 ) -> None:
-    """Fails unless the packets of the ranks of `rank_for` equal the reference's at every cut.
-
-    `rank_for` is from `ranks`, and `reference` from `latents_and_frames`.
-    """
-    latents, frames = reference
+    """Fails unless the packets of `ranks` equal those of `whole_clip` at every cut."""
+    latents, frames, _ = reference
     encoder = rank_for(0, 0)
     packets = [encoder.encode({} if image is None else encoder.prepare(image), request)]
     for step in range(num_steps):
@@ -202,20 +186,10 @@ def _received(tensors: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-# Owns the reference of tests in one process: diffusers' pipeline as it ships.
-
-
-def latents_and_frames(
-    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Source | None
-) -> tuple[list[torch.Tensor], Frames]:
-    """Latents after each step, and frames, of the pipeline as it ships."""
-    return whole_clip(model, sampling, request, image)[:2]
-
-
 def whole_clip(
     model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Source | None
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """The same and the sound."""
+    """Latents after each step, frames and sound of diffusers' pipeline as it ships."""
     checkpoint = find_checkpoint(model)
     reference = Reference(checkpoint, model, "cpu", from_image=image is not None)
     return run_reference(reference, checkpoint.resolve(sampling), request, image)
@@ -227,7 +201,7 @@ def run_reference(
     request: ClipRequest,
     image: Source | None = None,
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """Latents after each step, frames and sound."""
+    """The same of a pipeline that is loaded."""
     latents: list[torch.Tensor] = []
     _, frames, audio = reference.run(
         request,
@@ -237,47 +211,3 @@ def run_reference(
         after_step=lambda _, tensors: latents.append(tensors[LATENTS].clone()),
     )
     return latents, frames, audio
-
-
-# The memory of a model as torch counts it, and made-up packets, to measure without an encode.
-
-
-def probe_packet(
-    model: EngineModel, *, dtype: Dtype = "fp32", has_stepped: bool = False
-) -> Tensors:
-    """A packet with a real one's shapes, dtypes and devices.
-
-    With `has_stepped` it is one to decode, otherwise one before the first step.
-    """
-    named = ModelConfig(name=model._checkpoint.name, dtype=dtype)
-    hollow = _HollowModel(model._checkpoint, named, model._sampling, on_cpu=True)
-    made = hollow.encode()[0]
-    if has_stepped:
-        made = hollow.denoise(made)[0]
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: tensor
-        if tensor.dtype == torch.uint8  # in host memory in real packets too
-        else torch.randn(tensor.shape, generator=generator).to(model.device, tensor.dtype)
-        for name, tensor in made.items()
-    }
-
-
-def allocated_peak(work: Callable[[], object]) -> int:
-    """Peak of the bytes that torch's CPU allocator allocates during `work`."""
-    with torch.no_grad():
-        work()  # oneDNN creates its kernels in the first run
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            work()
-    live = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
-def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """Bytes of the parameters and buffers of `modules`."""
-    tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
-    return sum(tensor.nbytes for tensor in tensors)

@@ -13,7 +13,7 @@ import torch
 
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, Tensors
-from svdpp.models.engine.call import Branches, half
+from svdpp.models.engine.call import half
 from svdpp.models.engine.model import EngineModel, load_model
 from svdpp.models.engine.rows import ROWS
 from svdpp.plan.layout import Roles
@@ -111,52 +111,12 @@ def test_a_step_of_one_branch_is_refused(rows: Rows) -> None:
         pair_of(unguided, row.encode(row.request()), 0, 1)
 
 
-def call(
-    hidden_states: Any, timestep: Any = None, image_rotary_emb: Any = None, **more: Any
-) -> Any:
-    return hidden_states, timestep, image_rotary_emb, more
+def test_what_may_not_be_divided_is_refused() -> None:
+    def denoiser(hidden_states: Any = None, **more: Any) -> None: ...
 
-
-def test_a_half_has_its_part_of_the_batch_and_all_that_is_shared() -> None:
-    batch, rotary = torch.arange(4.0).reshape(2, 2), (torch.ones(2, 3), torch.ones(2, 3))
-    args, kwargs = half(
-        1, call, (batch,), {"timestep": torch.tensor(7), "image_rotary_emb": rotary}
-    )
-    hidden, timestep, shared, _ = call(*args, **kwargs)
-    assert torch.equal(hidden, batch[1:])
-    assert timestep.dim() == 0
-    assert all(own is given for own, given in zip(shared, rotary, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"hidden_states": torch.ones(1, 4)}, "a batch of 1 is not one for each branch"),
-        ({"hidden_states": torch.ones(4, 4)}, "a batch of 4 is not one for each branch"),
-        (
-            {"hidden_states": torch.ones(2, 4), "mask": torch.ones(2, 4)},
-            "it is not known how to divide more",
-        ),
-    ],
-)
-def test_what_may_not_be_divided_is_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
-        half(0, call, (), arguments)
-
-
-def test_both_ranks_have_predictions_with_the_same_order_in_memory() -> None:
-    """Kernels differ by it, and the second rank makes the tensor before it knows the values."""
-
-    def evaluate(partner: Half) -> list[torch.Tensor]:
-        branches = Branches("calls", partner, torch.device("cpu"), [])
-        for step in range(2):  # the shapes are known in the second one
-            predictions = [
-                branches.evaluate(step, lambda value: torch.full((2, 3, 4), value).mT, (call,), {})
-                for call in (1.0, 2.0)
-            ]
-            branches.end_step(step)
-        return predictions
-
-    for call, (first, second) in enumerate(zip(*both(evaluate), strict=True)):
-        assert first.stride() == second.stride() == (12, 1, 4)
-        assert first.unique().tolist() == second.unique().tolist() == [call + 1.0]
+    for name, size, words in (
+        ("hidden_states", 4, "a batch of 4 is not one for each branch"),
+        ("mask", 2, "it is not known how to divide more"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            half(0, denoiser, (), {name: torch.ones(size, 4)})

@@ -13,25 +13,21 @@ import pytest
 from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import load_model
 from svdpp.models.engine.rows import ROWS
-from svdpp.plan.layout import Roles
 from svdpp.verification.reference import Reference
 from tests.models.builders import save_tiny_lora
 from tests.models.range_checks import (
     check_every_cut,
-    latents_and_frames,
     ranks,
     read_folder,
     run_reference,
+    whole_clip,
 )
-from tests.models.test_rows import CASES, Rows
-from tests.models.tiny_families import save_tiny, save_tiny_wan
+from tests.models.test_rows import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = ("wan", "ltx", "hunyuan-video", "cogvideox", "ltx2", "skyreels-v2", "mochi")
-WHOLE = {"encode": True, "denoise": True, "decode": True}
 
 
 def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:
@@ -61,7 +57,7 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
     assert not np.array_equal(plain[1], with_loras[1])
     rank_for = ranks(find_checkpoint(model), sampling, model=model)
     check_every_cut(rank_for, row.steps, with_loras, request, None)
-    whole = latents_and_frames(model, sampling, request, None)
+    whole = whole_clip(model, sampling, request, None)
     assert np.array_equal(whole[1], with_loras[1])
     assert not hasattr(rank_for(row.steps, row.steps)._pipe.transformer, "peft_config")
 
@@ -76,7 +72,7 @@ def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...
         pipe.load_lora_weights(lora.name, adapter_name=name, **options)
     if loras:
         pipe.set_adapters(names, [lora.weight for lora in loras])
-    return run_reference(reference, sampling, request)[:2]
+    return run_reference(reference, sampling, request)
 
 
 def test_the_rows_say_which_pipelines_load_loras() -> None:
@@ -85,59 +81,46 @@ def test_the_rows_say_which_pipelines_load_loras() -> None:
             assert hasattr(getattr(diffusers, name), "load_lora_weights") == row.loras, name
 
 
-@pytest.fixture
-def wan(tmp_path: Path) -> Path:
-    return save_tiny_wan(tmp_path / "wan")
-
-
 def _find(folder: Path | str, *loras: Lora) -> Any:
     return find_checkpoint(ModelConfig(name=str(folder), loras=loras))
 
 
-def test_what_cannot_be_a_lora_is_refused_by_name(wan: Path, tmp_path: Path) -> None:
-    file = save_tiny_lora(wan, tmp_path / "fast.safetensors", seed=1)
-    pickled = tmp_path / "fast.bin"
-    pickled.write_bytes(file.read_bytes())
-    cut = tmp_path / "cut.safetensors"
-    cut.write_bytes(file.read_bytes()[:-8])
-    other = Lora(name=str(file), sha256="0" * 64)
-    for lora, message in (
-        (Lora(name=str(tmp_path / "none.safetensors")), "there is no such file"),
-        (Lora(name="loras/none.safetensors"), "there is no such file"),
-        (Lora(name=str(pickled)), "only safetensors files are read"),
-        (Lora(name=str(cut)), "damaged or truncated"),
-        (other, "has changed since the clip was made"),
+def test_what_cannot_be_a_lora_is_refused_by_name(rows: Rows, tmp_path: Path) -> None:
+    folder = rows("wan").checkpoint.folder
+    file = save_tiny_lora(folder, tmp_path / "fast.safetensors", seed=1)
+    (tmp_path / "fast.bin").write_bytes(file.read_bytes())
+    (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-8])
+    for name, message in (
+        ("loras/none.safetensors", "there is no such file"),
+        ("fast.bin", "only safetensors files are read"),
+        ("cut.safetensors", "damaged or truncated"),
     ):
         with pytest.raises(ModelError, match=message) as caught:
-            _find(wan, lora)
-        assert Path(lora.name).name in str(caught.value)
+            _find(folder, Lora(name=str(tmp_path / name), expert="low"))
+        assert Path(name).name in str(caught.value)
 
 
-def test_experts_are_named_if_there_are_two(wan: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="has one expert: say none in --lora 'x'"):
-        _find(wan, Lora(name="x", expert="low"))
-    two = save_tiny_wan(tmp_path / "two", boundary_ratio=0.875)
-    with pytest.raises(RequestError, match="two experts: say which in --lora 'x'"):
-        _find(two, Lora(name="x"))
-
-
-def test_models_without_loras_and_a_missing_package_are_refused(
-    wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_loras_that_a_model_cannot_load_are_refused(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for model in ("demo", save_tiny("latte", tmp_path / "latte")):
-        with pytest.raises(RequestError, match="takes no --lora"):
-            _find(model, Lora(name="x"))
+    two, one = (rows(name).checkpoint.folder for name in ("wan", "ltx"))
+    for model, expert, message in (
+        ("demo", None, "takes no --lora"),
+        (rows("latte").checkpoint.folder, None, "takes no --lora"),
+        (one, "low", "has one expert: say none in --lora 'x'"),
+        (two, None, "two experts: say which in --lora 'x'"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            _find(model, Lora(name="x", expert=expert))  # type: ignore[arg-type]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(RequestError, match="needs the package peft") as caught:
-        _find(wan, Lora(name="x"))
-    assert "svdpp[lora]" in caught.value.hint
+    with pytest.raises(RequestError, match="--lora needs the package peft"):
+        _find(two, Lora(name="x", expert="low"))
 
 
-def test_weights_and_the_lora_of_another_model_are_refused(wan: Path, tmp_path: Path) -> None:
-    mochi = save_tiny("mochi", tmp_path / "mochi")
+def test_weights_and_the_lora_of_another_model_are_refused(rows: Rows, tmp_path: Path) -> None:
+    row, mochi = rows("ltx"), rows("mochi").checkpoint.folder
     other = save_tiny_lora(mochi, tmp_path / "mochi.safetensors", seed=1)
-    sampling, model = CASES["wan"].config(), ModelConfig(name=str(wan))
-    for file in (other, next((wan / "transformer").glob("*.safetensors"))):
-        checkpoint = _find(wan, Lora(name=str(file)))
+    for file in (other, next((row.checkpoint.folder / "transformer").glob("*.safetensors"))):
+        checkpoint = _find(row.checkpoint.folder, Lora(name=str(file)))
         with pytest.raises(ModelError, match=rf"the LoRA .*{file.name}"):
-            load_model(checkpoint, model, sampling, "cpu", Roles(**WHOLE))
+            ranks(checkpoint, row.sampling)(0, row.steps)

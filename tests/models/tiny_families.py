@@ -129,14 +129,13 @@ def _wan(
     dtype: torch.dtype = torch.float32,
     width: int = 1,
     layers: int = 1,
-    z_dim: int | None = None,
 ) -> Parts:
     """Wan; with a `boundary_ratio` there are two transformers, as in Wan 2.2 A14B.
 
     `expand_timesteps` is as in Wan 2.2 5B, and `image_encoder` as in Wan 2.1 image to video.
     `width` multiplies all channels.
     """
-    z_dim = z_dim or (8 if expand_timesteps else 4)
+    z_dim = 8 if expand_timesteps else 4
     denoiser = {
         **{**_wan_sizes(width), "num_layers": layers, "out_channels": z_dim},
         **{"in_channels": 2 * z_dim + 4 if image else z_dim},

@@ -325,6 +325,7 @@ def _range_class(real: Any) -> Any:
 # --- one branch of the guidance on each of two ranks ---
 
 
+@dataclass(eq=False)
 class Branches:
     """The evaluations of one call's steps, of which this rank computes one in two.
 
@@ -334,20 +335,19 @@ class Branches:
     call it once, with a batch of two.
     """
 
-    def __init__(
-        self, rule: str, partner: Partner, device: torch.device, outputs: list[Node]
-    ) -> None:
-        self._rule, self._partner, self._device = rule, partner, device
-        # The structure of a call's result; empty until the first step of a process.
-        self._outputs = outputs
-        self._calls = 0
-        self._first: Any = None
+    rule: str
+    partner: Partner
+    device: torch.device
+    outputs: list[Node]
+    """The structure of a call's result; empty until the first step of a process."""
+    _calls: int = 0
+    _first: Any = None
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a call of the denoiser `real` returns on both ranks."""
         self._calls += 1
-        branch, is_first = self._partner.branch, self._calls == 1
-        if self._rule == "batch":
+        branch, is_first = self.partner.branch, self._calls == 1
+        if self.rule == "batch":
             args, kwargs = half(branch, real, args, kwargs)
             both = self._exchange(step, lambda: real(*args, **kwargs))
             return tree_map(joined, *(reversed(both) if branch else both))
@@ -356,8 +356,8 @@ class Branches:
         if branch == 0 and not is_first:
             return self._first
         if branch == 1 and is_first:
-            known = self._outputs
-            self._first = records.zeros(known[0], self._device) if known else real(*args, **kwargs)
+            known = self.outputs
+            self._first = records.zeros(known[0], self.device) if known else real(*args, **kwargs)
             return self._first
         own, other = self._exchange(step, lambda: real(*args, **kwargs))
         if is_first:
@@ -369,7 +369,7 @@ class Branches:
 
     def end_step(self, step: int) -> None:
         """Checks that both branches of a step are evaluated; called before the scheduler's step."""
-        if self._rule == "calls" and self._calls == 1:
+        if self.rule == "calls" and self._calls == 1:
             raise ModelError(
                 f"step {step} evaluates one branch of the guidance only",
                 "leave --cfg-parallel out",
@@ -383,11 +383,11 @@ class Branches:
             own.append((output := evaluate(), packer.pack(output, PREDICTION)))
             return packer.tensors
 
-        received = self._partner.exchange(step, prediction)
+        received = self.partner.exchange(step, prediction)
         output, node = own[0]
-        if not self._outputs:
-            self._outputs.append(node)
-        return output, unpack(node, received, self._device)
+        if not self.outputs:
+            self.outputs.append(node)
+        return output, unpack(node, received, self.device)
 
 
 #: Arguments of denoisers that have a batch as their first axis, and those that both halves share.

@@ -17,7 +17,7 @@ import transformers
 from transformers.initialization import no_init_weights
 
 from svdpp.config import ModelConfig
-from svdpp.errors import ModelError, OutOfMemoryError, RequestError, first_line, is_out_of_memory
+from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.records import replaced
@@ -160,10 +160,9 @@ def _load_module(
         with library_errors(part, checkpoint):
             module = _from_pretrained(checkpoint, part, cls, dtype)
         return module.eval().to(device)
-    # torch raises AssertionError without CUDA support, RuntimeError if there is no device.
-    except (AssertionError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
-            raise RequestError(f"{device} cannot be used: {first_line(error)}") from error
+            raise
         raise OutOfMemoryError(
             f"{part} needs more memory than {device} has free",
             "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",

@@ -121,8 +121,6 @@ class EngineModel:
 
     def removed_text(self, prompt: str) -> str:
         """The end of `prompt` that does not fit in `max_sequence_length`; on the encoding rank."""
-        if not self._row.takes_prompt:
-            return ""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
         tokens = tokenizer(prompt).input_ids
         if len(tokens) <= length:

@@ -14,6 +14,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_featu
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
-# As the outputs of both libraries, so that its tensors are found.
+# As the outputs of both libraries, so that the estimate of memory finds its tensors.
 register_pytree_node(
     DiagonalGaussianDistribution,
     lambda value: ([value.parameters], value.deterministic),
@@ -71,9 +72,6 @@ class Packer:
             return self._pack_tensor(value, name)
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"kind": "plain", "value": value}
-        if isinstance(value, DiagonalGaussianDistribution):
-            parameters = self.pack(value.parameters, name)
-            return {"kind": "gaussian", "of": parameters, "fixed": value.deterministic}
         if type(value) in (list, tuple):
             items = [self.pack(each, f"{name}.{index}") for index, each in enumerate(value)]
             return {"kind": type(value).__name__, "items": items}
@@ -154,7 +152,7 @@ def leaves(node: Node) -> list[Node]:
     """The tensors in a structure, in its order."""
     if node["kind"] == "tensor":
         return [node]
-    items = node.get("items", [node["of"]] if "of" in node else [])
+    items = node.get("items", [])
     parts = items.values() if isinstance(items, dict) else items
     return [leaf for part in parts for leaf in leaves(part)]
 
@@ -165,8 +163,6 @@ def _build(node: Node, tensor: Any) -> Any:
             return tensor(node)
         case "plain":
             return node["value"]
-        case "gaussian":
-            return DiagonalGaussianDistribution(_build(node["of"], tensor), node["fixed"])
         case "list":
             return [_build(each, tensor) for each in node["items"]]
         case "tuple":
@@ -224,24 +220,21 @@ def differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     return not all(map(torch.equal, before, after))
 
 
+@dataclass(eq=False)
 class Records:
-    """What methods of the pipeline and of its components return, and states of its generator.
+    """What methods of the pipeline and of its components return, and states of its generator."""
 
-    `unpacked` is the value of a node of the packet; `given` are its records, None: this call makes
-    them.
-    """
+    row: Row
+    unpacked: Callable[[Node], Any]
+    """The value of a node of the packet."""
+    generator: torch.Generator
+    given: list[Node] | None
+    """The packet's records; None: this call makes them."""
+    paused: bool = False
+    """While it is true, as in steps, nothing is recorded or replayed."""
 
-    def __init__(
-        self,
-        row: Row,
-        unpacked: Callable[[Node], Any],
-        generator: torch.Generator,
-        given: list[Node] | None,
-    ) -> None:
-        self.paused = False
-        """While it is true, as in steps, nothing is recorded or replayed."""
-        self._row, self._unpacked, self._generator = row, unpacked, generator
-        self._given, self._left = given, list(given or ())
+    def __post_init__(self) -> None:
+        self._left = list(self.given or ())
         self._made: list[tuple[str, Any, torch.Tensor | None]] = []
 
     def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,13 +244,13 @@ class Records:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.paused:
                 return real(*args, **kwargs)
-            if self._given is not None:
+            if self.given is not None:
                 return self._replay(name, real, args, kwargs)
-            before = self._generator.get_state()
+            before = self.generator.get_state()
             self.paused = True
             result = real(*args, **kwargs)
             self.paused = False
-            after = self._generator.get_state()
+            after = self.generator.get_state()
             drew = not torch.equal(before, after)
             if drew or tensors_in(result):
                 self._made.append((name, copied(result), after if drew else None))
@@ -272,12 +265,12 @@ class Records:
         self._left.remove(record)
         if record["drew"] is not None:
             self.restore(record["drew"])
-        return self._unpacked(record["result"])
+        return self.unpacked(record["result"])
 
     def restore(self, states: Node) -> None:
         """Sets the generator to the state that the packet holds."""
-        (state,) = self._unpacked(states)
-        self._generator.set_state(state)
+        (state,) = self.unpacked(states)
+        self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
         """The structure of what was recorded; the first latent is packed by its own name."""
@@ -286,7 +279,7 @@ class Records:
                 packer.pack(tensors_in(result)[0], LATENTS)
         records, calls = [], Counter[str]()
         for place, (name, result, drew) in enumerate(self._made):
-            use = self._row.records.get(name, "unused" if name in _UNUSED else None)
+            use = self.row.records.get(name, "unused" if name in _UNUSED else None)
             is_sent = use == calls[name] if isinstance(use, int) else use != "unused"
             calls[name] += 1
             node = packer.pack(result, f"record.{place}") if is_sent else describe(result)
@@ -296,14 +289,14 @@ class Records:
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
         """The records that were received; what is still used of the noise is in the latent."""
-        records = copy.deepcopy(self._given or [])
+        records = copy.deepcopy(self.given or [])
         for record in records:
             record["drew"] = None  # each step's state is in the packet
             for leaf in leaves(record["result"]):
                 name = leaf["name"]
                 if name == LATENTS:
-                    leaf["name"] = self._row.noise
-                elif self._row.records.get(record["name"]) == "first step":
+                    leaf["name"] = self.row.noise
+                elif self.row.records.get(record["name"]) == "first step":
                     leaf["name"] = None
                 if leaf["name"] not in (None, LATENTS):
                     tensors[leaf["name"]] = received[name]

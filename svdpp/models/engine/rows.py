@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,7 +114,6 @@ def _svd_facts(configs: Configs) -> Facts:
 
 
 def _wan_facts(configs: Configs) -> Facts:
-    """What the configs of a checkpoint say of its inputs, sizes and experts."""
     configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
     unit = 2 * configs.of("vae", scale_factor_spatial=8).count("scale_factor_spatial", 64)
     index, has_second = configs.index, "transformer_2" in configs.classes
@@ -221,14 +219,12 @@ def _check_hunyuan_video_15(checkpoint: Any, sampling: Any) -> None:
 
     (target, unit), height, width = checkpoint.image_sizes, sampling.height, sampling.width
     processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
-
-    def is_kept(size: tuple[int, int]) -> bool:
-        with suppress(ValueError):  # diffusers' own for a ratio beyond its list
-            return bool(processor.calculate_default_height_width(*size, target) == size)
-        return False
-
-    sizes = filter(is_kept, image_processor.generate_crop_size_list(target, unit))
-    nearest = min(sizes, key=lambda size: abs(size[0] / size[1] - height / width))
+    kept = (  # the pipeline rounds some of its own to others
+        size
+        for size in image_processor.generate_crop_size_list(target, unit)
+        if processor.calculate_default_height_width(*size, target) == size
+    )
+    nearest = min(kept, key=lambda size: abs(size[0] / size[1] - height / width))
     require(
         nearest == (height, width),
         f"from an image the model makes no clips of --height {height} --width {width}",
