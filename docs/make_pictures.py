@@ -18,7 +18,6 @@ from svdpp.config import (
     PipelineConfig,
 )
 from svdpp.driver.pipeline import Pipeline
-from svdpp.plan.actions import build_schedule
 from svdpp.plan.costs import PRESETS
 from svdpp.plan.forecast import replay, steady_seconds_per_clip, summarise
 from svdpp.plan.layout import Layout
@@ -56,10 +55,9 @@ def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
     """The first clips of several layouts above each other, on one axis of time."""
     panels = []
     for layout in layouts:
-        schedule = build_schedule(layout.routes(range(_PLANNED_CLIPS)), layout.world_size)
         rate = 60 / steady_seconds_per_clip(layout)
         title = f"{layout}: {rate:.2f} clips/min of a long queue"
-        panels.append(Panel(title, replay(schedule, layout.costs)))
+        panels.append(Panel(title, replay(layout.schedule(_PLANNED_CLIPS), layout.costs)))
     draw_timeline(panels, layouts[0].world_size, path)
     make_small(path)
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from svdpp.bench.runner import DATA_PARALLEL, ONE_DEVICE, PIPELINE, Bench, Round, differing
+from svdpp.config.limits import read_small_file
 from svdpp.diagnostics.figures import rounded
 from svdpp.diagnostics.machine import environment, median_costs
 from svdpp.diagnostics.report import diagnose
 from svdpp.errors import InputError
 from svdpp.media import output_files
-from svdpp.plan.costs import Costs
 
 SCHEMA_VERSION = 4
 
@@ -43,7 +43,6 @@ class Results:
 
     def __init__(self, root: Path, bench: Bench) -> None:
         self._bench = bench
-        output_files.check_writable(root.absolute())
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         self.folder = root / bench.asked.experiment / self.run_id
         with output_files.disk_errors(f"{str(self.folder)!r} cannot be created"):
@@ -53,24 +52,26 @@ class Results:
 
     def add(self, done: Round) -> None:
         """Appends a round's figures, which stay if the bench fails later."""
-        measured = done.figures.to_json()
-        record = {"case": done.case, "round": done.number, "measured": measured}
+        figures = {"case": done.case, "round": done.number, "measured": done.figures.to_json()}
         with (
             output_files.disk_errors(f"{ROUNDS} cannot be written"),
             (self.folder / ROUNDS).open("a", encoding="ascii") as file,
         ):
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(figures) + "\n")
 
     def finish(self) -> dict[str, Any]:
         """Writes summary and costs; returns what `summary.json` holds.
 
         It says what limits the pipeline, of the round with the median makespan.
         """
-        rounds = sorted(self._bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
-        median, costs = rounds[(len(rounds) - 1) // 2], self.folder / COSTS
-        limits = diagnose(median.figures, costs, "--pipeline.{}={}").to_json()
-        found = summary(self._bench, self.run_id) | {"limits": {"round": median.number, **limits}}
-        output_files.write_json(costs, costs_of(self._bench, self.run_id).to_json())
+        bench, path = self._bench, self.folder / COSTS
+        rounds = sorted(bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
+        median, traces = rounds[(len(rounds) - 1) // 2], [done.trace for done in rounds]
+        source = f"measured by: svdpp bench, {bench.asked.experiment}/{self.run_id}"
+        costs = median_costs(bench.config, None, traces, source=source)
+        limits = diagnose(median.figures, path, "--pipeline.{}={}").to_json()
+        found = summary(bench, self.run_id) | {"limits": {"round": median.number, **limits}}
+        output_files.write_json(path, costs.to_json())
         output_files.write_json(self.folder / SUMMARY, found)
         return found
 
@@ -152,13 +153,6 @@ def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
         if case != PIPELINE and ratios:
             result[case] = {"rounds": ratios, "over_rounds": statistics.geometric_mean(ratios)}
     return result
-
-
-def costs_of(bench: Bench, run_id: str) -> Costs:
-    """The medians of all rounds of the pipeline. A bench does not measure memory and writing."""
-    traces = [done.trace for done in bench.rounds_of(PIPELINE)]
-    source = f"measured by: svdpp bench, {bench.asked.experiment}/{run_id}"
-    return median_costs(bench.config, None, traces, source=source)
 
 
 # --- two benches compared ------------------------------------------------------------------------
@@ -279,12 +273,7 @@ def compare(a: Path, b: Path) -> Comparison:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(
-            f"{str(path)!r} cannot be read: {error.strerror}",
-            "--compare takes the folders of two finished benches, results/EXPERIMENT/RUN",
-        ) from error
+        return json.loads(read_small_file(path, "result"))
     except ValueError as error:
         raise InputError(f"{str(path)!r} is not JSON: {error}") from error
 

@@ -89,7 +89,8 @@ class TraceFile:
                 mib = round(size / 2**20, 1)
                 if self._memory.get(rank) != mib:
                     self._memory[rank] = mib
-                    yield self._counter(rank, "memory", time.monotonic(), {"MiB": mib})
+                    ts = self._microseconds(time.monotonic())
+                    yield _event("C", rank, _COMPUTE, "memory", ts=ts, args={"MiB": mib})
         for placed in self._placement.place(rank, event):
             yield from self._placed(placed)
 
@@ -129,12 +130,6 @@ class TraceFile:
         about = {"cat": "transfer", "id": arrow, "ts": self._microseconds(ready)}
         phase, more = ("s", {}) if is_send else ("f", {"bp": "e"})
         yield _event(phase, rank, track, "transfer", **about, **more)
-
-    def _counter(
-        self, rank: int, name: str, when: float, values: Mapping[str, float]
-    ) -> _TraceEvent:
-        """Values of a rank from `when` on, each on a track of its own, by their units."""
-        return _event("C", rank, _COMPUTE, name, ts=self._microseconds(when), args=values)
 
     def _slice(
         self, rank: int, track: int, name: str, category: str, start: float, end: float, **args: int

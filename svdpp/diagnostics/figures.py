@@ -129,7 +129,9 @@ def measured_figures(
     if not trace.spans:
         return None
     measured, end = trace.summary(), max(span.end for span in trace.spans)
-    costs = _mean_costs(trace, config) if trace.steps else None
+    device, costs = trace.reported[0].device, None
+    if trace.steps:
+        costs = costs_of(config, [trace], source="measured by svdpp run", device=device)
     return RunFigures(
         ranks=tuple(_of_rank(trace, config, rank) for rank in range(trace.world_size)),
         clips=measured.clips,
@@ -232,11 +234,6 @@ def _work(seconds: Iterable[float]) -> WorkFigures:
 def _whole(span: Span) -> float:
     """Seconds for a whole clip, also if the rank decodes a part of it."""
     return (span.end - span.start) / span.action.fraction
-
-
-def _mean_costs(trace: Trace, config: PipelineConfig) -> Costs:
-    device = trace.reported[0].device
-    return costs_of(config, [trace], source="measured by svdpp run", device=device)
 
 
 def _forecast(costs: Costs | None, schedule: Schedule | None, world_size: int) -> float | None:

@@ -86,8 +86,7 @@ def environment() -> dict[str, Any]:
         "hub_cache": {"path": HF_HUB_CACHE},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
-    redacted: dict[str, Any] = redact_all(facts)
-    return redacted
+    return dict(redact_all(facts))
 
 
 def cpu_model() -> str:
@@ -104,19 +103,12 @@ def _versions() -> dict[str, Any]:
     return {
         "svdpp": svdpp.__version__,
         "python": platform.python_version(),
-        **{name: _installed(name) for name in _LIBRARIES},
+        **{name: metadata.version(name) for name in _LIBRARIES},
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         "driver": gpus.driver_version(),
     }
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git() -> dict[str, Any] | None:

@@ -240,8 +240,6 @@ def read_report(path: Path) -> tuple[dict[str, Any], Diagnosis | None]:
 
 
 def _find_manifest(path: Path) -> Path:
-    if not path.exists():
-        raise InputError(f"{str(path)!r} does not exist", "svdpp report FOLDER of a run")
     if not path.is_dir() or (path / MANIFEST).exists():
         return path / MANIFEST if path.is_dir() else path
     manifests = sorted(path.glob(f"*.{MANIFEST}"))

@@ -66,12 +66,6 @@ class _Candidate(NamedTuple):
     latency: float
     """Mean of one clip, from its start."""
 
-    def against(self, other: _Candidate, clips: str) -> str:
-        return (
-            f"a clip takes {self.latency:.4g} s and {clips} {self.seconds:.4g} s, with "
-            f"{other.layout} {other.latency:.4g} s and {other.seconds:.4g} s"
-        )
-
 
 @dataclass(frozen=True)
 class _Search:
@@ -133,8 +127,7 @@ class _Search:
                 yield layout
 
     def _fits(self, layout: Layout) -> bool:
-        needs = layout.peak_gib if self.memory_gib else ()
-        return all((need or 0.0) <= has for need, has in zip(needs, self.memory_gib, strict=True))
+        return not _needs_more(layout, self.memory_gib)
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
         if self.sooner:
@@ -154,7 +147,10 @@ class _Search:
         next_best = self._best(others) if others else min(rivals, key=lambda each: each.seconds)
         longer = next_best.seconds / best.seconds - 1
         if others or longer < 1 / _EQUAL - 1:
-            return best.against(next_best, clips)
+            return (
+                f"a clip takes {best.latency:.4g} s and {clips} {best.seconds:.4g} s, with "
+                f"{next_best.layout} {next_best.latency:.4g} s and {next_best.seconds:.4g} s"
+            )
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
     def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
@@ -265,12 +261,8 @@ def compare_layouts(
     for name, options in named.items():
         try:
             if options is None:
-                limits: dict[str, Any] = {
-                    "memory_gib": memory_gib,
-                    "pairs": pairs,
-                    "sooner": sooner,
-                }
-                choice = choose_layout(num_clips=num_clips, **limits, **counts)
+                limits: dict[str, Any] = {"memory_gib": memory_gib, "pairs": pairs}
+                choice = choose_layout(num_clips=num_clips, sooner=sooner, **limits, **counts)
                 layout, note = choice.layout, choice.reason
             else:
                 layout = Layout(**counts, **options)

@@ -23,8 +23,6 @@ _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")
 _PER_RANK = ("step_seconds", "encode_seconds", "decode_seconds")
 _ABOVE_ZERO = ("step_seconds", "ranks_per_host")
-#: In files of earlier versions; so are bandwidths, which were null unless a user wrote them.
-_EARLIER = ("offload_gib_per_second", "write_seconds", "packet_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +123,8 @@ class Costs:
 
     def scaled(self, pace: float) -> Costs:
         """For `simulate`, whose transfers are real: device work takes `pace` times as long."""
-        return replace(
-            self,
-            step_seconds=_times(self.step_seconds, pace),
-            encode_seconds=_times(self.encode_seconds, pace),
-            decode_seconds=_times(self.decode_seconds, pace),
-            transfer_seconds=0.0,
-            inter_host_transfer_seconds=0.0,
-        )
+        times: dict[str, Any] = {name: _times(getattr(self, name), pace) for name in _PER_RANK}
+        return replace(self, **times, transfer_seconds=0.0, inter_host_transfer_seconds=0.0)
 
     def check_world(self, world_size: int) -> None:
         """Check that costs given for each rank fit `world_size` ranks."""
@@ -152,20 +144,14 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The content of `costs.json`: every field, None if unknown."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        lists = {name: list(v) for name, v in values.items() if isinstance(v, tuple)}
-        return {"schema_version": SCHEMA_VERSION, **values, **lists}
+        return {"schema_version": SCHEMA_VERSION, **vars(self)}
 
     @staticmethod
     def from_json(content: object, where: str) -> Costs:
         """Costs from the output of `to_json`; only `step_seconds` is required."""
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
-        values = {
-            name: value
-            for name, value in content.items()
-            if name not in _EARLIER and (value is not None or "_bytes_per_second" not in name)
-        }
+        values = dict(content)
         version = values.pop("schema_version", None)
         if version != SCHEMA_VERSION:
             raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")

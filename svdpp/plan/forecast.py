@@ -183,7 +183,8 @@ def replay(schedule: Schedule, costs: Costs) -> list[Span]:
 
 def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     """Sum up spans, forecast or measured."""
-    spans = sorted(spans, key=_end)
+    # A span that takes no time comes after the one at whose end it starts.
+    spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
         raise ValueError("no spans to sum up")
     starts = {span.clip: span.start for span in sorted(spans, key=lambda each: -each.start)}
@@ -195,11 +196,6 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
         world_size=world_size,
         num_finishers=len(set(finishers.values())),
     )
-
-
-def _end(span: Span) -> tuple[float, float]:
-    """When it ends; a span that takes no time comes after the one at whose end it starts."""
-    return span.end, span.start
 
 
 def sum_up(
@@ -368,13 +364,10 @@ def clip_times(
 
 # --- the grid: a line for each rank, time from left to right -------------------------------------
 
-IDLE, ENCODING, DECODING = ".", "<", ">"
+_IDLE = "."
+_ENDS = {Kind.ENCODE: "<", Kind.DECODE: ">"}
+#: Of the clips; they repeat after 62.
 _CLIP_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def clip_sign(clip: int) -> str:
-    """The character of a clip; the characters repeat after 62 clips."""
-    return _CLIP_SIGNS[clip % len(_CLIP_SIGNS)]
 
 
 def draw_grid(
@@ -417,17 +410,15 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
 
 def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
     if not total:
-        return IDLE * columns
+        return _IDLE * columns
     column = total / columns
-    share = [{IDLE: 0.0} for _ in range(columns)]
+    share = [{_IDLE: 0.0} for _ in range(columns)]
     for span in spans:
         low, high = (span.start - begin) / column, (span.end - begin) / column
-        sign = {Kind.ENCODE: ENCODING, Kind.DECODE: DECODING}.get(
-            span.action.kind, clip_sign(span.clip)
-        )
+        sign = _ENDS.get(span.action.kind, _CLIP_SIGNS[span.clip % len(_CLIP_SIGNS)])
         for index in range(max(0, int(low)), min(columns, int(high) + 1)):
             covered = min(high, index + 1) - max(low, index)
             share[index][sign] = share[index].get(sign, 0.0) + max(covered, 0.0)
     for cell in share:
-        cell[IDLE] = 1.0 - sum(cell.values())
+        cell[_IDLE] = 1.0 - sum(cell.values())
     return "".join(max(cell, key=lambda sign: round(cell[sign], 9)) for cell in share)

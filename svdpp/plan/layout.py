@@ -197,8 +197,6 @@ class Layout:
     @property
     def replicas_are_alike(self) -> bool:
         """Whether all replicas take equally long, transfers between hosts included."""
-        if self.costs.ranks_per_host is None:
-            return not self.costs.differ_by_rank
         hosts = ([self.costs.host_of(rank) for rank in ranks] for ranks in self.replica_ranks)
         crossed = {tuple(here != there for here, there in pairwise(each)) for each in hosts}
         return not self.costs.differ_by_rank and len(crossed) == 1

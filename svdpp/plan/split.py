@@ -71,10 +71,11 @@ class Stage:
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
-    def steps_within(self, seconds: float, turn: int) -> float:
-        """Steps, not rounded, that rank `turn` can do if the stage has `seconds` for each clip."""
-        left = seconds * len(self.ranks) - self.fixed_seconds[turn]
-        return max(0.0, left / self.step_seconds[turn])
+    def steps_within(self, seconds: float, most: int) -> list[float]:
+        """Steps, not rounded, that each rank can do if the stage has `seconds` for each clip."""
+        turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
+        left = seconds * len(self.ranks)
+        return [min(most, max(0.0, (left - fixed) / step)) for fixed, step in turns]
 
 
 @dataclass(frozen=True)
@@ -161,24 +162,21 @@ def balanced_cuts(part: Part) -> Cuts:
     return (0, *accumulate(counts))
 
 
+@dataclass(frozen=True)
 class ClipCuts:
     """Cut positions, which may be fractions of a step, and each clip's own rounding of them.
 
     A position c becomes floor(c + phase), and the phases of successive clips are spread evenly over
     0 to 1. So the mean over clips is c, and the number of steps of a stage varies by at most one.
     All positions of a clip share its phase, which keeps them in order.
-
-    Args:
-        positions: in units of 2^-64 steps, for each turn in the replica's last stage.
-        phase_step: the increment of the phase from clip to clip, in the same units.
     """
 
-    def __init__(self, positions: tuple[Cuts, ...], phase_step: int) -> None:
-        self.positions, self._phase_step = positions, phase_step
+    positions: tuple[Cuts, ...]
+    """In units of 2^-64 steps, for each turn in the replica's last stage."""
 
     def cuts(self, index: int) -> Cuts:
         """The cuts of clip `index` of the replica; those of clip 0 are rounded to nearest."""
-        return self._rounded(index % len(self.positions), index * self._phase_step + _UNIT // 2)
+        return self._rounded(index % len(self.positions), index * _GOLDEN + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
         """Every pair (turn, cuts) that a clip can have."""
@@ -208,42 +206,17 @@ def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
     turns = math.lcm(*map(len, by_part))
     # Parts meet at whole steps, which the phase does not move.
     joined = (join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns))
-    return ClipCuts(tuple(joined), _phase_step(turns))
-
-
-def _phase_step(turns: int) -> int:
-    """The increment of the phase from clip to clip, in units, for evenly spread phases.
-
-    The phases of each turn's own clips must be evenly spread too, so `turns` increments modulo 1
-    are the golden ratio (or its complement). Of those, the increment whose continued fraction has
-    the smallest terms spreads the phases of all clips most evenly (Niederreiter, Random Number
-    Generation and Quasi-Monte Carlo Methods, 1992, chapter 3).
-    """
-    increments = [
-        (rounds * _UNIT + golden) // turns
-        for rounds in range(turns)
-        for golden in (_GOLDEN, _UNIT - _GOLDEN)
-    ]
-    return min(increments, key=lambda each: (max(_terms(each)), sum(_terms(each)), -each))
-
-
-def _terms(increment: int) -> list[int]:
-    """The first terms of the continued fraction of `increment` units."""
-    terms: list[int] = []
-    whole, part = _UNIT, increment
-    while part and len(terms) < 12:
-        terms.append(whole // part)
-        whole, part = part, whole % part
-    return terms
+    return ClipCuts(tuple(joined))
 
 
 def _positions_by_turn(part: Part) -> list[Cuts]:
     """Cut positions for each rank of the last stage; the other stages have one rank.
 
-    The first or last stage gets no steps if they would gain too little.
+    The first or last stage gets no steps if they would gain too little. If the last rank of a turn
+    is slower, the earlier stages do more, in proportion.
     """
     free: list[int] = []
-    stages, turns = part.stages, len(part.stages[-1].ranks)
+    stages, num_steps = part.stages, part.num_steps
     seconds = best = fair_seconds(part)
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
         if any(stages[index].fixed_seconds):
@@ -251,9 +224,14 @@ def _positions_by_turn(part: Part) -> list[Cuts]:
             if without <= best * (1 + _WORTH_A_UNET):
                 free.append(index)
                 seconds = without
-    shares = _shares(part.num_steps, stages, turns, seconds, free)
+    *body, last = (
+        [0.0] * len(stage.ranks) if index in free else stage.steps_within(seconds, num_steps)
+        for index, stage in enumerate(stages)
+    )
+    whole = math.fsum(share for (share,) in body) or 1.0
     return [
-        _grid_positions(part.num_steps, [share[turn] for share in shares]) for turn in range(turns)
+        _grid_positions(num_steps, [share * (num_steps - own) / whole for (share,) in body])
+        for own in last
     ]
 
 
@@ -271,43 +249,15 @@ def fair_seconds(part: Part, free: Sequence[int] = ()) -> float:
     high = sum(max(stage.fixed_seconds) for stage in working)
     high += num_steps * max(max(stage.step_seconds) for stage in working)
     while low < (middle := (low + high) / 2) < high:
-        done = sum(_mean_share(num_steps, stage, middle) for stage in working)
+        shares = [stage.steps_within(middle, num_steps) for stage in working]
+        done = sum(math.fsum(each) / len(each) for each in shares)
         low, high = (low, middle) if done >= num_steps else (middle, high)
     return high
 
 
-def _mean_share(num_steps: int, stage: Stage, seconds: float) -> float:
-    turns = range(len(stage.ranks))
-    return math.fsum(min(num_steps, stage.steps_within(seconds, t)) for t in turns) / len(turns)
-
-
-def _shares(
-    num_steps: int, stages: Sequence[Stage], turns: int, seconds: float, free: Sequence[int]
-) -> list[tuple[float, ...]]:
-    """Steps of each stage in each turn; those of a turn add up to `num_steps`.
-
-    If the last rank of a turn is slower, the earlier stages do more, in proportion.
-    """
-    *body, last = (
-        [
-            0.0 if index in free else min(num_steps, stage.steps_within(seconds, turn))
-            for turn in range(len(stage.ranks))
-        ]
-        for index, stage in enumerate(stages)
-    )
-    whole = math.fsum(share[0] for share in body)
-    shares = [
-        tuple(
-            share[0] * (num_steps - last[turn]) / whole if whole else 0.0 for turn in range(turns)
-        )
-        for share in body
-    ]
-    return [*shares, tuple(last)]
-
-
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
-    """Cumulative sums of `shares` in units, rounded to 2^-32 steps against errors of floats."""
-    sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares[:-1]))
+    """Sums of the shares of all stages but the last, rounded to 2^-32 steps: floats have errors."""
+    sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
 
 
@@ -327,7 +277,7 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
     if split == "alternating":
         return alternating_cuts(parts)
     cuts = tuple(cut << _UNIT_BITS for cut in join_cuts(map(rule, parts)))
-    return ClipCuts((cuts,) * len(whole.stages[-1].ranks), 0)
+    return ClipCuts((cuts,) * len(whole.stages[-1].ranks))
 
 
 def check_even(num_steps: int, num_stages: int, boundary: int) -> None:

@@ -18,25 +18,9 @@ EVEN = Costs(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
 
 def replayed(
-    costs: Costs = EVEN,
-    *,
-    world_size: int = 2,
-    num_steps: int = 10,
-    clips: int = 40,
-    slow: tuple[float, ...] = (),
+    costs: Costs = EVEN, *, world_size: int = 2, num_steps: int = 10, clips: int = 40
 ) -> RunFigures:
-    """The figures of a run that took exactly what the forecast says.
-
-    Args:
-        slow: how many times as long as in `costs` each rank's work takes.
-    """
-    if slow:
-        costs = replace(
-            costs,
-            step_seconds=tuple(costs.step_on(0) * each for each in slow),
-            encode_seconds=tuple(costs.encode_on(0) * each for each in slow),
-            decode_seconds=tuple(costs.decode_on(0) * each for each in slow),
-        )
+    """The figures of a run that took exactly what the forecast says."""
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="demo"),

@@ -1,20 +1,29 @@
-"""What `env` says about a machine and does not reveal, and how `doctor` fails."""
+"""What `env` says about a machine, how `doctor` fails, and the costs that are measured."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from svdpp import __version__
-from svdpp.config import ModelConfig, PipelineConfig
+from svdpp.bench.results import Results
+from svdpp.bench.runner import PIPELINE
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config.limits import read_costs
 from svdpp.diagnostics import machine
-from svdpp.diagnostics.machine import cpu_model, environment
+from svdpp.diagnostics.machine import cpu_model, environment, median_costs
+from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.launch.gpus import available_bytes
+from svdpp.launch.world import World
 from svdpp.verification.verify import Place, VerificationResult, compare_tensors
+from svdpp.worker.messages import ActionDone, StepDone, TransferDone
+from tests.bench.made_up_benches import bench_of, config_of, round_of
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,13 +46,11 @@ def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_versions_and_host() -> None:
     facts = environment()
-
     assert facts["schema_version"] == 1
-    assert facts["versions"]["svdpp"] == __version__
-    assert facts["versions"]["torch"] == torch.__version__
+    versions = facts["versions"]
+    assert (versions["svdpp"], versions["torch"]) == (__version__, torch.__version__)
     assert facts["host"]["cpu"] == cpu_model() != ""
     assert 0 < available_bytes() <= facts["host"]["memory_bytes"]
-    assert len(facts["devices"]["gpus"]) == len(gpus.visible_gpus())
     assert facts["ffmpeg"]["version"]
 
 
@@ -66,3 +73,93 @@ def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.Mon
     *_, check = machine.examine(config, tmp_path)
     assert (check.verdict, check.exit_code) == ("failed", 3)
     assert check.detail.startswith("other bits than diffusers' whole call: clip 0, the latent")
+
+
+# --- the costs, of a bench and of `svdpp profile` -------------------------------------------------
+
+TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
+
+
+def _config(world_size: int, device: str = "cpu") -> PipelineConfig:
+    sampling = SvdSampling(num_inference_steps=world_size, num_frames=2)
+    return replace(config_of(), world_size=world_size, sampling=sampling, device=device)
+
+
+def _note(
+    trace: Trace,
+    step_seconds: Mapping[int, float],
+    transfers: Mapping[tuple[int, int], float],
+    *,
+    clip: int = 0,
+    encode_seconds: float = 0.25,
+) -> Trace:
+    """Adds a clip in which each rank does one step."""
+    encode = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=encode_seconds, waited=0.0)
+    trace(0, encode)
+    for rank, seconds in step_seconds.items():
+        trace(rank, StepDone(clip=clip, step=rank, seconds=seconds))
+        action = f"DENOISE c{clip} {rank}:{rank + 1}"
+        trace(rank, ActionDone(action=action, start=1.0, end=1 + seconds, waited=0.0))
+    for (source, target), seconds in transfers.items():
+        about = {"clip": clip, "next_step": 1, "num_bytes": 77, "end": 9.0}
+        trace(target, TransferDone(direction="recv", peer=source, seconds=seconds, **about))
+        trace(source, TransferDone(direction="send", peer=target, seconds=5.0, **about))
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "costs"),
+    [
+        ("cuda", (1.0, 1.05, 1.02), 1.02),  # the same GPUs: one number
+        ("cuda", (1.0, 2.0, 1.0), (1.0, 2.0, 1.0)),
+        ("cpu", (1.0, 2.0, 1.1), 1.1),  # one processor: noise
+    ],
+)
+def test_ranks_are_told_apart_where_gpus_differ(
+    device: str, steps: tuple[float, ...], costs: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "visible_gpus", list)
+    trace = _note(Trace(3), dict(enumerate(steps)), {})
+    found = median_costs(_config(3, device), None, [trace], source="")
+    assert found.step_seconds == pytest.approx(costs)
+
+
+def test_the_first_clip_warms_up_and_does_not_count() -> None:
+    trace = Trace(2, first_clip=1)
+    for clip, transfer in enumerate((1.0, 0.1, 0.1)):
+        took = 10.0 - clip
+        _note(trace, {1: took}, {(0, 1): transfer}, clip=clip, encode_seconds=took)
+    costs = median_costs(_config(2), None, [trace], source="a test")
+    assert (costs.step_seconds, costs.encode_seconds) == (8.5, 8.5)
+    assert costs.transfer_seconds == pytest.approx(0.1)
+    assert (costs.name, costs.source) == ("dummy fp32, 2 frames of 1024x576", "a test")
+
+
+def test_a_bench_has_the_medians_of_its_rounds(tmp_path: Path) -> None:
+    one = bench_of()
+    for number, seconds in enumerate((1.0, 9.0, 2.0)):
+        trace = _note(Trace(2), {0: seconds, 1: seconds}, {(0, 1): seconds / 10})
+        one.rounds.append(replace(round_of(PIPELINE, number), trace=trace))
+    kept = Results(tmp_path, one)
+    kept.finish()
+    costs = read_costs(kept.folder / "costs.json")
+    assert (costs.step_seconds, costs.transfer_seconds) == (2.0, pytest.approx(0.2))
+    assert (costs.encode_seconds, costs.decode_seconds) == (0.25, 0.0)
+    assert costs.source == f"measured by: svdpp bench, smoke/{kept.run_id}"
+
+
+def test_ranks_and_transfers_of_several_hosts_are_told_apart() -> None:
+    steps = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}
+    trace = _note(Trace(4), steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})
+    costs = median_costs(_config(4), TWO_HOSTS, [trace], source="")
+    assert costs.step_seconds == (1.0, 1.0, 3.0, 3.0)
+    assert costs.ranks_per_host == 2
+    assert (costs.transfer_seconds, costs.inter_host_transfer_seconds) == pytest.approx((0.1, 0.5))
+
+
+def test_a_step_of_a_pair_and_a_part_of_a_decode_count_as_whole_ones() -> None:
+    config = replace(_config(2), cfg_parallel=2)
+    trace = _note(Trace(2), {0: 1.0, 1: 1.0}, {(0, 1): 0.1})
+    trace(1, ActionDone(action="DECODE c0 @2 8:16/16", start=5.0, end=6.0, waited=0.0))
+    costs = median_costs(config, None, [trace], source="")
+    assert (costs.step_seconds, costs.decode_seconds) == (pytest.approx(1.8), 2.0)

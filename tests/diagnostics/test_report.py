@@ -19,7 +19,7 @@ from svdpp.diagnostics.figures import (
     figures_of_run,
     measured_figures,
 )
-from svdpp.diagnostics.report import Diagnosis, read_report
+from svdpp.diagnostics.report import read_report
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, RequestError
@@ -32,7 +32,7 @@ from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_
 from tests.faults.processes import allowing_for_others
 
 
-def _parts(trace: Trace) -> list[RankFigures]:
+def _parts(trace: Trace) -> tuple[RankFigures, ...]:
     """The time of each rank; only its trace is recorded."""
     config = PipelineConfig(
         world_size=trace.world_size,
@@ -41,7 +41,7 @@ def _parts(trace: Trace) -> list[RankFigures]:
     )
     figures = measured_figures(trace, config)
     assert figures is not None
-    return list(figures.ranks)
+    return figures.ranks
 
 
 def _run(*clips: int, of: int, last_clips: int = 1000) -> RunFigures | None:
@@ -122,39 +122,29 @@ def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() ->
 
 @pytest.mark.timing
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "layout", [{}, pytest.param({"replicas": 3}, marks=pytest.mark.long)], ids=("replica", "apart")
-)
-def test_the_parts_of_real_ranks_add_up(layout: dict[str, int]) -> None:
+def test_the_parts_of_real_ranks_add_up() -> None:
     config = PipelineConfig(
         world_size=3,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=True),
         sampling=SvdSampling(num_inference_steps=6),
         costs=Costs(step_seconds=0.1, encode_seconds=0.1, decode_seconds=0.2),
-        **layout,  # type: ignore[arg-type]
     )
     requests = [ClipRequest(seed=seed) for seed in range(6)]
-    pipeline = Pipeline(config)
-    with pipeline:
+    with Pipeline(config) as pipeline:
         pipeline.run(requests)
-    _check_figures(figures_of_run(pipeline, requests), pipeline)
-    for account in _parts(pipeline.trace):
-        parts = account.compute + account.wait + account.transfer + account.idle
-        assert parts == pytest.approx(account.wall, rel=allowing_for_others(0.01)), account
-        assert min(account.compute, account.wait, account.transfer, account.idle) >= 0
-
-
-def _check_figures(figures: RunFigures | None, pipeline: Pipeline) -> None:
-    """The figures of the same ranks, for `svdpp report`."""
+    figures = figures_of_run(pipeline, requests)
     assert figures is not None
     assert figures.clips == 6
+    assert figures.forecast_seconds == pytest.approx(figures.makespan, rel=0.3)
+    counts = [(rank.encode.count, rank.decode.count) for rank in figures.ranks]
+    assert counts == [(6, 0), (0, 0), (0, 6)]
     for rank in figures.ranks:
+        assert rank.peak_bytes
         causes = sum(pipeline.trace.reported[rank.rank].waits.values())
         assert causes == pytest.approx(rank.wait + rank.transfer, abs=1e-6)
-        assert rank.peak_bytes
-    counts = [(rank.encode.count, rank.decode.count) for rank in figures.ranks]
-    assert counts == ([(2, 2)] * 3 if pipeline.config.replicas == 3 else [(6, 0), (0, 0), (0, 6)])
-    assert figures.forecast_seconds == pytest.approx(figures.makespan, rel=0.3)
+        parts = rank.compute, rank.wait, rank.transfer, rank.idle
+        assert sum(parts) == pytest.approx(rank.wall, rel=allowing_for_others(0.01)), rank
+        assert min(parts) >= 0
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -194,34 +184,27 @@ BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
     "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
     "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),
     "slow_device": (
-        *(replayed(slow=(1.0, 1.8, 1.0, 1.0), **_FOUR), 1),
+        *(replayed(replace(EVEN, step_seconds=(0.1, 0.18, 0.1, 0.1)), **_FOUR), 1),
         "a step takes 0.18 s, on the others 0.1 s",
     ),
     "transfers": (_transfers(), 1, "waits 30.0 s while packets arrive, 0.8 s each"),
     "images": (delayed(replayed(), 0, 15.0, image_wait=15.0), 0, "waits 15.0 s for images"),
     "disk": (_disk(), 1, "rank 1 writes a clip in 1.2 s"),
     "few_clips": (replayed(clips=2, **_FOUR), None, "2 clips cannot fill 4 ranks"),
-    "few_clips: one": (replayed(clips=1, **_FOUR), None, "1 clip cannot fill 4 ranks"),
 }
-
-
-def _diagnosis(folder: Path, figures: RunFigures) -> Diagnosis:
-    _, found = read_report(leave(folder, figures))
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("kind", BOTTLENECKS)
 def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_path: Path) -> None:
     figures, rank, words = BOTTLENECKS[kind]
-    diagnosis = _diagnosis(tmp_path, figures)
+    _, diagnosis = read_report(leave(tmp_path, figures))
+    assert diagnosis is not None
     first, advice = diagnosis.findings[0], diagnosis.advice
-    assert (first.kind, first.rank) == (kind.partition(":")[0], rank)
+    assert (first.kind, first.rank) == (kind, rank)
     assert words in first.text
     lines = diagnosis.lines
     assert len(lines) == (3 if advice else 1)
     assert all(len(line) <= 80 for line in lines[:2])
-    assert len(f"limited by: {first.text}") <= 80
     if advice is None:
         return
     asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
@@ -235,7 +218,7 @@ def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_pa
 
 
 def test_a_slow_rank_gets_costs_of_its_own(tmp_path: Path) -> None:
-    path = leave(tmp_path, replayed(slow=(1.0, 2.0)))
+    path = leave(tmp_path, replayed(replace(EVEN, step_seconds=(0.1, 0.2))))
     costs = read_costs(path)
     assert costs.step_seconds == (0.1, 0.2)
     assert costs.encode_seconds == (0.01, 0.02)
@@ -262,7 +245,6 @@ def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
         ({"makespan": 0.0}, "makespan must be above 0"),
         ({"makespan": float("nan")}, "makespan must be a finite number"),
         ({"ranks": []}, "ranks"),
-        ({"ranks": "many"}, "ranks"),
         ({"schema_version": 2}, "schema_version must be 1"),
         ({"clips": 0}, "clips must be 1 or more"),
         (None, "damaged"),

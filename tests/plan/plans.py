@@ -1,18 +1,19 @@
-"""Strategies for layouts, costs and routes, and the check that a schedule makes each clip once."""
+"""Strategies for layouts and costs, and the check that a schedule makes each clip once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from hypothesis import strategies as st
 
-from svdpp.plan.actions import SENDS, Action, FrameRange, Kind, Route, Schedule
+from svdpp.plan.actions import SENDS, Action, FrameRange, Kind, Schedule
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import SPLITS, Layout
-from svdpp.plan.split import Part, StepRange
+from svdpp.plan.split import Part
 
 # Binary fractions have exact sums in any order, so times can be compared with ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
@@ -28,8 +29,11 @@ costs = st.builds(
 def memory(weights: tuple[float, float, float], work: tuple[float, float, float]) -> dict[str, Any]:
     """The GiB of encode, denoise and decode, as options of `Costs`."""
     parts = ("encode", "denoise", "decode")
-    given = {f"{part}_weights_gib": gib for part, gib in zip(parts, weights, strict=True)}
-    return given | {f"{part}_work_gib": gib for part, gib in zip(parts, work, strict=True)}
+    return {
+        f"{part}_{kind}_gib": size
+        for kind, sizes in (("weights", weights), ("work", work))
+        for part, size in zip(parts, sizes, strict=True)
+    }
 
 
 #: Wan 2.2 A14B in 40 steps, roughly; its first part is the text encoder, the second one expert.
@@ -43,25 +47,12 @@ WAN: dict[str, Any] = {
 
 
 @st.composite
-def uniform_layouts(draw: st.DrawFn) -> Layout:
-    """One replica whose ranks do as many steps each."""
-    world_size = draw(st.integers(1, 9))
-    num_steps = world_size * draw(st.integers(1, 5))
-    return Layout(num_steps=num_steps, world_size=world_size, decodes=draw(st.booleans()))
-
-
-@st.composite
-def layouts(draw: st.DrawFn, *, experts: int | None = None, pairs: bool = False) -> Layout:
-    """Any layout that can be built, on one host or several.
-
-    Args:
-        experts: of the model; None: 1 or 2.
-        pairs: whether a pair of ranks can stand for each rank.
-    """
+def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
+    """Any layout that can be built, on one host or several, of single ranks or also of pairs."""
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     cfg_parallel = draw(st.integers(1, 1 + pairs))
     world_size = replicas * replica_size * cfg_parallel
-    has_two = draw(st.booleans()) if experts is None else experts == 2
+    has_two = draw(st.booleans())
     share = draw(st.booleans())
     apart = has_two and not share and replica_size > 1
     decoders = draw(st.integers(1, replica_size - apart))
@@ -108,26 +99,7 @@ def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> Costs:
 
 def steps_in(seconds: float, part: Part) -> float:
     """Steps that the stages could do of every clip in this time, if steps were divisible."""
-    return sum(
-        sum(min(part.num_steps, stage.steps_within(seconds, t)) for t in range(len(stage.ranks)))
-        / len(stage.ranks)
-        for stage in part.stages
-    )
-
-
-@st.composite
-def route_lists(draw: st.DrawFn) -> tuple[list[Route], int]:
-    """Any routes: each clip visits some ranks in some order, some of them for zero steps."""
-    world_size = draw(st.integers(1, 6))
-    routes = []
-    for clip in range(draw(st.integers(1, 8))):
-        ranks = draw(st.permutations(range(world_size)))
-        done, ranges = 0, []
-        for rank in ranks[: draw(st.integers(1, world_size))]:
-            ranges.append(StepRange(rank, done, done + draw(st.integers(0, 4))))
-            done = ranges[-1].end
-        routes.append(Route(clip, tuple(ranges), draw(st.booleans())))
-    return routes, world_size
+    return sum(fmean(stage.steps_within(seconds, part.num_steps)) for stage in part.stages)
 
 
 # --- the check of a schedule ----------------------------------------------------------------------
@@ -135,7 +107,7 @@ def route_lists(draw: st.DrawFn) -> tuple[list[Route], int]:
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
 
 
-def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> None:
+def check_schedule(schedule: Schedule, num_steps: int) -> None:
     """Check that every clip is started once, does each step once in order, and is finished once.
 
     A clip is started by ENCODE at step 0, or by LOAD at the step that an earlier run reached. A
@@ -152,9 +124,8 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
         held: dict[int, int] = {}
         decoded: set[int] = set()
         for action in rank_actions:
-            steps = num_steps if isinstance(num_steps, int) else num_steps[action.clip]
-            fits = _can_follow(action, held, decoded, steps)
-            require(fits, f"clip {action.clip}: rank {rank} cannot do {action}")
+            can_follow = _can_follow(action, held, decoded, num_steps)
+            assert can_follow, f"clip {action.clip}: rank {rank} cannot do {action}"
             packet = action.clip, action.start, action.frames
             if action.kind in (Kind.RECV, Kind.GATHER):
                 transfers[action.peer, rank, packet] -= 1
@@ -169,12 +140,12 @@ def check_schedule(schedule: Schedule, num_steps: int | Mapping[int, int]) -> No
                 started.append(action.clip)
             elif action.kind is Kind.FINISH:
                 finished.append(action.clip)
-        require(not held, f"rank {rank} ends with unfinished clips: {held}")
-    require(not any(transfers.values()), "a transfer has one end")
-    require(set(halves.values()) <= {2}, "a clip's steps are not done once, or by both of a pair")
-    require(all(map(_is_whole, decodes.values())), "a clip's frames are not decoded once")
-    require(sorted(started) == sorted(finished), "a clip is started or finished alone")
-    require(len(started) == len(set(started)), "a clip is started twice")
+        assert not held, f"rank {rank} ends with unfinished clips: {held}"
+    assert not any(transfers.values()), "a transfer has one end"
+    assert set(halves.values()) <= {2}, "a clip's steps are not done once, or by both of a pair"
+    assert all(map(_is_whole, decodes.values())), "a clip's frames are not decoded once"
+    assert sorted(started) == sorted(finished), "a clip is started or finished alone"
+    assert len(started) == len(set(started)), "a clip is started twice"
 
 
 def check_receives(schedule: Schedule) -> None:
@@ -187,11 +158,6 @@ def check_receives(schedule: Schedule) -> None:
             else:
                 posted.discard(action.clip)
                 assert len(posted) <= 1
-
-
-def require(holds: bool, why: str) -> None:
-    if not holds:
-        raise ValueError(why)
 
 
 def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_steps: int) -> bool:
@@ -212,10 +178,10 @@ def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_ste
         return first and action.start == num_steps
     if action.kind is Kind.SHARE:
         return True
-    if action.kind in (Kind.GATHER, Kind.RETURN) and clip not in decoded:
-        return False
     if action.kind is Kind.GATHER:
-        return True
+        return clip in decoded
+    if action.kind is Kind.RETURN and clip not in decoded:
+        return False
     del held[clip]
     return action.kind is Kind.SEND or action.start == num_steps
 

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from svdpp.config.limits import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import PRESETS, Costs, MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
 from tests.plan.plans import memory
@@ -31,14 +28,6 @@ MEASURED = Costs(
 )
 
 HOSTS = Costs(transfer_seconds=0.25, ranks_per_host=4, inter_host_transfer_seconds=3.0)
-
-
-def test_what_an_action_takes_on_each_rank() -> None:
-    assert [MEASURED.of(Action(Kind.DENOISE, 0, 2, 5), rank) for rank in (0, 1)] == [4.5, 6.0]
-    assert [MEASURED.of(Action.at(Kind.ENCODE, 0, 0), rank) for rank in (0, 1)] == [0.25, 0.25]
-    assert [MEASURED.of(Action.at(Kind.DECODE, 0, 5), rank) for rank in (0, 1)] == [4.0, 5.0]
-    for kind in (Kind.SEND, Kind.FINISH):
-        assert MEASURED.of(Action.at(kind, 0, 5), 0) == 0
 
 
 def test_a_transfer_between_hosts_has_its_own_time() -> None:
@@ -78,11 +67,8 @@ def test_the_file_both_ways(costs: Costs, tmp_path: Path) -> None:
     assert find_costs(str(path)) == costs
 
 
-def test_a_step_alone_is_enough_and_fields_of_earlier_versions_are_passed_over() -> None:
-    old = {"write_seconds": 0.5, "packet_bytes": 9, "transfer_bytes_per_second": None}
-    assert Costs.from_json({"schema_version": 1, "step_seconds": 2, **old}, "f") == Costs(
-        step_seconds=2
-    )
+def test_a_step_alone_is_enough() -> None:
+    assert Costs.from_json({"schema_version": 1, "step_seconds": 2}, "f") == Costs(step_seconds=2)
 
 
 GOOD = {"schema_version": 1, "step_seconds": 1.0}
@@ -90,10 +76,8 @@ REFUSED: list[tuple[Any, str]] = [
     ([], "f: costs are a JSON object, not list"),
     ({}, "f: schema_version must be 1, got None"),
     ({**GOOD, "schema_version": 2}, "f: schema_version must be 1, got 2"),
-    ({**GOOD, "schema_version": "1"}, "f: schema_version must be 1, got '1'"),
     ({"schema_version": 1}, "f: step_seconds is missing"),
     ({**GOOD, "warp": 1}, "f: unknown key 'warp'"),
-    ({**GOOD, "transfer_bytes_per_second": 1}, "f: unknown key 'transfer_bytes_per_second'"),
 ]
 
 
@@ -105,17 +89,15 @@ def test_files_that_hold_no_costs(content: Any, words: str) -> None:
     assert caught.value.message.startswith(words)
 
 
-NUMBERS = [
-    *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds"),
-    *("encode_weights_gib", "decode_work_gib"),
-]
+NO_NUMBERS = (-1.0, -1e-9, math.inf, -math.inf, math.nan, "1", True, 10**400, (1.0, -1.0), (1, [2]))
 FAULTS: list[tuple[str, Any, str]] = [
+    *(("step_seconds", value, "must be a number from 0 to") for value in NO_NUMBERS),
     *(
-        (name, value, "must be a number from 0 to")
-        for name in NUMBERS
-        for value in (-1.0, -1e-9, math.inf, -math.inf, math.nan, "1", True, 10**400)
+        (name, -1.0, "must be a number from 0 to")
+        for name in ("encode_seconds", "decode_seconds", "encode_weights_gib", "decode_work_gib")
     ),
-    *(("step_seconds", value, "must be") for value in ((1.0, -1.0), (1, [2]), None, 0)),
+    ("step_seconds", None, "must be"),
+    ("step_seconds", 0, "must be above 0"),
     ("step_seconds", (), "must have a number for each rank"),
     ("step_seconds", (0.0, 1.0), "must be above 0"),
     ("transfer_seconds", (1, 1), "must be a number from 0 to"),
@@ -148,40 +130,15 @@ def test_files_that_are_no_costs(tmp_path: Path) -> None:
         find_costs(str(tmp_path))
     with pytest.raises(InputError, match="costs file '/dev/zero' is not a regular file"):
         read_costs("/dev/zero")
-    with (tmp_path / "large.json").open("wb") as file:
-        file.truncate(2**26 + 1)  # a hole, which takes no space
-    with pytest.raises(InputError, match="is larger than 67108864 bytes"):
-        read_costs(tmp_path / "large.json")
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3),
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [("svd-xt-a100", 32.16641), ("svd-xt-a100-pcie", 35.25838), ("svd-xt-h100-pcie", 22.64473)],
 )
-
-
-@given(st.dictionaries(st.sampled_from([*NUMBERS, "name", "bogus"]), json_values, max_size=3))
-def test_any_content_is_costs_or_refused(content: dict[str, Any]) -> None:
-    try:
-        costs = Costs.from_json({**GOOD, **content}, "f")
-    except RequestError:
-        return
-    assert Costs.from_json(json.loads(json.dumps(costs.to_json(), allow_nan=False)), "f") == costs
-
-
-# --- presets ------------------------------------------------------------------------------------
-
-
-def test_the_published_parts_add_up_to_the_published_whole() -> None:
+def test_the_published_parts_add_up_to_the_published_whole(name: str, whole: float) -> None:
     """The end-to-end times of the table include some ms of other work."""
-    published = {
-        "svd-xt-a100": 32.16641,
-        "svd-xt-a100-pcie": 35.25838,
-        "svd-xt-h100-pcie": 22.64473,
-    }
-    for name, whole in published.items():
-        costs = PRESETS[name]
-        assert costs is find_costs(name)
-        parts = costs.encode_on(0) + 25 * costs.step_on(0) + costs.decode_on(0)
-        assert parts <= whole
-        assert parts == pytest.approx(whole, rel=0.002)
+    costs = find_costs(name)
+    parts = costs.encode_on(0) + 25 * costs.step_on(0) + costs.decode_on(0)
+    assert parts <= whole
+    assert parts == pytest.approx(whole, rel=0.002)

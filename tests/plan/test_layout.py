@@ -1,4 +1,4 @@
-"""Layouts: all can be performed, links and roles are right, invalid ones refused; two experts."""
+"""Layouts: all can be performed, no split is faster, invalid ones are refused; `auto`'s choice."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
-from svdpp.plan.actions import SENDS, Action, Kind, Route, Schedule, build_schedule
+from svdpp.plan.actions import SENDS, Action, Kind, Schedule, build_schedule
 from svdpp.plan.choose import choose_layout
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay
+from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.forecast import forecast_layout, replay
 from svdpp.plan.layout import Layout, Roles, assign_replicas
-from svdpp.plan.split import Part, Stage, StepRange, balanced_cuts, uniform_cuts
-from tests.plan.plans import WAN, check_receives, check_schedule, layouts, memory, steps_in
+from svdpp.plan.split import (
+    Part,
+    Stage,
+    alternating_cuts,
+    balanced_cuts,
+    divisors,
+    uniform_cuts,
+)
+from tests.plan.plans import WAN, check_receives, check_schedule, costs, layouts, memory, steps_in
 
 num_clips = st.integers(1, 20)
 
@@ -98,6 +105,7 @@ def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
 
 @given(layouts(pairs=True), num_clips)
 def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips: int) -> None:
+    """It skips ranks without steps, except the first and the last."""
     shares = {share.rank: share for share in layout.all_shares}
     assert sorted(shares) == list(range(layout.world_size))
     for clip in range(clips):
@@ -106,52 +114,13 @@ def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips
         own = layout.replica_ranks[clip % layout.replicas]
         ranks = [part.rank for part in route.ranges]
         assert set(ranks) <= set(own)
+        assert ranks == sorted(ranks)
         assert ranks[-1] == own[layout.replica_size - layout.decoders + index % layout.decoders]
         if layout.num_stages > 1:
             assert ranks[0] == own[0]
-        assert ranks == sorted(ranks)
+        assert all(part.num_steps for part in route.ranges[1:-1])
         for part in route.ranges:
             assert shares[part.rank].start <= part.start <= part.end <= shares[part.rank].end
-
-
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 20))
-def test_the_default_is_the_charters_rule(per_rank: int, world_size: int, clip: int) -> None:
-    layout = Layout(num_steps=per_rank * world_size, world_size=world_size)
-
-    ranges = [StepRange(r, r * per_rank, (r + 1) * per_rank) for r in range(world_size)]
-    assert layout.route(clip) == Route(clip, tuple(ranges))
-    assert layout.links == tuple(itertools.pairwise(range(world_size)))
-
-
-@given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 20))
-def test_a_replica_for_each_rank_is_data_parallel(steps: int, world_size: int, clip: int) -> None:
-    for options in ({"replicas": world_size}, {"decoders": world_size}):
-        layout = Layout(num_steps=steps, world_size=world_size, split="alternating", **options)
-        assert layout.route(clip) == Route(clip, (StepRange(clip % world_size, 0, steps),))
-        assert layout.links == ()
-
-
-def test_a_rank_without_steps_is_passed_by() -> None:
-    """6 ranks for 3 steps: clips skip ranks without steps, except the first and the last."""
-    layout = Layout(num_steps=3, world_size=6, split="alternating")
-    for route in map(layout.route, range(50)):
-        assert (route.ranges[0].rank, route.ranges[-1].rank) == (0, 5)
-        assert all(part.num_steps for part in route.ranges[1:-1])
-
-
-def test_roles_say_what_need_not_be_loaded() -> None:
-    decode_heavy = Costs(step_seconds=1, encode_seconds=0.5, decode_seconds=8)
-    layout = Layout(num_steps=16, world_size=4, split="balanced", costs=decode_heavy)
-
-    assert layout.route(0).ranges[-1] == StepRange(3, 16, 16)
-    assert layout.roles == (
-        Roles(encode=True, denoise=True),
-        Roles(denoise=True),
-        Roles(denoise=True),
-        Roles(decode=True),
-    )
-    bare = Layout(num_steps=4, world_size=2, decodes=False)
-    assert [role.decode for role in bare.roles] == [False, False]
 
 
 def test_peak_memory_follows_the_roles() -> None:
@@ -186,6 +155,7 @@ DIVISORS = "use a divisor: --replicas 1, 2, 4, 8"
 NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
 EVENLY = "{} cannot be split evenly over {}"
 EXPERTS = "13 high-noise and 27 low-noise steps"
+OTHER_SPLITS = "use --split balanced or --split alternating"
 RANGE = "--decoders must be 1 to {}, the ranks of a replica or decoder, got {}"
 BOUNDARY = "--expert-boundary must be 1 or more and less than the number of steps (40), got {}"
 
@@ -223,18 +193,14 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
             EVENLY.format("25 steps", "8 ranks; the nearest step counts that can are 24 and 32"),
             "use --steps 24 or --steps 32, or --world 5, or --split alternating",
         ),
+        (
+            {"num_steps": 4},
+            EVENLY.format("4 steps", "8 ranks; the nearest step count that can is 8"),
+            "use --steps 8, or --world 4, or --split alternating",
+        ),
         ({**WAN, "expert_boundary": 40}, BOUNDARY.format(40), ""),
         ({**WAN, "expert_boundary": 0, "replicas": 8}, BOUNDARY.format(0), ""),
-        (
-            WAN,
-            EVENLY.format(EXPERTS, "8 stages with one expert each"),
-            "use --split balanced or --split alternating",
-        ),
-        (
-            {**WAN, "replicas": 2, "decoders": 2},
-            EVENLY.format(EXPERTS, "3 stages with one expert each"),
-            "use --split balanced or --split alternating",
-        ),
+        (WAN, EVENLY.format(EXPERTS, "8 stages with one expert each"), OTHER_SPLITS),
         (
             {**WAN, "decoders": 4, "replicas": 2, "split": "alternating"},
             "--decoders must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
@@ -252,14 +218,64 @@ def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-# --- two experts: ranks follow the work, and `auto` the memory -----------------------------------
-
-two_experts = layouts(experts=2)
-HIGH, LOW = frozenset({0}), frozenset({1})
+# --- the cuts -------------------------------------------------------------------------------------
 
 
-@given(two_experts.filter(lambda layout: layout.separates_experts))
-def test_no_division_of_the_ranks_is_faster(layout: Layout) -> None:
+@st.composite
+def replica_stages(draw: st.DrawFn) -> list[Stage]:
+    """A few stages of one rank or several alternating ranks, at any speeds."""
+    seconds = st.integers(0, 32).map(lambda quarters: quarters / 4)
+    step = st.integers(1, 12).map(lambda quarters: quarters / 4)
+    stages = []
+    for index in range(length := draw(st.integers(1, 4))):
+        turns = draw(st.integers(1, 3)) if index == length - 1 else 1
+        stages.append(
+            Stage(
+                tuple(range(index, index + turns)),
+                tuple(draw(step) for _ in range(turns)),
+                tuple(draw(seconds) for _ in range(turns)),
+            )
+        )
+    return stages
+
+
+def steps_between(cuts: Sequence[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(cuts)]
+
+
+@given(st.integers(1, 8), replica_stages())
+def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -> None:
+    part = Part(num_steps, stages)
+    every = itertools.combinations_with_replacement(range(num_steps + 1), len(stages) - 1)
+    best = min(part.slowest_seconds((0, *cuts, num_steps)) for cuts in every)
+    cuts = balanced_cuts(part)
+
+    assert (cuts[0], cuts[-1]) == (0, num_steps)
+    assert list(cuts) == sorted(cuts)
+    assert part.slowest_seconds(cuts) == best
+
+
+@given(st.integers(1, 30), replica_stages(), st.integers(1, 300))
+def test_alternating_ranges_are_in_order_and_near_their_means(
+    num_steps: int, stages: list[Stage], num_clips: int
+) -> None:
+    """Each clip's are within a step of them, and those of any clips within a few steps."""
+    alternating = alternating_cuts([Part(num_steps, stages)])
+    turns = len(alternating.positions)
+    for turn, positions in enumerate(alternating.positions):
+        means = [position / 2**64 for position in positions]
+        own = [alternating.cuts(index) for index in range(turn, num_clips, turns)]
+        for cuts in own:
+            assert (cuts[0], cuts[-1]) == (0, num_steps)
+            assert list(cuts) == sorted(cuts)
+            assert all(abs(cut - mean) < 1 + 1e-9 for cut, mean in zip(cuts, means, strict=True))
+        counts = zip(*map(steps_between, own), strict=True)
+        for mean, each in zip(steps_between(means), counts, strict=False):
+            assert abs(sum(each) - mean * len(own)) < 4
+
+
+@given(layouts())
+def test_no_division_of_the_steps_and_ranks_is_faster(layout: Layout) -> None:
     """Of fixed cuts the slowest stage is as fast as possible, of alternating ones up to 0.5%."""
     shares = {share.rank: share.mean_steps for share in layout.all_shares}
     for replica in range(layout.replicas):
@@ -287,9 +303,10 @@ def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
     )
 
 
-def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, Part]]:
-    """All divisions of the stages between the experts, at least one each."""
-    assert layout.expert_boundary is not None
+def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, ...]]:
+    """All divisions of the stages between separate experts, at least one each."""
+    if layout.expert_boundary is None or not layout.separates_experts:
+        return [(Part(layout.num_steps, stages),)]
     low_noise = layout.num_steps - layout.expert_boundary
     return [
         (Part(layout.expert_boundary, stages[:count]), Part(low_noise, stages[count:]))
@@ -297,51 +314,121 @@ def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, Part]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "cuts"),
-    [
-        ({"world_size": 4}, (0, 13, 22, 31, 40)),
-        ({"world_size": 4, "split": "balanced"}, (0, 13, 23, 33, 40)),
-        ({"world_size": 4, "split": "balanced", "share_experts": True}, (0, 10, 21, 32, 40)),
-        ({"world_size": 2, "split": "alternating"}, (0, 13, 40)),
-        ({"world_size": 8, "split": "balanced"}, (0, 4, 9, 13, 19, 25, 31, 37, 40)),
-    ],
-    ids=str,
-)
-def test_wan(options: dict[str, Any], cuts: tuple[int, ...]) -> None:
-    assert Layout(**WAN, **options).cuts(0) == cuts
-
-
 def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     costs = Costs(decode_seconds=9)
     layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
     assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
-    assert [role.experts for role in layout.roles] == [HIGH, LOW, LOW, frozenset()]
+    assert [set(role.experts) for role in layout.roles] == [{0}, {1}, {1}, set()]
 
 
-FOUR = {**WAN, "world_size": 4, "num_clips": 16}
+# --- auto -----------------------------------------------------------------------------------------
+
+A100 = PRESETS["svd-xt-a100"]
 
 
-def test_auto_takes_data_parallel_only_if_both_experts_fit() -> None:
-    roomy = choose_layout(**FOUR, memory_gib=(80.0,) * 4)
-    assert str(roomy.layout) == "data parallel"
-    assert roomy.reason.endswith("; 4 of 4 ranks hold both experts")
-    small = choose_layout(**FOUR, memory_gib=(48.0,) * 4)
-    assert small.layout.separates_experts
-    assert small.reason.endswith(
-        "; 0 of 4 ranks hold both experts; 1 of 7 layouts need more memory"
+def choose(**options: Any) -> tuple[Layout, str]:
+    choice = choose_layout(
+        **{"num_steps": 25, "world_size": 8, "num_clips": 80, "costs": A100, **options}
     )
-    # Rank 0 needs 47 GiB, ranks 1 and 2 need 36, rank 3 needs 36.5.
-    assert choose_layout(**FOUR, memory_gib=(47.0, 36.0, 36.0, 36.5)).layout.replicas == 1
+    return choice.layout, choice.reason
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 20), costs)
+@settings(max_examples=50)
+def test_nothing_simple_is_better(
+    num_steps: int, world_size: int, num_clips: int, costs: Costs
+) -> None:
+    counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
+    chosen, reason = choose(**counts, num_clips=num_clips)
+
+    makespan = forecast_layout(chosen, num_clips).makespan
+    for replicas in divisors(world_size):
+        for split in ("balanced", "alternating"):
+            other = Layout(**counts, replicas=replicas, split=split)  # type: ignore[arg-type]
+            if other.replica_size <= num_steps + 2:
+                assert makespan <= forecast_layout(other, num_clips).makespan * 1.002
+    assert "\n" not in reason
+    assert reason.startswith(f"{chosen}: ")
+
+
+def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
+    """Rank 0 needs 47 GiB, ranks 1 and 2 need 36, rank 3 needs 36.5."""
+    counts = {**WAN, "world_size": 4, "num_clips": 16}
+    layout, reason = choose(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5))
+    assert layout.replicas == 1
+    assert "; 0 of 4 ranks hold both experts; " in reason
     words = "no layout of 4 ranks fits in 36 to 47 GiB a rank: the smallest one needs 47"
     with pytest.raises(RequestError, match=words):
-        choose_layout(**FOUR, memory_gib=(36.0, 36.5, 47.0, 36.0))
+        choose(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
 
 
-def test_a_rank_holds_both_experts_where_its_card_has_room() -> None:
-    counts = {**FOUR, "num_clips": 64}
-    choice = choose_layout(**counts, memory_gib=(48.0, 64.0, 48.0, 48.0))
-    assert str(choice.layout) == "1 replica of 4 ranks, alternating, shared experts"
-    assert [len(role.experts) for role in choice.layout.roles] == [1, 2, 1, 1]
-    assert "; 1 of 4 ranks hold both experts; " in choice.reason
-    assert not choose_layout(**counts, memory_gib=(48.0,) * 4).layout.share_experts
+STEPS_ONLY = Costs()
+BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "reason"),
+    [
+        (  # fewer clips than ranks
+            {"num_clips": 3, "sooner": True},
+            "data parallel of pairs",
+            BOTH.format("18.41", "3 clips", "18.41", "data parallel", "32.15", "32.15"),
+        ),
+        *(  # of a long queue the rate decides; pairs would have 0.87 of it, which is too little
+            (
+                {"sooner": sooner},
+                "data parallel",
+                BOTH.format(
+                    "32.15", "80 clips", "321.5", "data parallel of pairs", "18.41", "368.2"
+                ),
+            )
+            for sooner in (False, True)
+        ),
+        (
+            {"sooner": True, "costs": STEPS_ONLY},
+            "data parallel of pairs",
+            BOTH.format("12.5", "80 clips", "250", "data parallel", "25", "250"),
+        ),
+        ({"costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
+        ({"world_size": 7}, "data parallel", "the next best"),
+        (  # only pairs can divide these steps evenly
+            {"fixed": {"replicas": 1}, "num_steps": 28},
+            "1 replica of 4 pairs, uniform",
+            "no other layout is possible",
+        ),
+        (
+            {
+                **{"sooner": True, "costs": STEPS_ONLY, "num_steps": 24},
+                "fixed": {"replicas": 2, "split": "balanced"},
+            },
+            "2 replicas of 2 pairs, balanced",
+            "a clip takes 12 s and 80 clips 246 s, with 2 replicas of 4 ranks, balanced 24 s",
+        ),
+    ],
+)
+def test_pairs_are_chosen_for_latency(options: dict[str, Any], layout: str, reason: str) -> None:
+    chosen, why = choose(pairs=True, **options)
+    assert str(chosen) == layout
+    assert reason in why
+
+
+def test_what_is_fixed_and_impossible_is_said_of_single_ranks() -> None:
+    with pytest.raises(RequestError, match="over 8 ranks"):
+        choose(pairs=True, fixed={"replicas": 1})
+
+
+def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
+    """The presets have no time for transfers between hosts."""
+    hosts = replace(A100, ranks_per_host=4)
+    layout, reason = choose(costs=hosts)
+    assert str(layout) == "data parallel"
+    # Replicas of 8, balanced and alternating, with 1 and 2 decoders; shorter ones fit on one host.
+    assert reason.endswith(
+        "4 of 9 layouts have transfers between hosts, whose time the costs do not give: "
+        "set --inter-host-transfer-seconds"
+    )
+    assert "hosts" not in choose(costs=replace(hosts, inter_host_transfer_seconds=0.1))[1]
+    fitting = replace(hosts, **memory((1.5, 3.0, 0.5), (1.0, 6.0, 8.0)))
+    with pytest.raises(RequestError, match=r"between hosts \(rank 3 to rank 4\)") as caught:
+        choose(costs=fitting, memory_gib=(11.0,) * 8)
+    assert "--inter-host-transfer-seconds SECONDS" in caught.value.hint

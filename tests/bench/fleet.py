@@ -1,19 +1,27 @@
-"""What many servers ask of one PostgreSQL, and how long it takes (docs/fleet.md, "Load").
+"""What many servers ask of one PostgreSQL, and how fast they are together (docs/fleet.md).
 
-    python -m tests.bench.fleet_load --servers 50 --threads 50 --rate 100 --requests 0
-    python -m tests.bench.fleet_load --servers 1000 --rate 116
+    python -m tests.bench.fleet --servers 50 --threads 50 --rate 100 --requests 0
+    python -m tests.bench.fleet --servers 1000 --rate 116
+    python -m tests.bench.fleet --real 3
 
 Starts a database in a temporary folder. Each simulated server claims a clip, holds it for so long
 that all together complete `--rate` clips a second, completes it, requests another one (unless
 `--requests 0`), and looks after its claim as `svdpp.serve.fleet` does. No machine here has the
 memory for 3,000 connections, so the servers share those of `--threads` threads, two for each.
 `--listeners` further connections wait for notices, as one of each server does.
+
+With `--real` servers are started, each with two ranks of the dummy model, whose steps sleep for 100
+ms: one with nothing to do, whose statements are counted, then that one and all with a long queue.
 """
 
 from __future__ import annotations
 
+import argparse
+import base64
 import copy
 import heapq
+import json
+import os
 import random
 import secrets
 import statistics
@@ -23,6 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +39,12 @@ from typing import Any
 import psycopg
 
 from svdpp.serve import fleet
-from svdpp.serve.job import Job
+from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue, _insert
 from tests.bench.options import options
-from tests.serve.postgres import postgres_server
+from tests.serve.engines import SAMPLING, dummy_job
+from tests.serve.http_server import DUMMY, HttpServer
+from tests.serve.postgres import Postgres, postgres_server
 from tests.serve.store_jobs import add, new_job
 
 _OWNERS = 20
@@ -41,6 +52,7 @@ _JOB = {"prompt": "a sentence of eighty letters " * 3}
 # As large as a real one.
 _METADATA = {"file_sha256": "0" * 64, "conditions": "x" * 1500}
 _ABOUT = {"ranks": 8, "free": 0, "claims": 1, "sizes": ["1024x576"], "weights": "0" * 64}
+_WARM_CLIPS = 6
 
 
 class Counted(psycopg.Connection[Any]):
@@ -129,9 +141,7 @@ def _fleet_queues(
         yield server.url, queues
 
 
-def main() -> None:
-    sizes = {"servers": 1000, "queued": 10_000, "threads": 16, "listeners": 0, "requests": 1}
-    asked = options(__doc__, rate=116.0, seconds=60.0, **sizes)
+def _simulate(asked: argparse.Namespace) -> None:
     psycopg.connect = Counted.connect  # type: ignore[assignment]
     connections = asked.listeners + 2 * asked.threads + 10
     with (
@@ -178,7 +188,9 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
     wal, table = ((now - then) / clips for now, then in zip(after, before, strict=True))
     print(f"a clip: {wal:.0f} bytes of WAL, {table:.0f} of tables and indexes")
     for name, each in found.items():
-        print(f"{name}: {len(each) / seconds:.1f} a second, {_shown(each)}")
+        cuts = statistics.quantiles(each, n=100)
+        shown = ", ".join(f"p{part} {1000 * cuts[part - 1]:.1f} ms" for part in (50, 90, 99))
+        print(f"{name}: {len(each) / seconds:.1f} a second, {shown}")
 
 
 def _size(queue: JobQueue) -> list[int]:
@@ -187,10 +199,70 @@ def _size(queue: JobQueue) -> list[int]:
     return [int(each) for each in queue.database.rows(query)[0]]
 
 
-def _shown(seconds: list[float]) -> str:
-    cuts = statistics.quantiles(seconds, n=100)
-    return ", ".join(f"p{percent} {1000 * cuts[percent - 1]:.1f} ms" for percent in (50, 90, 99))
+def _run_servers(asked: argparse.Namespace) -> None:
+    sampling = replace(SAMPLING, num_inference_steps=20)
+    with postgres_server(fsync=True) as database, ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
+        queue = opened.enter_context(closing(JobQueue(folder, url=database.url)))
+        jobs = int(asked.seconds * 20)
+        server_options = (*DUMMY, "--time-scale", "0.2", "--queue", database.url, "--grace", "0")
+        server_options += ("--max-queue", str(jobs + 1))  # else they are not ready
+        secret = folder.parent / "secret"
+        secret.touch(0o600)
+        secret.write_text("whsec_" + base64.b64encode(bytes(32)).decode())
+        server_options += ("--callback-hosts", "localhost", "--callback-secret-file", str(secret))
+
+        def start_server() -> None:
+            opened.enter_context(HttpServer(folder, *server_options)).wait_ready()
+
+        start_server()
+        idle = _statements(database, asked.seconds) / asked.seconds
+        with queue.database.change() as statements:
+            for seed in range(jobs):
+                _insert(statements, dummy_job(seed, model="dummy", sampling=sampling))
+        alone = _rate(queue, 1, asked.seconds)
+        for _ in range(1, asked.real):
+            start_server()
+        together = _rate(queue, asked.real, asked.seconds)
+    figures = {
+        "idle_statements_a_second": round(idle, 2),
+        "clips_a_second": [round(alone, 3), round(together, 3)],
+        "ratio": round(together / alone, 3),
+        "load": [round(load, 1) for load in os.getloadavg()],
+    }
+    print(json.dumps(figures))
+
+
+def _statements(database: Postgres, seconds: float) -> int:
+    """How many statements the database gets in that time, of all kinds."""
+    for value in ("all", "none"):
+        database.execute(f"ALTER SYSTEM SET log_statement = '{value}'")
+        database.execute("SELECT pg_reload_conf()")
+        time.sleep(seconds if value == "all" else 1.0)
+    log = database.log.read_text()
+    return sum(log.count(f"LOG:  {kind}") for kind in ("statement: ", "execute "))
+
+
+def _rate(queue: JobQueue, servers: int, seconds: float) -> float:
+    """Clips a second, from the end of one clip to that of another one."""
+    warm = _completed(queue) + servers * _WARM_CLIPS
+    while _completed(queue) < warm:
+        time.sleep(0.02)
+    first, begun = _completed(queue), time.monotonic()
+    while time.monotonic() < begun + seconds:
+        time.sleep(0.1)
+    last = _completed(queue)
+    while (now := _completed(queue)) == last:
+        time.sleep(0.02)
+    assert queue.counts()[JobState.QUEUED], "the queue is empty"
+    return (now - first) / (time.monotonic() - begun)
+
+
+def _completed(queue: JobQueue) -> int:
+    return queue.counts()[JobState.COMPLETED]
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {"servers": 1000, "queued": 10_000, "threads": 16, "listeners": 0, "requests": 1}
+    asked = options(__doc__, rate=116.0, seconds=60.0, real=0, **sizes)
+    (_run_servers if asked.real else _simulate)(asked)

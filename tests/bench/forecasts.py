@@ -1,0 +1,246 @@
+"""Compares runs with their forecasts and with each other: splits, single clips, pairs of ranks.
+
+    python tests/bench/forecasts.py splits      seven ranks that sleep the published times, scaled
+    python tests/bench/forecasts.py one-by-one  the same, of clips submitted as a service does it
+    python tests/bench/forecasts.py demo        two ranks of the demo model, for every split
+    python tests/bench/forecasts.py pairs       pairs and single ranks that sleep for their steps
+    python tests/bench/forecasts.py decode      the same, for a decode by several ranks
+    python tests/bench/forecasts.py wan         a pair of a tiny Wan that computes
+    python tests/bench/forecasts.py svd         a pair of the demo model
+
+What computes needs two free cores. Ranks are warm: they have made a clip before.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import defaultdict, deque
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from svdpp.config import (
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    SvdSampling,
+    WanSampling,
+    sampling_defaults,
+)
+from svdpp.diagnostics.figures import costs_of
+from svdpp.driver.clips import ClipHandle
+from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.trace import Trace
+from svdpp.media.inputs import example_requests
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.forecast import Forecast, Span, replay, summarise
+from svdpp.plan.layout import Layout
+
+STEP = 0.2
+ROUNDS = 5
+_ASSUMED = Costs(step_seconds=STEP)
+_A100 = PRESETS["svd-xt-a100"]
+_SPLITS: dict[str, dict[str, Any]] = {
+    "uniform": {"split": "uniform"},
+    "balanced": {"split": "balanced"},
+    "alternating": {"split": "alternating"},
+    "alternating, 2 decoders": {"split": "alternating", "decoders": 2},
+}
+
+
+class Run(NamedTuple):
+    times: Forecast
+    steps: float
+    """Seconds from the first to the last step of the first clip."""
+    costs: Costs
+    """The means of these clips."""
+    layout: Layout
+
+    def over_forecast(self, costs: Costs) -> float:
+        """The time of all clips, over the forecast of the same actions by `costs`."""
+        spans = replay(self.layout.schedule(self.times.clips), costs)
+        return self.times.makespan / summarise(spans, self.layout.world_size).makespan
+
+
+def measure(pipeline: Pipeline, num_clips: int) -> Run:
+    """Makes clips, and measures these without those before them."""
+    config = pipeline.config
+    first = 1 + max((span.clip for span in pipeline.trace.spans), default=-1)
+    trace = Trace(config.world_size, first_clip=first)
+    pipeline.observe(trace)
+    pipeline.run(example_requests(config, num_clips))
+    spans = [span for span in trace.spans if span.clip == first]
+    steps = seconds_of(spans, Kind.DENOISE)
+    return Run(trace.summary(), steps, costs_of(config, [trace]), config.layout)
+
+
+def seconds_of(spans: list[Span], *kinds: Kind) -> float:
+    """From the start of the first to the end of the last action of these kinds."""
+    chosen = [span for span in spans if span.action.kind in kinds]
+    return max(span.end for span in chosen) - min(span.start for span in chosen)
+
+
+def run(config: PipelineConfig, num_clips: int) -> Run:
+    """Makes clips on ranks of their own, after one on each replica that warms up."""
+    with Pipeline(config) as pipeline:
+        measure(pipeline, config.replicas)
+        return measure(pipeline, num_clips)
+
+
+def say(name: str, value: float) -> None:
+    print(f"{name}: {value:.3f}", flush=True)
+
+
+def _sleeping(
+    sampling: SvdSampling, costs: Costs, world_size: int, *, frames: int = 2, **changes: Any
+) -> PipelineConfig:
+    shape = (1, 4, frames, 8, 8)
+    model = ModelConfig(name="dummy", dummy_sleeps=True, dummy_latent_shape=shape)
+    return PipelineConfig(
+        world_size=world_size, model=model, sampling=sampling, costs=costs, **changes
+    )
+
+
+def splits() -> None:
+    """The forecast has the times that the ranks sleep, so nothing is fitted."""
+    costs = _A100.scaled(0.05)
+    for name, split in {**_SPLITS, "data parallel": {"replicas": 7}}.items():
+        found = run(_sleeping(SvdSampling(), costs, 7, **split), 28)
+        say(f"{name}: {found.times.makespan:.2f} s, over forecast", found.over_forecast(costs))
+
+
+def one_by_one() -> None:
+    """A clip is submitted once at most W + 1 are unfinished; the rate should not be lower."""
+    for world_size in (4, 7):
+        config = _sleeping(SvdSampling(), _A100.scaled(0.1), world_size, split="alternating")
+        requests = example_requests(config, 40)
+        together = run(config, len(requests)).times.makespan
+        unfinished: deque[ClipHandle] = deque()
+        with Pipeline(config) as pipeline:
+            measure(pipeline, 1)
+            trace = Trace(world_size, first_clip=1)
+            pipeline.observe(trace)
+            for request in requests:
+                if len(unfinished) > world_size:
+                    unfinished.popleft().result()
+                unfinished.append(pipeline.submit(request))
+            while unfinished:
+                unfinished.popleft().result()
+        ratio = together / trace.summary().makespan
+        say(f"{world_size} ranks, rate of clips one by one over that of all together", ratio)
+
+
+def demo() -> None:
+    """By the costs of the run itself, and by those of the run before, as the machine drifts."""
+    sampling = SvdSampling(**sampling_defaults("demo"))
+    config = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
+    known = run(config, 2).costs
+    for name, split in {**_SPLITS, "data parallel": {"replicas": 2}}.items():
+        found = run(replace(config, **split, costs=known), 6)
+        say(f"{name}: over forecast at its own costs", found.over_forecast(found.costs))
+        say(f"{name}: over forecast at the costs before", found.over_forecast(known))
+        known = found.costs
+
+
+def pairs() -> None:
+    """Two stages of pairs against four ranks, and a pair against one rank."""
+    config = partial(_sleeping, SvdSampling(num_inference_steps=24), _ASSUMED)
+    ranks, paired = run(config(4), 12), run(config(4, cfg_parallel=2), 12)
+    say("rate, pairs over ranks", ranks.times.seconds_per_clip / paired.times.seconds_per_clip)
+    say("latency, pairs over ranks", paired.times.latency / ranks.times.latency)
+    alone, pair = run(config(1), 1), run(config(2, cfg_parallel=2), 1)
+    say("one clip's steps, pair over rank", pair.steps / alone.steps)
+    # Pairs are forecast by what ranks without pairs took for a step and a transfer.
+    say("makespan, measured over forecast", paired.over_forecast(ranks.costs))
+    say("one clip, measured over forecast", pair.over_forecast(ranks.costs))
+
+
+def decode() -> None:
+    """One clip's decode in eight chunks, by four ranks of a pipeline and by both of a pair."""
+    sampling = SvdSampling(num_inference_steps=4, decode_chunk_size=1)
+    costs = Costs(step_seconds=STEP, decode_seconds=8.0)
+    config = partial(_sleeping, sampling, costs, frames=8)
+
+    def seconds(config: PipelineConfig) -> float:
+        """From the start of the first decode until the last rank has all frames."""
+        with Pipeline(config) as pipeline:
+            measure(pipeline, 1)
+        return seconds_of(pipeline.trace.spans, Kind.DECODE, Kind.GATHER)
+
+    alone = seconds(config(1))
+    say("decode, 4 ranks over 1", seconds(config(4, decode_ranks=4)) / alone)
+    say("decode, pair over 1", seconds(config(2, cfg_parallel=2)) / alone)
+    for changes in ({"world_size": 4, "decode_ranks": 4}, {"world_size": 2, "cfg_parallel": 2}):
+        queue = run(config(**changes), 8)
+        off = queue.over_forecast(queue.layout.costs)
+        say(f"makespan of {changes}, measured over forecast", off)
+
+
+def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
+    """One clip on ranks that compute with one thread each, in several rounds.
+
+    A pair keeps two cores busy, which slows each of them down on most machines: they share memory,
+    caches and clock. So a pair is compared with a rank that is alone, and with one of two ranks
+    that make a clip each. The forecast takes its costs from the latter.
+    """
+    config = partial(PipelineConfig, model=model, sampling=sampling, num_threads=1)
+    configs = (
+        config(world_size=1),
+        config(world_size=2, replicas=2),
+        config(world_size=2, cfg_parallel=2),
+    )
+    rounds: dict[str, list[float]] = defaultdict(list)
+    with ExitStack() as stack:
+        pipelines = [stack.enter_context(Pipeline(each)) for each in configs]
+        for pipeline in pipelines:
+            measure(pipeline, pipeline.config.replicas)
+        for _ in range(ROUNDS):
+            rank, ranks, pair = (measure(each, each.config.replicas) for each in pipelines)
+            for name, ratio in _compared(rank, ranks, pair).items():
+                rounds[name].append(ratio)
+    for name, ratios in rounds.items():
+        say(f"{name}, median of {', '.join(f'{ratio:.3f}' for ratio in ratios)}", median(ratios))
+
+
+def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
+    # Both halves of a pair step at the same time, but one of them encodes and decodes.
+    lone, whole = rank.costs, pair.times.makespan
+    costs = replace(
+        ranks.costs, encode_seconds=lone.encode_seconds, decode_seconds=lone.decode_seconds
+    )
+    return {
+        "steps, one of two ranks over a rank alone": ranks.steps / rank.steps,
+        "steps, pair over a rank alone": pair.steps / rank.steps,
+        "steps, pair over one of two ranks": pair.steps / ranks.steps,
+        "whole clip, pair over a rank alone": whole / rank.times.makespan,
+        "whole clip, pair over one of two ranks": whole / ranks.times.makespan,
+        "one clip, measured over forecast": pair.over_forecast(costs),
+    }
+
+
+def wan() -> None:
+    """A small Wan from text; most of its time is in its steps, as with published weights."""
+    from tests.models.tiny_families import save_tiny_wan
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = ModelConfig(name=str(save_tiny_wan(Path(folder), width=4, layers=24)))
+        sampling = WanSampling(
+            num_inference_steps=50, height=256, width=256, num_frames=9, max_sequence_length=8
+        )
+        compute(model, sampling)
+
+
+def svd() -> None:
+    """The demo model, whose batch of two is divided."""
+    sampling = SvdSampling(num_inference_steps=12, height=256, width=256, num_frames=8)
+    compute(ModelConfig(name="demo"), sampling)
+
+
+if __name__ == "__main__":
+    parts = (splits, one_by_one, demo, pairs, decode, wan, svd)
+    {part.__name__.replace("_", "-"): part for part in parts}[sys.argv[1]]()

@@ -1,0 +1,283 @@
+"""Action lists: golden text, links, what the check finds; their replay, forecast and grid."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from svdpp.errors import RequestError
+from svdpp.plan.actions import (
+    Action,
+    Kind,
+    Schedule,
+    build_schedule,
+    connect_rounds,
+)
+from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.forecast import DeadlockError, Span, draw_grid, forecast_layout, replay, summarise
+from svdpp.plan.layout import Layout
+from tests.plan.plans import check_schedule, costs, layouts
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def layout(num_steps: int, world_size: int, **options: Any) -> Layout:
+    return Layout(num_steps=num_steps, world_size=world_size, **options)
+
+
+def last_resumed(layout: Layout, num_clips: int, at: int) -> Schedule:
+    *routes, last = map(layout.route, range(num_clips))
+    return build_schedule([*routes, last.resumed(at)], layout.world_size)
+
+
+PAIRS = layout(4, 4, cfg_parallel=2)
+PAIR = layout(4, 2, cfg_parallel=2, decode_ranks=2, chunks=(8, 8, 8, 1))
+GOLDEN_SCHEDULES = {
+    "schedule_w4_n28_m3.txt": layout(28, 4).schedule(3),
+    "schedule_w2_n4_m2_no_decode.txt": layout(4, 2, decodes=False).schedule(2),
+    "schedule_data_parallel_w2_n4_m3.txt": layout(4, 2, replicas=2).schedule(3),
+    # A decode takes 2.5 steps: thirds of 10.5 give cuts 3.5 and 7, rounded for each clip.
+    "schedule_alternating_w3_n8_m4.txt": layout(
+        8, 3, split="alternating", costs=Costs(decode_seconds=2.5)
+    ).schedule(4),
+    # Rank 0 starts all clips; ranks 1 and 2 alternate to finish them.
+    "schedule_two_decoders_w3_n8_m4.txt": layout(
+        8, 3, split="balanced", decoders=2, costs=Costs(decode_seconds=4)
+    ).schedule(4),
+    # Ranks 0 and 1 are a pair, ranks 2 and 3 the next; the last clip was resumed after step 3.
+    "schedule_pairs_w4_n4_m3.txt": last_resumed(PAIRS, 3, 3),
+    # Both ranks of a pair decode; the last clip was resumed after its last step.
+    "schedule_pair_decodes_w2_n4_m3.txt": last_resumed(PAIR, 3, 4),
+    # All ranks decode, ranks 0 and 1 between their steps of later clips.
+    "schedule_decode_ranks_w3_n6_m4.txt": layout(6, 3, decode_ranks=3, chunks=(8, 8, 8)).schedule(
+        4
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_SCHEDULES)
+def test_golden_text(name: str) -> None:
+    lines = [
+        f"rank {rank}: {action}\n"
+        for rank, rank_actions in enumerate(GOLDEN_SCHEDULES[name])
+        for action in rank_actions
+    ]
+    assert "".join(lines) == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+@given(st.sets(st.tuples(*[st.integers(0, 9)] * 2).filter(lambda p: p[0] != p[1]), max_size=30))
+def test_links_open_in_rounds_of_disjoint_pairs(links: set[tuple[int, int]]) -> None:
+    rounds = connect_rounds(links)
+    assert sorted(pair for each in rounds for pair in each) == sorted(links)
+    for each in rounds:
+        ranks = [rank for pair in each for rank in pair]
+        assert len(set(ranks)) == len(ranks)
+    busiest = max((sum(rank in pair for pair in links) for rank in range(10)), default=0)
+    assert len(rounds) <= max(0, 2 * busiest - 1)
+
+
+@pytest.mark.parametrize(
+    "schedule", [layout(4, 2).schedule(2), layout(4, 1).schedule(2), PAIRS.schedule(2)]
+)
+def test_the_check_catches_a_missing_or_doubled_action(schedule: Schedule) -> None:
+    check_schedule(schedule, 4)
+    for rank, actions in enumerate(schedule):
+        for index, action in enumerate(actions):
+            # A missing DECODE is none: clips can end with their latents.
+            for instead in ((action, action), *([()] * (action.kind is not Kind.DECODE))):
+                broken = (*actions[:index], *instead, *actions[index + 1 :])
+                with pytest.raises(AssertionError, match=r"clip|transfer"):
+                    check_schedule((*schedule[:rank], broken, *schedule[rank + 1 :]), 4)
+
+
+# --- the replay -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.booleans(), st.integers(1, 12), costs)
+def test_makespan_with_all_costs(
+    world_size: int, per_rank: int, decodes: bool, num_clips: int, costs: Costs
+) -> None:
+    """A flow shop of equal clips is as fast as its slowest stage; transfers count as stages."""
+    schedule = layout(world_size * per_rank, world_size, decodes=decodes).schedule(num_clips)
+    stages = [per_rank * costs.step_on(0)] * world_size
+    stages[0] += costs.encode_on(0)
+    stages[-1] += costs.decode_on(0) * decodes
+    transfers = [costs.transfer_seconds] * (world_size - 1)
+    first, pace = sum(stages) + sum(transfers), max(stages + transfers)
+    makespan = first + (num_clips - 1) * pace
+    result = summarise(replay(schedule, costs), world_size)
+
+    assert result.clips == num_clips
+    assert result.first_clip == first
+    assert result.makespan == makespan
+    assert result.seconds_per_clip == (pace if num_clips > 1 else first)
+    busy = num_clips * sum(stages)
+    assert result.bubble == pytest.approx(1 - busy / (makespan * world_size), abs=1e-12)
+    assert 0 <= result.bubble < 1
+
+
+@given(layouts(pairs=True), st.integers(1, 12))
+def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
+    layout: Layout, num_clips: int
+) -> None:
+    schedule = layout.schedule(num_clips)
+    spans = replay(schedule, layout.costs)
+    for rank, rank_actions in enumerate(schedule):
+        own = [span for span in spans if span.rank == rank]
+        assert tuple(Action.parse(str(action)) for action in rank_actions) == rank_actions
+        work = [action for action in rank_actions if action.is_compute]
+        assert [span.action for span in own if span.action.is_compute] == work
+        for before, after in itertools.pairwise(own):
+            assert before.end <= after.start
+        for span in own:
+            assert span.end == span.start + layout.costs.of(span.action, span.rank)
+
+
+DEADLOCKS = {
+    "^deadlock: rank 0 at DENOISE c1 2:4, rank 1 at DENOISE c0 0:4$": (
+        "RECV c1 @2 <1 | DENOISE c1 2:4 | ENCODE c0 @0 | SEND c0 @0 >1",
+        "RECV c0 @0 <0 | DENOISE c0 0:4 | ENCODE c1 @0 | SEND c1 @2 >0",
+        "ENCODE c2 @0 | DENOISE c2 0:4",
+    ),
+    "rank 1 at DENOISE c0 2:4, rank 2 at DECODE c0 @4": (
+        "ENCODE c0 @0",
+        "RECV c0 @2 <0 | DENOISE c0 2:4 | SEND c0 @4 >2",
+        "RECV c0 @4 <1 | DECODE c0 @4",
+    ),
+    "rank 0 at SEND c1 @0 >1": ("SEND c0 @0 >1 | SEND c1 @0 >1", ""),
+    "rank 0 to 1: .*c0 @2": ("ENCODE c0 @0 | DENOISE c0 0:2 | SEND c0 @2 >1", "RECV c1 @2 <0"),
+}
+
+
+@pytest.mark.parametrize("words", DEADLOCKS)
+def test_lists_that_cannot_be_performed_name_where_they_stop(words: str) -> None:
+    schedule: Schedule = tuple(
+        tuple(map(Action.parse, filter(None, text.split(" | ")))) for text in DEADLOCKS[words]
+    )
+    with pytest.raises(DeadlockError, match=words):
+        replay(schedule, Costs())
+
+
+# --- summaries ------------------------------------------------------------------------------------
+
+
+def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
+    return Span(rank, Action(Kind.DENOISE, clip, 0, 1), start, end)
+
+
+@pytest.mark.parametrize(
+    ("ends", "seconds_per_clip", "jitter"),
+    [([10], 10, 0), ([10, 13], 3, 0), ([10, 13, 14], 2, 1), ([10, 13, 14, 20], 3.5, 2.5)],
+)
+def test_cadence_and_jitter_are_those_of_the_second_half(
+    ends: list[float], seconds_per_clip: float, jitter: float
+) -> None:
+    """If clips finish at 10, 13, 14 and 20, the last two took 1 and 6: 3.5 each."""
+    result = summarise([at(clip, 0, end) for clip, end in enumerate(ends)], 1)
+    assert (result.seconds_per_clip, result.jitter) == (seconds_per_clip, jitter)
+
+
+def test_cadence_of_groups_does_not_depend_on_where_the_half_lies() -> None:
+    """Data parallel over 7 ranks: seven clips every 28 steps, so one every 4."""
+    for num_clips in range(1, 40):
+        schedule = layout(28, 7, replicas=7).schedule(num_clips)
+        result = summarise(replay(schedule, Costs()), 7)
+        assert result.seconds_per_clip == (4 if num_clips >= 7 else 28 / num_clips)
+
+
+def test_a_clip_is_not_there_before_those_before_it() -> None:
+    """Two ranks alternate, one of half the speed: the slower one sets the rate."""
+    spans = [at(clip, 0, 10 * (clip // 2 + 1) * (clip % 2 + 1), clip % 2) for clip in range(8)]
+    result = summarise(spans, 2)
+
+    assert (result.makespan, result.seconds_per_clip, result.first_clip) == (80, 10, 10)
+
+
+def test_measured_times_may_begin_anywhere() -> None:
+    spans = [at(0, 100, 104), at(1, 104, 106, rank=1), at(1, 105, 107)]
+    result = summarise(spans, 2)
+
+    assert (result.makespan, result.first_clip, result.seconds_per_clip) == (7, 4, 3)
+    assert result.latency == (4 + 3) / 2, "from a clip's own beginning"
+    assert result.bubble == pytest.approx(1 - 8 / 14)
+
+
+# --- the recurrence -------------------------------------------------------------------------------
+
+
+# The decode takes no time, and ends with the step before it, on another rank.
+@example(layout(1, 4, split="alternating", replicas=2, costs=Costs(step_seconds=0.25)), 3)
+# Clips that skip different ranks, and ranks that help to decode them.
+@example(
+    layout(
+        4,
+        6,
+        split="alternating",
+        costs=Costs(step_seconds=(0.5, 0.5, 0.5, 0.5, 1.0, 0.5)),
+        expert_boundary=1,
+        decode_ranks=3,
+        chunks=(8, 4, 4),
+    ),
+    5,
+)
+@given(layouts(pairs=True), st.integers(1, 20))
+def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int) -> None:
+    layout = replace(layout, decodes=True)
+    schedule = layout.schedule(num_clips)
+    replayed = summarise(replay(schedule, layout.costs), layout.world_size)
+
+    for name, value in vars(forecast_layout(layout, num_clips)).items():
+        # Sums of floats in another order differ in the last bits.
+        assert value == pytest.approx(getattr(replayed, name), rel=1e-9, abs=1e-6), name
+
+
+@pytest.mark.parametrize("num_steps", [25, 28, 30])
+@pytest.mark.parametrize(("world_size", "decoders"), [(2, 1), (4, 1), (7, 1), (8, 2)])
+def test_alternating_is_as_fast_as_data_parallel(
+    num_steps: int, world_size: int, decoders: int
+) -> None:
+    costs = PRESETS["svd-xt-a100"]
+    options: dict[str, Any] = {"split": "alternating", "decoders": decoders, "costs": costs}
+    forecast = forecast_layout(layout(num_steps, world_size, **options), 60 * world_size)
+    clip = costs.encode_on(0) + num_steps * costs.step_on(0) + costs.decode_on(0)
+    assert 0.99 <= clip / world_size / forecast.seconds_per_clip <= 1.001
+
+
+def test_what_would_take_minutes_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        forecast_layout(layout(28, 4096, split="alternating"), 100_000)
+
+    assert caught.value.message == (
+        "100000 clips on 4096 ranks in replicas of 4096 are too many to forecast"
+    )
+    assert caught.value.hint == "use --clips 1220 or fewer: the rate is the same"
+
+
+# --- the grid ------------------------------------------------------------------------------------
+
+
+def test_the_grid_of_a_run_that_broke_off() -> None:
+    costs = Costs(step_seconds=1, encode_seconds=2, decode_seconds=4, transfer_seconds=1)
+    spans = replay(layout(28, 4).schedule(3), costs)
+    lines = draw_grid(spans, 4, width=80, marks={3: "rank 3 died here"})
+    golden = (GOLDEN / "grid_w4_n28_m3_all_costs.txt").read_text(encoding="utf-8")
+    assert "\n".join(lines) + "\n" == golden
+    assert draw_grid([], 2, width=6, marks={1: "died here"}) == [
+        "rank 0 |......|",
+        "rank 1 |......|  <-- died here",
+    ]
+
+
+def test_what_fills_most_of_a_column_is_shown_from_the_first_span_on() -> None:
+    spans = [
+        Span(0, Action.at(Kind.ENCODE, 0, 0), 1000, 1002.5),
+        Span(0, Action(Kind.DENOISE, 0, 0, 2), 1002.5, 1006.5),
+        Span(0, Action.at(Kind.DECODE, 0, 2), 1008, 1010),
+    ]
+    assert draw_grid(spans, 1, width=80) == ["rank 0 |<00.>|"]
