@@ -62,11 +62,8 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     from svdpp.bench.runner import Bench, differing, read_config, shipped
     from svdpp.driver.pipeline import Pipeline
 
-    if len(names) != 1:
-        raise RequestError(
-            f"bench takes one configuration, got {' '.join(names) or 'none'}",
-            f"try: svdpp bench {shipped()[0]}",
-        )
+    wrong = f"bench takes one configuration, got {' '.join(names) or 'none'}"
+    require(len(names) == 1, wrong, f"try: svdpp bench {shipped()[0]}")
     point = read_config(names[0], overrides)
     pipeline = Pipeline(pipeline_config(point))
     one = Bench(point, pipeline.config)

@@ -71,8 +71,6 @@ _WORDS = "svdpp.words"
 _REPORT_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HELP_NAMES = {"help_option_names": ["-h", "--help"]}
-# Of a service that is named svdpp, as Kubernetes sets it.
-_NOT_OURS = "SVDPP_PORT"
 
 
 class Panel(str):
@@ -81,14 +79,10 @@ class Panel(str):
     __slots__ = ()
 
     def setting(self, metavar: str, help: str, *names: str, **more: Any) -> Any:
-        """A field that is an option with a value.
+        """A field that is an option with a value; without `names` its own name with dashes.
 
-        Args:
-            metavar: placeholder of the value in the help; "": the choices of a `Literal`.
-            help: one or two sentences, without the default.
-            names: as users type them; without them, the field's name with dashes.
-            more: `default` of the field, `shown` for its text in the help, `between` for the limits
-                of a whole number, and arguments of `Option`.
+        `metavar` is "" for the choices of a `Literal`; `more` are the field's `default`, `shown`
+        for its text in the help, `between` for limits of a whole number, and arguments of click.
         """
         default = more.pop("default", None)
         about = {"panel": self, "metavar": metavar, "help": help, "names": names, **more}
@@ -99,16 +93,11 @@ class Panel(str):
         return self.setting("", help, *names, default=default, **more)
 
 
-VIDEO = Panel("Video")
-PROMPTS = Panel("Prompts")
-MODEL = Panel("Model and precision")
-LAYOUT = Panel("Layout")
-COSTS = Panel("Costs")
-MEMORY = Panel("Memory")
-SERVICE = Panel("Service")
-RECOVERY = Panel("Recovery")
-DIAGNOSTICS = Panel("Diagnostics")
-_PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
+_PANELS = [
+    *map(Panel, ("Service", "Video", "Prompts", "Model and precision", "Layout", "Costs")),
+    *map(Panel, ("Memory", "Recovery", "Diagnostics")),
+]
+SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS = _PANELS
 
 
 def argument(metavar: str, help: str, **more: Any) -> Any:
@@ -122,7 +111,7 @@ class Option(click.Option):
     def __init__(self, name: str, *, panel: Panel, **about: Any) -> None:
         names = about.pop("names") or (f"--{name.replace('_', '-')}",)
         variables = [f"SVDPP_{each[2:].replace('-', '_').upper()}" for each in names if each[2:]]
-        about["envvar"] = [each for each in variables if each != _NOT_OURS] or None
+        about["envvar"] = variables
         shown = about.pop("shown", "") or not about.get("count")
         super().__init__([name, *names], show_default=shown, **about)
         self.panel = panel
@@ -185,15 +174,12 @@ class Command(click.Command):
     """One command of the program.
 
     Its function takes option groups (frozen dataclasses whose fields are options or arguments),
-    `Console`, `click.Context`, and `World | None` for the launcher's world, each by its
-    annotation.
+    `Console`, `click.Context`, and `World | None` for the launcher's world, each by its annotation.
 
     Args:
-        examples: command lines for the help; all of them run.
         without: fields of its groups that the command does not offer; they keep their defaults.
         defaults: this command's own text for the default of a parameter, by name.
         meanings: this command's own help for a parameter, by name.
-        settings: click's settings of the context.
     """
 
     def __init__(
@@ -350,24 +336,16 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
     except (Interrupted, Exception) as error:
         if isinstance(error, Interrupted):
             previous = {}  # keep `end_at_once` for a second signal until the process ends
-        _say(console, error, debug=debug)
+        if debug or not _is_told_elsewhere(error):
+            console.error(error, debug=debug)
         raise click.exceptions.Exit(exit_code_of(error)) from error
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _say(console: Console, error: BaseException, *, debug: bool) -> None:
-    """Reports the error once in a run: rank 0 does it if there are several processes."""
-    if debug or not _is_told_elsewhere(error):
-        console.error(error, debug=debug)
-
-
 def _is_told_elsewhere(error: BaseException) -> bool:
-    """Whether another process reports `error` to the user, or it needs no report.
-
-    If this is a rank other than 0 that could not start, sends the error to rank 0.
-    """
+    """Whether rank 0 reports `error`, which a rank that could not start sends there, or nobody."""
     try:
         launched = find_world()
     except RequestError:

@@ -63,12 +63,9 @@ class _Stderr(RichConsole):
 
 
 class Console:
-    """One command's two streams.
+    """One command's two streams: with `as_json` stdout gets only JSON, with `quiet` stderr errors.
 
-    Args:
-        as_json: stdout gets only JSON.
-        quiet: stderr gets only errors.
-        typed: names of options as the user typed them, by the names that errors have.
+    `typed` are options as the user typed them, by the names that errors have.
     """
 
     def __init__(
@@ -165,10 +162,7 @@ class Console:
             self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """Prints one sentence, the hint and picture if any, and the traceback with `debug`.
-
-        With `--json` stdout also gets the error, unless a result that names it was printed.
-        """
+        """Prints one sentence, the hint and picture if any, and the traceback with `debug`."""
         if isinstance(error, RankError) and error.picture:
             self.err.print(error.picture, markup=False)
         if debug:
@@ -184,7 +178,7 @@ class Console:
         self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
-        if self.as_json and not self._answered:
+        if self.as_json and not self._answered:  # by a result that names the error
             record = {
                 "type": error_to_dict(error)["type"] or type(error).__name__,
                 "exit_code": exit_code_of(error),

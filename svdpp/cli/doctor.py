@@ -9,7 +9,7 @@ import click
 
 from svdpp.cli.command import command
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.files import FolderOptions
+from svdpp.cli.options.files import OutputOptions
 from svdpp.cli.options.model import LOOKS, PROMPT_FIELDS
 from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
@@ -23,13 +23,14 @@ from svdpp.launch.world import World
         *("timeout", "start_timeout", "checksum", "local_files_only", "latent_shape", "steps"),
         *(*LOOKS, *PROMPT_FIELDS, "seed", "allow_mixed_devices", "lora"),
         *(*OF_LAYOUT, "costs", "share_experts"),
+        *("format", "crf", "resume", "overwrite", "latents_dir", "dry_run"),
     ),
     meanings={"out": "Output folder to check."},
 )
 def doctor(
     console: Console,
     launched: World | None,
-    folder: FolderOptions,
+    folder: OutputOptions,
     options: PipelineOptions = PipelineOptions(model=DEMO_MODEL),
 ) -> None:
     """Check in half a minute that a run has what it needs.
@@ -69,20 +70,20 @@ def doctor(
 def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:
     # Nothing is downloaded.
     options = replace(options, local_files_only=True, timeout=120.0, start_timeout=120.0)
-    unknown, from_image = None, True
+    readable, from_image = options, True
     try:
         from_image = options.needs_image
     except ModelError:  # one of the checks will say so
-        unknown = "svd"
+        readable = replace(options, model=DEMO_MODEL, as_family=None)
     request = PipelineRequest(
-        options=options,
+        options=readable,
         num_clips=None,
         launched=launched,
         device=options.device_name(any_on_cpu=True),  # also on a machine without GPUs
         from_image=from_image,
-        family=unknown,
     )
-    return request.with_a_step_each().resolve()[0]
+    config = request.with_a_step_each().resolve()[0]
+    return replace(config, model=replace(config.model, name=options.model))
 
 
 @command(examples=("svdpp env", "svdpp env --json"))

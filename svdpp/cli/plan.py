@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from svdpp.cli.command import COSTS, LAYOUT, MEMORY, command, given_options
 from svdpp.cli.console import MAX_ROWS, Console, counted
 from svdpp.cli.options.files import ClipOptions
 from svdpp.cli.options.model import LOOKS
-from svdpp.cli.options.pipeline import ASSUMED_COSTS, OF_LAYOUT, PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest, remark_on
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole, require
 from svdpp.errors import RequestError
@@ -105,19 +105,14 @@ class PlanOptions(PipelineOptions, ClipOptions):
 
     def world_and_per_host(self) -> tuple[int, int | None]:
         """The number of ranks, and of ranks per host if there are several hosts."""
-        hosts, asked = self.hosts, self.world
-        if hosts is None:
-            return (_DEFAULT_WORLD if asked is None else asked), None
-        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", hosts, re.ASCII)
+        if self.hosts is None:
+            return (_DEFAULT_WORLD if self.world is None else self.world), None
+        match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.hosts, re.ASCII)
         if match is None:
-            raise RequestError(f"--hosts must be HOSTSxRANKS, such as 2x4, got {hosts!r}")
-        per_host = int(match[2])
-        size = int(match[1]) * per_host
-        require(
-            asked in (None, size),
-            f"--hosts {hosts} makes {size} ranks, but --world is {asked}",
-            "leave --world out",
-        )
+            raise RequestError(f"--hosts must be HOSTSxRANKS, such as 2x4, got {self.hosts!r}")
+        size, per_host = int(match[1]) * int(match[2]), int(match[2])
+        wrong = f"--hosts {self.hosts} makes {size} ranks, but --world is {self.world}"
+        require(self.world in (None, size), wrong, "leave --world out")
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> Costs:
@@ -166,7 +161,7 @@ def plan(
         memory_gib=options.limits(world_size),
     )
     if options.compare:
-        counts = {**request.counts, "pairs": request.pairs[0]}
+        counts = {**request.counts, "pairs": request.pairs}
         rows = compare_layouts(**counts)
         about = {name: counts[name] for name in ("num_steps", "world_size")}
         about |= {"clips": num_clips, "layouts": [*map(_row_json, rows)]}
@@ -178,9 +173,11 @@ def plan(
             check_chunks(options.decode_ranks, config.chunks)
         reason = "" if request.choice is None else request.choice.reason
         show_layout(console, config, num_clips, reason)
-    console.info(*_remarks(options, costs))
-    if options.cfg_parallel == "auto":
-        console.info(request.pairs[1])
+    if options.device_memory is not None and costs.denoise_weights_gib is None:
+        lacking = "--device-memory leaves out no layout: these costs have no memory"
+        console.info(f"{lacking}; --memory adds it")
+    if options.costs is None and None in (options.step_seconds, options.decode_seconds):
+        console.info(remark_on(costs))
 
 
 def _memory(options: PipelineOptions) -> dict[str, Any]:
@@ -197,38 +194,17 @@ def _memory(options: PipelineOptions) -> dict[str, Any]:
 
 
 def _refuse_contradictions(context: click.Context, options: PlanOptions) -> None:
-    require(
-        options.device_memory is None or options.compare or options.chooses,
-        "--device-memory has an effect only with --layout auto or --compare",
-        "add one of them, or leave out --device-memory",
-    )
-    require(
-        not options.memory or options.expert_boundary is None,
-        "with --memory the model gives the boundary between its experts",
-        "leave out --expert-boundary",
-    )
+    is_used = options.device_memory is None or options.compare or options.chooses
+    require(is_used, "--device-memory has an effect only with --layout auto or --compare")
+    is_given = options.memory and options.expert_boundary is not None
+    require(not is_given, "with --memory the model gives the boundary: leave out --expert-boundary")
     for name, option in given_options(context).items():
         is_shown = options.compare and name in OF_LAYOUT
         require(not is_shown, f"--compare shows all layouts: leave out {option}")
 
 
-def _remarks(options: PlanOptions, costs: Costs) -> Iterator[str]:
-    if options.device_memory is not None and costs.denoise_weights_gib is None:
-        yield "--device-memory leaves out no layout: these costs have no memory; --memory adds it"
-    if options.costs is None and None in (options.step_seconds, options.decode_seconds):
-        yield (
-            f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device; "
-            "svdpp profile measures yours"
-            if costs.device
-            else "no times are known for this model: a step counts as 1 s, and all else as 0 s, "
-            "unless an option gives its time; --costs gives them all"
-        )
-
-
 def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason: str = "") -> None:
     """Prints ranks, picture and forecast; `reason` says why `auto` chose the layout."""
-    from svdpp.plan.choose import Row
-
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [
         Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))

@@ -13,7 +13,7 @@ from svdpp.cli.options.files import LogOptions, PromptOptions
 from svdpp.cli.options.model import LOOKS
 from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest
 from svdpp.config import PipelineConfig
-from svdpp.errors import RequestError
+from svdpp.config.limits import require
 from svdpp.launch.world import World, is_member
 
 
@@ -64,36 +64,32 @@ def profile(
         serve_member(Pipeline(measured_config(config)), launched, console)
         return
     _check_free(options.out, overwrite=options.overwrite)
-    _measure(console, config, options.out, options.repeats, options.prompt)
+    _measure(console, config, options)
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
     from svdpp.media import output_files
 
-    if path.is_file() and not overwrite:
-        raise RequestError(
-            f"{str(path)!r} exists already", "--overwrite replaces it, --out names another file"
-        )
+    hint = "--overwrite replaces it, --out names another file"
+    require(overwrite or not path.is_file(), f"{str(path)!r} exists already", hint)
     output_files.check_free(str(path))
     output_files.check_writable(path.absolute().parent)
 
 
-def _measure(
-    console: Console, config: PipelineConfig, path: Path, repeats: int, prompt: str | None
-) -> None:
+def _measure(console: Console, config: PipelineConfig, options: MeasureOptions) -> None:
     from svdpp.cli.progress import Progress
     from svdpp.diagnostics.machine import profile as measure
     from svdpp.media import output_files
 
     costs = measure(
         config,
-        repeats=repeats,
+        repeats=options.repeats,
         log=console.info,
         open_observer=partial(Progress, console, costs=config.costs),
-        prompt=prompt,
+        prompt=options.prompt,
     )
-    output_files.write_json(path, costs.to_json())
+    output_files.write_json(options.out, costs.to_json())
     console.answer(costs.to_json())
-    world = f"--world {config.world_size}"
-    console.info(f"wrote {shlex.quote(str(path))}")
-    console.info(f"next: svdpp plan {world} --costs {shlex.quote(str(path))} --compare")
+    path = shlex.quote(str(options.out))
+    console.info(f"wrote {path}")
+    console.info(f"next: svdpp plan --world {config.world_size} --costs {path} --compare")

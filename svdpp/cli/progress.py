@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from svdpp.driver.pipeline import Pipeline
 
-# Without a live picture, a line this often shows that the run goes on.
-_LINE_SECONDS = 60.0
 # A log of a server that runs for months: at most this size, and so many older ones beside it.
 _FILE_BYTES = 50_000_000
 _OLD_FILES = 4
@@ -62,14 +60,10 @@ class Progress(Bars):
     """A context manager that is also an observer of a pipeline's events.
 
     Args:
-        console: its stderr gets remarks and picture; a quiet console gets nothing.
-        title: first word of each line, such as `run`.
-        schedule: the actions of all clips, or of the first ones, to forecast the time left.
+        schedule: the actions of all `num_clips`, or of the first ones, to forecast the time left.
         labels: names of the clips by index, such as their images.
-        num_clips: None: as many as in the schedule.
         costs: used until costs are measured; unmeasured ones keep their ratio to a step.
-        ranks: whether the picture has a line for each rank; else it is one line that changes
-            rarely, and finished clips are only counted.
+        ranks: whether each has a line; else one line changes rarely, and clips are only counted.
     """
 
     def __init__(
@@ -94,14 +88,12 @@ class Progress(Bars):
         self._means = MeanCosts()
         self._settled: set[int] = set()
         self.num_done = self.num_failed = 0
-        self._joined: set[int] = set()
         self._has_lost_checkpoints = False
         self._started = time.monotonic()
         self._begun: float | None = None
         self._ended: float | None = None
         self._makespan: float | None = None
         self._next_forecast = 0.0
-        self._next_line = self._started + _LINE_SECONDS
         is_live = console.err.is_terminal and not console.err.is_dumb_terminal
         state = Column(no_wrap=True, overflow="ellipsis")
         super().__init__(  # it asks for what is to be shown
@@ -125,8 +117,6 @@ class Progress(Bars):
             self._show(rank, event)
         self._means.add(event)
         match event:
-            case Joined():
-                self._joined.add(rank)
             case StepDone() | Heartbeat(action=Action()):
                 self._begun = self._begun or time.monotonic()
             case ClipDone() | ClipFailed() if event.clip not in self._settled:
@@ -142,9 +132,6 @@ class Progress(Bars):
                 self._say(f"{event.error['message']}: {event.error['hint']}")
             case _:
                 pass
-        if self.disable and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _LINE_SECONDS
-            self._remarks.info(self._summary())
 
     @property
     def closing(self) -> str:
@@ -209,8 +196,7 @@ class Progress(Bars):
         elapsed = 0.0 if self._begun is None else now - self._begun
         how = f"{_clock(elapsed)} elapsed"
         if self._begun is None:
-            ready = f"{len(self._joined)} of {counted(len(self._schedule), 'rank')} ready"
-            how = f"starting, {ready}, {_clock(now - self._started)}"
+            how = f"starting, {_clock(now - self._started)}"
         left = self._seconds_left(elapsed)
         about = "" if left is None else f", about {_clock(left)} left"
         return f"{self._title}: {self._counted}{self._lost}, {how}{about}"
@@ -237,10 +223,8 @@ class Progress(Bars):
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
     """A name for each clip in the progress: its input, and the seed if there are several."""
-    names = [_name(request) for request in requests]
-    if len({request.seed for request in requests}) == 1:
-        return names
-    return [f"{name} seed {request.seed}" for name, request in zip(names, requests, strict=True)]
+    several = len({request.seed for request in requests}) > 1
+    return [_name(each) + (f" seed {each.seed}" if several else "") for each in requests]
 
 
 def _name(request: ClipRequest) -> str:
@@ -262,11 +246,7 @@ def open_log(
     quiet: bool = False,
     warns: bool = False,
 ) -> None:
-    """Sends records to stderr by verbosity, and more of them to a file of JSON lines.
-
-    Without verbosity stderr gets nothing, but with `warns` warnings; the file has no transfers and
-    steps.
-    """
+    """Sends records to stderr by verbosity, with `warns` at least warnings, and more to a file."""
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
 
@@ -286,10 +266,7 @@ def open_log(
 
 
 class _LogFile(RotatingFileHandler):
-    """The file; loguru's own would print every record to stderr when the disk is full.
-
-    A run must not fail because of its log: if the file cannot be written, this warns once.
-    """
+    """The file; on a full disk loguru's own prints every record to stderr, this one warns once."""
 
     terminator = ""  # a serialized record ends its line itself
 
@@ -343,13 +320,11 @@ class EventLog:
                     *(part.start, part.end, event.device, event.load_seconds),
                 )
             case TransferDone():
-                arrow = "from" if event.direction == "recv" else "to"
-                # A rank that lags makes its neighbour wait; the time of the link is separate.
-                waited = f", waited {event.waited:.4f} s" if event.direction == "send" else ""
                 log.debug(
-                    "{} {} at step {} {} rank {}: {} bytes in {:.4f} s{}",
-                    *(event.direction, clip, event.next_step, arrow, event.peer),
-                    *(event.num_bytes, event.seconds, waited),
+                    "{} {} at step {} {} rank {}: {} bytes in {:.4f} s, waited {:.4f} s",
+                    *(event.direction, clip, event.next_step),
+                    *("from" if event.direction == "recv" else "to", event.peer),
+                    *(event.num_bytes, event.seconds, event.waited),
                 )
             case StepDone():
                 log.debug("{} step {}: {:.4f} s", clip, event.step, event.seconds)

@@ -39,15 +39,14 @@ if TYPE_CHECKING:
     from svdpp.driver.clips import ClipResult
     from svdpp.driver.jobs import ClipPlan, OutputPolicy, RunManifest
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.media.inputs import ClipInput, Photo
+    from svdpp.media.inputs import ClipInput
 
 # Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
 _TRACE_CLIPS = 1000
 
 # Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
 _AT_ONCE = 1000
-# Checking these takes a second or two.
-_FEW_CLIPS = 8
+_FEW_CLIPS = 8  # checking these takes a second or two
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
@@ -82,10 +81,17 @@ def run(
     asked = Run(console=console, traces=traces, launched=launched, options=options)
     asked.check()
     found, refused = asked.clip_inputs()
+    device = options.device_name()
     if launched is None and not options.dry_run:
         # The fork server imports torch at the same time as this process.
-        start_fork_server_early(family=options.family, device=asked.device)
-    config, why = asked.config(len(found) * len(asked.seeds))
+        start_fork_server_early(family=options.family, device=device)
+    config, why = PipelineRequest(
+        options=options,
+        num_clips=None if launched else len(found) * len(asked.seeds),
+        launched=launched,
+        device=device,
+        from_image=bool(options.inputs),
+    ).resolve()
     log.open(console, launched)
     if is_member(launched):
         from svdpp.cli.progress import serve_member
@@ -119,11 +125,6 @@ class Run:
         return [seed or 0] if seeds is None else parse_seeds(seeds)
 
     @cached_property
-    def device(self) -> str:
-        """The name of the device, where `auto` is decided."""
-        return self.options.device_name()
-
-    @cached_property
     def policy(self) -> OutputPolicy:
         """Where clips are written, and what happens to existing files."""
         launched = self.launched
@@ -131,10 +132,7 @@ class Run:
 
     def check(self) -> None:
         """Checks all that needs neither torch nor the contents of files, to answer quickly."""
-        # These are checked when they are made.
-        assert self.options.place()
-        assert self._sampling
-        assert self.seeds
+        assert all((self.policy, self._sampling, self.seeds))  # are checked when they are made
         options = self.options
         require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")
         is_dry = options.dry_run and self.launched is not None
@@ -150,35 +148,21 @@ class Run:
         """What clips are made from, and errors for inputs that make none; only rank 0 has them."""
         if is_member(self.launched):
             return [], []
-        options = self.options
-        found: Sequence[Photo | None] = [None]
-        problems: list[SvdppError] = []
-        if options.inputs:
-            found, problems = self._images()
-        return options.combined(found, self._sampling, options.max_pixels), problems
-
-    def _images(self) -> tuple[list[Photo], list[SvdppError]]:
         from svdpp.media.inputs import raise_all, sift_inputs
 
+        options, sampling = self.options, self._sampling
+        max_pixels = options.max_megapixels * 10**6
+        if not options.inputs:
+            return options.combined([None], sampling, max_pixels), []
         found, problems = sift_inputs(
-            self.options.inputs or (),
-            recursive=self.options.recursive,
-            max_pixels=self.options.max_pixels,
-            video_frames=self._sampling.video_frames,
+            options.inputs,
+            recursive=options.recursive,
+            max_pixels=max_pixels,
+            video_frames=sampling.video_frames,
         )
-        if problems and not self.options.keep_going:
+        if problems and not options.keep_going:
             raise_all(problems, "--keep-going makes the clips of the others" if found else "")
-        return found, [*problems]
-
-    def config(self, num_clips: int) -> tuple[PipelineConfig, str]:
-        """The configuration, and a remark on the choice of the layout; "" for none."""
-        return PipelineRequest(
-            options=self.options,
-            num_clips=None if self.launched else num_clips,
-            launched=self.launched,
-            device=self.device,
-            from_image=bool(self.options.inputs),
-        ).resolve()
+        return options.combined(found, sampling, max_pixels), [*problems]
 
     def pipeline(self, config: PipelineConfig, inputs: Sequence[ClipInput] = ()) -> Pipeline:
         """The pipeline of `config`, with the request's folders; rank 0 gives the inputs."""
@@ -188,7 +172,7 @@ class Run:
         files = [each.photo for each in inputs if each.photo]
         files += [video for _, video in (inputs[0].videos if inputs else ())]
         folders = {file.path.parent: file.path for file in files}
-        shared = [self.options.place()[0], *folders.values()]
+        shared = [self.policy.folder, *folders.values()]
         return Pipeline(
             config,
             latents_folder=None if latents is None else str(latents.absolute()),
@@ -252,7 +236,7 @@ class Run:
             pipeline.dismiss()
             with manifest:  # a run that was killed after its last clip left an old manifest
                 return [], None
-        self._announce(config, requests)
+        console.info(_in_words(config, requests))
         progress = Progress(
             console,
             "run",
@@ -278,15 +262,6 @@ class Run:
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
         return [result.metadata for result in results], figures
 
-    def _announce(self, config: PipelineConfig, requests: Sequence[ClipRequest]) -> None:
-        begun = sum(request.done_steps > 0 for request in requests)
-        self.console.info(
-            f"{counted(len(requests), 'clip')} of {counted(config.sampling.frames, 'frame')}, "
-            f"{config.sampling.width}x{config.sampling.height}, on "
-            f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
-            + (f"; {begun} of them continued from an earlier run" if begun else "")
-        )
-
     def show(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
         """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
         from svdpp.driver.jobs import check_outputs, plan_clips
@@ -298,14 +273,8 @@ class Run:
         check_outputs(found, self.seeds, policy)
         clips = plan_clips(found, self.seeds, policy, config, checkpoint)
         console.info(why)
-        num_clips, sampling = len(clips.requests), config.sampling
         ranks = estimate_ranks(config, weights="none")
-        console.result(
-            f"{counted(num_clips, 'clip')} to make: "
-            f"{counted(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}, "
-            f"{counted(sampling.num_inference_steps, 'step')}, "
-            f"{config.model.name} {config.model.dtype}"
-        )
+        console.result(_in_words(config, clips.requests))
         console.answer(
             {
                 "schema_version": 1,
@@ -321,6 +290,16 @@ class Run:
                 "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
             }
         )
+
+
+def _in_words(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
+    begun, sampling = sum(request.done_steps > 0 for request in requests), config.sampling
+    return (
+        f"{counted(len(requests), 'clip')} of {counted(sampling.frames, 'frame')}, "
+        f"{sampling.width}x{sampling.height}, {counted(sampling.num_inference_steps, 'step')}, on "
+        f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
+        + (f"; {begun} of them continued from an earlier run" if begun else "")
+    )
 
 
 def results_of(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
@@ -354,11 +333,8 @@ def print_clips(
             "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits may "
             "differ; a smaller --decode-chunk-size or fewer --gpus lower memory"
         )
-    if skipped:
-        console.info(f"already finished: {counted(len(skipped), 'clip')}")
-    exact = [metadata for metadata in made if metadata["exact"] is True]
-    if any(metadata.get("cfg_parallel", 1) > 1 for metadata in made) and not exact:
+    if any(each.get("cfg_parallel", 1) > 1 and each["exact"] is not True for each in made):
         console.info("not called exact: pairs divide a batch of two; svdpp verify --cfg-parallel 2")
-    if exact:
+    if exact := [metadata for metadata in made if metadata["exact"] is True]:
         path = shlex.quote(str(out / exact[0]["output"]))
         console.info(f"to prove one: svdpp verify {path}")

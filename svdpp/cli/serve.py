@@ -13,8 +13,14 @@ from svdpp.cli.command import COSTS, RECOVERY, SERVICE, VIDEO, command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.files import ImageOptions, LogOptions
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
-from svdpp.config import SamplingConfig
-from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, shown
+from svdpp.config.limits import (
+    MAX_FRAMES,
+    MAX_STEPS,
+    check_seconds,
+    is_number,
+    require,
+    shown,
+)
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 
@@ -29,8 +35,6 @@ _EXTRAS = {
 }
 # A queue has no end; the choice of a layout needs a number.
 _MANY_CLIPS = 1000
-_MAX_UPLOAD_MB = 256  # as media.inputs reads at most
-_DATABASES = ("postgresql://", "postgres://")
 
 
 def _limit(metavar: str, help: str, default: int, most: int) -> Any:
@@ -90,7 +94,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         "FILE", "Sign webhooks with the secrets in this file, each whsec_ and base64."
     )
     max_queue: int = _limit("N", "Clips that may wait or be made.", 1000, 100_000)
-    max_upload_mb: int = _limit("MIB", "Largest image, in MiB.", 32, _MAX_UPLOAD_MB)
+    max_upload_mb: int = _limit("MIB", "Largest image, in MiB.", 32, 256)
     max_steps: int = _limit("N", "Steps that a request may ask for.", MAX_STEPS, MAX_STEPS)
     max_frames: int = _limit("N", "Frames that a request may ask for.", MAX_FRAMES, MAX_FRAMES)
     keep_days: float | None = SERVICE.setting(
@@ -116,28 +120,17 @@ class ServeOptions(PipelineOptions, ImageOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seconds("--lease", self.lease)
-        if self.queue is not None and not self.queue.startswith(_DATABASES):
-            raise RequestError("--queue takes a URL such as postgresql://svdpp@db/svdpp")
-        if self.files is not None and (self.queue is None or "://" not in self.files):
-            raise RequestError("--files takes a URL such as s3://bucket/prefix, and needs --queue")
-        if self.callback_hosts and self.callback_secret_file is None:
-            raise RequestError("--callback-hosts needs --callback-secret-file")
+        is_database = (self.queue or "postgres://").startswith(("postgresql://", "postgres://"))
+        require(is_database, "--queue takes a URL such as postgresql://svdpp@db/svdpp")
+        is_store = self.files is None or (self.queue is not None and "://" in self.files)
+        require(is_store, "--files takes a URL such as s3://bucket/prefix, and needs --queue")
+        is_signed = not self.callback_hosts or self.callback_secret_file is not None
+        require(is_signed, "--callback-hosts needs --callback-secret-file")
         if self.grace:
             check_seconds("--grace", self.grace)
         for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
-            if value is not None and not (is_number(value) and value > 0):
-                raise RequestError(f"{name} must be a finite number above 0, got {shown(value)}")
-
-    def check_own(self, sampling: SamplingConfig) -> None:
-        """Refuses limits that the server's own defaults, resolved, are beyond."""
-        steps, frames = sampling.num_inference_steps, sampling.frames
-        for name, most, own in (
-            ("steps", self.max_steps, steps),
-            ("frames", self.max_frames, frames),
-        ):
-            if own > most:
-                text = f"--max-{name} {most} is less than the {own} {name} of a clip by default"
-                raise RequestError(text, f"add --{name} {most} or less")
+            is_valid = value is None or (is_number(value) and value > 0)
+            require(is_valid, f"{name} must be a finite number above 0, got {shown(value)}")
 
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
         """Width and height of the default size and of all others."""
@@ -146,8 +139,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
         for part in () if self.sizes is None else self.sizes.split(","):
             match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)
             if match is None:
-                text = f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
-                raise RequestError(text)
+                wrong = f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
+                raise RequestError(wrong)
             width, height = int(match[1]), int(match[2])
             replace(sampling, width=width, height=height)  # checks them
             sizes.append((width, height))
@@ -181,9 +174,10 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
     if options.new_key is not None:
         _create_key(console, options.new_key, options.api_key_file)
         return
-    _check_extra("serve")
-    if options.queue is not None:
-        _check_extra("fleet")
+    for extra in ("serve",) if options.queue is None else ("serve", "fleet"):
+        missing = [name for name in _EXTRAS[extra] if find_spec(name) is None]
+        wrong = f"svdpp serve needs the extra {extra}: {', '.join(missing)} is not installed"
+        require(not missing, wrong, f"pip install 'svdpp[{extra}]'")
     try:
         if is_member(launched):
             _serve_rank(console, options, launched, log)
@@ -260,7 +254,11 @@ def _settings(
     from svdpp.serve.service import ServerSettings
 
     config = check_config(config, sizes)
-    asked.check_own(config.sampling)
+    steps, frames = config.sampling.num_inference_steps, config.sampling.frames
+    limits = (("steps", asked.max_steps, steps), ("frames", asked.max_frames, frames))
+    for name, most, own in limits:
+        wrong = f"--max-{name} {most} is less than the {own} {name} of a clip by default"
+        require(own <= most, wrong, f"add --{name} {most} or less")
     secret_file = asked.callback_secret_file
     return ServerSettings(
         config=config,
@@ -270,7 +268,7 @@ def _settings(
         max_steps=asked.max_steps,
         max_frames=asked.max_frames,
         upload_bytes=asked.max_upload_mb * 2**20,
-        max_pixels=asked.max_pixels,
+        max_pixels=asked.max_megapixels * 10**6,
         keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
         keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
         verifies_when_idle=asked.verify_when_idle,
@@ -291,26 +289,15 @@ def _announce(console: Console, data: Path, config: PipelineConfig, bound: socke
     console.json({"schema_version": 1, "url": url, "data": str(data), "model": model})
 
 
-def _check_extra(extra: str) -> None:
-    missing = [name for name in _EXTRAS[extra] if find_spec(name) is None]
-    if missing:
-        raise RequestError(
-            f"svdpp serve needs the extra {extra}: {', '.join(missing)} is not installed",
-            f"pip install 'svdpp[{extra}]'",
-        )
-
-
 def _create_key(console: Console, name: str, path: Path | None) -> None:
     from svdpp.serve.auth import add_key
 
     if path is None:
         raise RequestError("--new-key needs --api-key-file", "add --api-key-file keys.txt")
     key = add_key(path, name)
-    if console.as_json:
-        console.json({"schema_version": 1, "name": name, "key": key, "file": str(path)})
-    else:
-        console.info(f"added to {str(path)!r}; the key itself is not stored:")
-        console.result(key)
+    console.info(f"added to {str(path)!r}; the key itself is not stored:")
+    console.json({"schema_version": 1, "name": name, "key": key, "file": str(path)})
+    console.result(key)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from svdpp.cli.command import COSTS, command
@@ -12,7 +12,6 @@ from svdpp.cli.options.model import LOOKS
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.config.limits import require
-from svdpp.errors import OutOfMemoryError
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
         "folder or a hub id.",
     },
     defaults={
-        "world": "all GPUs, if they divide the steps; on the CPU up to 4",
         "costs": "for --time-scale svd-xt-a100; else a step is 1, all else 0",
     },
 )
@@ -72,14 +70,11 @@ def simulate(
     for name, value in given.items() if options.is_dummy else ():
         message = f"--{name} has no effect on the dummy model"
         require(value is None, message, "--latent-shape sets its size")
-    config, why = PipelineRequest(
-        options=options,
-        num_clips=lambda world_size: options.clips or 2 * world_size,
-        launched=launched,
-        on_cpu=4,
-        time_scale=options.time_scale,
-    ).resolve()
-    num_clips = options.clips or 2 * config.world_size
+    request = PipelineRequest(
+        options=options, num_clips=None, launched=launched, time_scale=options.time_scale
+    )
+    num_clips = options.clips or 2 * request.world_size
+    config, why = replace(request, num_clips=num_clips).resolve()
     log.open(console, launched)
     console.info(why)
     pipeline = Pipeline(config)
@@ -104,12 +99,8 @@ def _perform(
     with progress:
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.layout))
-        try:
-            with traces.of(pipeline), pipeline:
-                pipeline.run(requests)
-        except OutOfMemoryError as error:  # whose own hint names options of other commands
-            error.hint = "a smaller --latent-shape, --dtype fp16 or a smaller --world lower it"
-            raise
+        with traces.of(pipeline), pipeline:
+            pipeline.run(requests)
     console.info(", wrote ".join([progress.closing, *traces.paths]))
 
 

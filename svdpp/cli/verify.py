@@ -172,10 +172,8 @@ def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions
     from svdpp.cli.progress import Progress
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
-    settings = Settings(
-        **{name: getattr(options, name) for name in ("image", "local_files_only")},
-        **{name: getattr(options, name) for name in ("timeout", "start_timeout")},
-    )
+    given = ("image", "local_files_only", "timeout", "start_timeout")
+    settings = Settings(**{name: getattr(options, name) for name in given})
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]

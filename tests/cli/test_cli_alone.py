@@ -1,9 +1,10 @@
-"""The program in its own process: exit codes, stdout and stderr."""
+"""The program itself: help, imports, exit codes, stdout and stderr."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from svdpp import __version__
-from svdpp.cli.command import COMMANDS
+from svdpp.cli.command import COMMANDS, command_named
 from tests.cli.shell import (
     DEMO,
     PHOTO,
     TINY,
     assert_error,
+    parsed,
     python,
     svdpp_alone,
     svdpp_and_modules,
@@ -58,15 +60,43 @@ def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...], word: s
     }
 
 
-def test_pure_rooms_import_the_standard_library_alone() -> None:
-    code = (
-        "import sys; before = set(sys.modules)\n"
-        "import svdpp.config, svdpp.plan.forecast, svdpp.plan.choose\n"
-        "names = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
-        "print(*(names - set(sys.stdlib_module_names)))"
-    )
+# --- help ---------------------------------------------------------------------------------------
 
-    assert python("-c", code).out.split() == ["svdpp"]
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal_and_its_examples_are_command_lines(name: str) -> None:
+    spec, answer = command_named(name), svdpp_here(name, "--help")
+
+    assert answer.code == 0
+    assert svdpp_here(name, "-h") == answer
+    text, examples = answer.out.split("\n  Examples:\n")
+    assert max(map(len, text.splitlines())) <= 80
+    assert COMMANDS[name].split(":")[0] in " ".join(text.split())
+    shown = re.findall(r"^ {2}(?:-\w, )?(--[a-z-]+)", text, re.M)
+    options = [one for one in spec.params if one.param_type_name == "option"]
+    assert len(shown) == len(set(shown)) == len(options) + len(["--help"])
+    assert [line.strip() for line in examples.splitlines()] == list(spec.examples)
+    assert 2 <= len(spec.examples) <= 3
+    for example in spec.examples:
+        assert example.split()[1] == name
+        parsed(example)
+
+
+def test_help_of_run_is_in_panels() -> None:
+    text = svdpp_here("run", "--help").out
+    titles = ["Arguments", "Video", "Prompts", "Model and precision", "Layout", "Recovery"]
+    assert re.findall(r"^(\w.*):$", text, re.M) == [*titles, "Diagnostics"]
+
+
+def test_spellings_of_diffusers_are_taken() -> None:
+    values = parsed("svdpp run photo.jpg --num-inference-steps 25 --num-frames 14")
+    assert (values["options"].steps, values["options"].num_frames) == (25, 14)
+
+
+def test_a_shell_completes_choices() -> None:
+    words = {"_SVDPP_COMPLETE": "bash_complete", "COMP_CWORD": "3"}
+    answer = svdpp_alone(env={**words, "COMP_WORDS": "svdpp run --split a"})
+    assert (answer.code, answer.out) == (0, "plain,alternating\n"), answer
 
 
 # --- exit codes ---------------------------------------------------------------------------------
@@ -154,47 +184,6 @@ def test_a_reader_that_ends_early_is_no_error(arguments: str) -> None:
     os.close(writer)
     assert done.returncode in (128 + signal.SIGPIPE, -signal.SIGPIPE)
     assert "rror" not in done.stderr
-
-
-# --- real ranks ---------------------------------------------------------------------------------
-
-
-@pytest.mark.processes
-def test_simulate_json() -> None:
-    answer = svdpp_alone(
-        *("simulate", "--world", "2", "--steps", "4", "--clips", "3", "--json", "-q"),
-        *("--latent-shape", "1", "4", "2", "8", "8"),
-    )
-
-    assert (answer.code, answer.err) == (0, "")
-    result = json.loads(answer.out)
-    measured, forecast, ranks = (result.pop(name) for name in ("measured", "forecast", "ranks"))
-    assert result == {
-        "schema_version": 1,
-        "num_steps": 4,
-        "world_size": 2,
-        "split": "uniform",
-        "replicas": 1,
-        "decoders": 1,
-        "cfg_parallel": 1,
-        "decode_ranks": 1,
-        "model": "dummy",
-        "dtype": "fp32",
-        "backend": "gloo",
-        "num_threads": result["num_threads"],
-        "clips": 3,
-    }
-    for times in (measured, forecast):
-        assert times.keys() == {
-            *("makespan_seconds", "first_clip_seconds", "seconds_per_clip", "bubble"),
-        }
-        assert times["makespan_seconds"] >= times["first_clip_seconds"] > 0
-        assert 0 <= times["bubble"] < 1
-    assert [(rank["rank"], rank["start"], rank["end"]) for rank in ranks] == [(0, 0, 2), (1, 2, 4)]
-    for rank in ranks:
-        assert rank["steps_done"] == 2 * 3
-        assert rank["compute_seconds"] > 0
-        assert 0 <= rank["bubble"] <= 1
 
 
 @pytest.mark.long

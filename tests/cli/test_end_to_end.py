@@ -22,29 +22,16 @@ from svdpp.verification.verify import verify
 from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
 from tests.faults.damage import Damage
 from tests.models.builders import save_tiny_checkpoint
+from tests.trace_format import check_trace
 
 pytestmark = pytest.mark.processes
 
 #: What a clip's JSON says of its request.
 RECORDED = {
-    "schema_version": 2,
-    "resumed_from_step": 0,
-    "output": "astronaut_3.mp4",
-    "seed": 3,
-    "dtype": "fp32",
-    "device": "cpu",
-    "world_size": 2,
-    "split": "uniform",
-    "num_threads": 1,
-    "num_inference_steps": 4,
-    "num_frames": 3,
-    "decode_chunk_size": 3,
-    "height": 64,
-    "width": 64,
-    "fps": 7,
-    "fit": "stretch",
-    "format": "mp4",
-    "crf": 18,
+    **{"schema_version": 2, "resumed_from_step": 0, "output": "astronaut_3.mp4", "seed": 3},
+    **{"dtype": "fp32", "device": "cpu", "world_size": 2, "split": "uniform", "num_threads": 1},
+    **{"num_inference_steps": 4, "num_frames": 3, "decode_chunk_size": 3, "height": 64},
+    **{"width": 64, "fps": 7, "fit": "stretch", "format": "mp4", "crf": 18},
 }
 KNOBS = ["--steps", "4", "--height", "64", "--width", "64", "--frames", "3", "--threads", "1"]
 
@@ -165,13 +152,36 @@ def test_torchrun_joins_its_world(tmp_path: Path) -> None:
     assert [rank["steps_done"] for rank in report["ranks"]] == [56] * 4
 
 
-def test_the_log_has_one_record_for_each_event_bound_to_its_rank(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+#: What the JSON of a simulation says of its plan.
+REHEARSED = {
+    **{"schema_version": 1, "num_steps": 4, "world_size": 2, "split": "uniform", "replicas": 1},
+    **{"decoders": 1, "cfg_parallel": 1, "decode_ranks": 1, "model": "dummy", "dtype": "fp32"},
+    **{"backend": "gloo", "clips": 3},
+}
+
+
+def test_a_rehearsal_says_what_it_measured_and_leaves_trace_and_log(tmp_path: Path) -> None:
+    trace, log = tmp_path / "new/trace.json", tmp_path / "new/log.jsonl"
     done = svdpp_here(
-        *("simulate", "--world", "2", "--clips", "3", "--steps", "4", "--log-file", str(log)),
-        *("--latent-shape", "1", "4", "2", "8", "8", "--quiet", "-v"),
+        *("simulate", "--world", "2", "--clips", "3", "--steps", "4", "--json", "--quiet", "-v"),
+        *("--latent-shape", "1", "4", "2", "8", "8"),
+        *("--trace", str(trace), "--log-file", str(log)),
     )
     assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert {name: result[name] for name in REHEARSED} == REHEARSED
+    for times in (result["measured"], result["forecast"]):
+        assert times["makespan_seconds"] >= times["first_clip_seconds"] > 0
+        assert 0 <= times["bubble"] < 1
+    shares = [(rank["start"], rank["end"], rank["steps_done"]) for rank in result["ranks"]]
+    assert shares == [(0, 2, 6), (2, 4, 6)]
+    assert all(rank["compute_seconds"] > 0 for rank in result["ranks"])
+
+    events = json.loads(trace.read_text())
+    check_trace(events)
+    assert events[0]["args"]["world_size"] == 2
+    assert sum(event.get("cat") == "step" for event in events) == 3 * 4
+
     records = [json.loads(line)["record"] for line in log.read_text().splitlines()]
     said = [(record["extra"]["rank"], record["message"]) for record in records]
     assert {rank for rank, text in said if text.startswith("ready: steps")} == {0, 1}

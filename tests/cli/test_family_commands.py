@@ -1,8 +1,9 @@
-"""`simulate`, `profile`, `bench` and `doctor` with models that take prompts."""
+"""Commands with models that take prompts, videos or LoRAs; a clip with sound."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,121 +11,140 @@ import numpy as np
 import pytest
 import yaml
 
-from svdpp.bench.runner import Bench, read_config
-from svdpp.cli.bench import pipeline_config
 from svdpp.cli.options.pipeline import PipelineRequest
-from svdpp.config import (
-    SAMPLING_CLASSES,
-    LtxSampling,
-    ModelConfig,
-    OutputConfig,
-    PipelineConfig,
-    WanSampling,
-)
+from svdpp.config import SAMPLING_CLASSES, ModelConfig, OutputConfig, PipelineConfig, WanSampling
 from svdpp.config.limits import read_costs
 from svdpp.diagnostics.machine import measured_config
-from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolve
-from svdpp.media.inputs import EXAMPLE_PROMPT, example_requests
 from svdpp.media.video import read_frames, read_sound, write_clip
 from svdpp.plan.layout import Roles
-from tests.cli.shell import PHOTO, assert_error, parsed, svdpp_here
+from tests.cli.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
+from tests.models.builders import save_tiny_lora
 from tests.models.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
 
-ON_CPU = ("--device", "cpu", "--threads", "1")
-SIZES = {
-    "wan": ("--frames", "5", "--height", "32", "--width", "32", "--max-prompt-tokens", "8"),
-    "ltx": ("--frames", "9", "--height", "64", "--width", "96", "--max-prompt-tokens", "8"),
-}
+ON_CPU = "--device cpu --threads 1"
+SMALL = "--frames 5 --height 32 --width 32 --max-prompt-tokens 8"
+SIZES = {"wan": SMALL, "ltx": "--frames 9 --height 64 --width 96 --max-prompt-tokens 8"}
+
+
+def save_video(path: Path, seed: int = 0) -> str:
+    """Seven frames of 64 x 48."""
+    frames = np.random.default_rng(seed).integers(0, 256, (7, 48, 64, 3), dtype=np.uint8)
+    write_clip(frames, OutputConfig(path=str(path)), fps=16, metadata={})
+    return str(path)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A Wan with two experts, and an LTX-Video whose decoder draws noise."""
-    wan = save_tiny_wan(tmp_path_factory.mktemp("wan"), boundary_ratio=0.875)
-    ltx = save_tiny_ltx(tmp_path_factory.mktemp("ltx"), timestep_conditioning=True)
-    return {"wan": str(wan), "ltx": str(ltx)}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, benches of them, an image and a video; the decoder of this LTX-Video draws noise."""
+    folder = tmp_path_factory.mktemp("files")
+    save_tiny_wan(folder / "wan", boundary_ratio=0.875)
+    save_tiny_wan(folder / "wan21")
+    save_tiny_ltx(folder / "ltx", timestep_conditioning=True)
+    save_tiny("wan_animate", folder / "animate")
+    shutil.copy(PHOTO, folder / "rocket.jpg")
+    save_video(folder / "talk.mp4")
+    for model, options in SIZES.items():
+        names = ("frames", "height", "width", "max_sequence_length")
+        sizes = dict(zip(names, map(int, options.split()[1::2]), strict=True))
+        bench = {
+            "model": {"name": model},
+            "pipeline": {"world": 2, "device": "cpu", "threads": 1},
+            "workload": {"clips": 3, "steps": 4, **sizes},
+            "measure": {"repeats": 1, "warmups": 1, "seeds": [3, 5]},
+        }
+        (folder / f"{model}.yaml").write_text(yaml.safe_dump(bench))
+    return folder
 
 
-def given(command: str, name: str, folders: dict[str, str]) -> tuple[str, ...]:
-    """The command line with model, device and sizes."""
-    return (command, "--model", folders[name], *ON_CPU, *SIZES[name])
+@pytest.fixture(autouse=True)
+def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("wan", "--layout auto", "layout: data parallel of pairs: a clip takes 3 s and 1 clip "),
-        ("wan", "--cfg-parallel auto --layout data-parallel", ", with data parallel 6 s"),
-        ("wan", "--cfg-parallel auto", "layout: 1 replica of 2 pairs, balanced: a clip takes"),
-        ("wan", "--layout auto --cfg-parallel 1", "layout: data parallel: the next best"),
-        ("wan", "--cfg-parallel auto --guidance-scale 1", "; no pairs: the guidance is off"),
-        (
-            "ltx",
-            "--layout auto --cfg-parallel auto",
-            "; no pairs: halves of a batch may give other bits",
-        ),
-    ],
-)
-def test_auto_chooses_pairs_whose_bits_are_equal(
-    name: str, options: str, said: str, folders: dict[str, str]
-) -> None:
-    command = (*given("run", name, folders), "--prompt", "the sea", "--steps", "6", "--world", "4")
-    answer = svdpp_here(*command, *options.split(), "--dry-run")
+def ask(line: str, *more: str) -> Answer:
+    return svdpp_here(*line.split(), *more)
+
+
+def succeed(line: str, *more: str) -> Answer:
+    answer = ask(line, *more)
     assert answer.code == 0, answer
-    (line,) = [line for line in answer.err.splitlines() if line.startswith("layout: ")]
-    assert said in line
-    assert "no times are known: a step counts as 1 s, and all else as 0 s" in line
+    return answer
+
+
+# --- layouts and measurements -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "layout"),
+    ("line", "layout", "said"),
     [
-        ("--layout auto", "data parallel"),  # with pairs it would refuse clips without guidance
-        ("--layout auto --cfg-parallel auto", "data parallel of pairs"),
-        ("--cfg-parallel auto", "1 replica of 4 ranks, balanced"),  # two stages are unequal
         (
-            "--cfg-parallel auto --share-experts",
+            "run wan --layout auto",
+            "data parallel of pairs",
+            "no times are known: a step counts as 1 s, and all else as 0 s",
+        ),
+        ("run wan --cfg-parallel auto --layout data-parallel", "data parallel of pairs", ""),
+        ("run wan --cfg-parallel auto", "1 replica of 2 pairs, balanced", "a clip takes"),
+        ("run wan --layout auto --cfg-parallel 1", "data parallel", "the next best"),
+        (
+            "run wan --cfg-parallel auto --guidance-scale 1",
+            "1 replica of 4 ranks, balanced",
+            "",
+        ),
+        (
+            "run ltx --layout auto --cfg-parallel auto",
+            "data parallel",
+            "",
+        ),
+        # With pairs a server would refuse clips without guidance.
+        ("serve wan --layout auto", "data parallel", ""),
+        ("serve wan --layout auto --cfg-parallel auto", "data parallel of pairs", ""),
+        # Two stages would be unequal.
+        ("serve wan --cfg-parallel auto", "1 replica of 4 ranks, balanced", ""),
+        (
+            "serve wan --cfg-parallel auto --share-experts",
             "1 replica of 2 pairs, balanced, shared experts",
+            "",
         ),
     ],
 )
-def test_a_server_makes_each_clip_sooner(
-    options: str, layout: str, folders: dict[str, str]
-) -> None:
-    values = parsed(" ".join(("svdpp", *given("serve", "wan", folders), "--world 4", options)))
-    how: dict[str, Any] = {"launched": None, "device": "cpu", "from_image": False, "serves": True}
-    request = PipelineRequest(options=values["options"], num_clips=1000, **how)
-    assert str(request.resolve()[0].layout) == layout
+def test_auto_chooses_pairs_whose_bits_are_equal(line: str, layout: str, said: str) -> None:
+    command, name, *options = line.split()
+    serves = command == "serve"
+    steps = "" if serves else "--steps 6"
+    values = parsed(
+        f"svdpp {command} --model {name} {ON_CPU} {SIZES[name]} --world 4 {steps} "
+        + " ".join(options)
+    )
+    clips = 1000 if serves else 1
+    request = PipelineRequest(
+        options=values["options"], num_clips=clips, device="cpu", from_image=False, serves=serves
+    )
+    config, why = request.resolve()
+    assert str(config.layout) == layout
+    assert said in why
 
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_profile_is_what_plans_take(folders: dict[str, str], tmp_path: Path) -> None:
+def test_a_profile_is_what_plans_take(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    asked = ("--world", "2", "--repeats", "1", "--out", str(path))
-    answer = svdpp_here(*given("profile", "wan", folders), *asked)
-    assert answer.code == 0, answer
+    succeed(f"profile --model wan {ON_CPU} {SMALL} --world 2 --repeats 1 --out", str(path))
     costs = read_costs(path)
     assert costs.name.endswith(", 5 frames of 32x32")
     for seconds in (costs.step_seconds, costs.encode_seconds, costs.decode_seconds):
         assert isinstance(seconds, float)
         assert seconds > 0
     assert costs.peak_gib(Roles(encode=True, denoise=True, decode=True))
-    planned = svdpp_here(
-        *("plan", "--world", "2", "--steps", "10", "--costs", str(path), "--expert-boundary", "4"),
-        "--split=balanced",
-    )
-    assert planned.code == 0, planned
+    plan = "plan --world 2 --steps 10 --expert-boundary 4 --split balanced --costs"
+    succeed(plan, str(path))
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_a_profile_gives_each_rank_a_step_of_its_expert(
-    world_size: int, folders: dict[str, str]
-) -> None:
+def test_a_profile_gives_each_rank_a_step_of_its_expert(world_size: int) -> None:
     config = PipelineConfig(
         world_size=world_size,
-        model=ModelConfig(name=folders["wan"]),
+        model=ModelConfig(name="wan"),
         sampling=WanSampling(height=32, width=32, num_frames=5, flow_shift=8.0),
         split="balanced",
     )
@@ -133,145 +153,181 @@ def test_a_profile_gives_each_rank_a_step_of_its_expert(
     assert layout.expert_boundary
 
 
-def test_example_clips_have_what_the_model_needs(folders: dict[str, str]) -> None:
-    model = ModelConfig(name=folders["ltx"])
-    text, photo = (
-        PipelineConfig(world_size=1, model=model, sampling=LtxSampling(from_image=from_image))
-        for from_image in (False, True)
-    )
-    first, second = example_requests(text, 2, seed=7)
-    assert (first.seed, second.seed, first.image) == (7, 8, None)
-    assert first.prompt == second.prompt == EXAMPLE_PROMPT
-    (request,) = example_requests(photo, 1, prompt="a cat")
-    assert request.image is not None
-    assert request.prompt == "a cat"
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("profile --model LTX --decode-chunk-size 2", "--decode-chunk-size is for Stable Video"),
-        ("simulate --model LTX --flow-shift 3", "no such option '--flow-shift'"),
-        ("simulate --model LTX --param stg_scale=3", "has no parameter 'stg_scale'"),
-        ("simulate --model LTX --share-experts", "--share-experts is for models with two experts"),
-        ("simulate --model demo --prompt cat", "--prompt is not for demo"),
-        ("bench LTX.yaml --workload.motion_bucket_id=7", "--motion-bucket-id is not for"),
-        ("bench LTX.yaml --workload.guidance_scale_2=7", "has no parameter 'guidance_scale_2'"),
-        ("bench LTX.yaml --workload.prompts=[]", "workload.prompts needs 1 or more values, got []"),
-        ("bench LTX.yaml --workload.prompts=['']", "--prompt is empty"),
-        ("bench smoke --workload.prompts=[cat]", "model 'demo' takes no prompt"),
-    ],
-)
-def test_options_of_another_family_are_refused(
-    line: str, words: str, folders: dict[str, str], tmp_path: Path
-) -> None:
-    names = {"LTX": folders["ltx"], "LTX.yaml": bench_file(tmp_path, "ltx", folders)}
-    arguments = [names.get(word, word) for word in line.split()]
-    device = () if arguments[0] == "bench" else ("--device", "cpu")
-    assert_error(svdpp_here(*arguments, *device), 2, words)
-
-
-def bench_file(folder: Path, name: str, folders: dict[str, str], **workload: object) -> str:
-    """A configuration of a small bench."""
-    frames, height, width, tokens = (int(size) for size in SIZES[name][1::2])
-    sizes = {"frames": frames, "height": height, "width": width, "max_sequence_length": tokens}
-    content = {
-        "model": {"name": folders[name]},
-        "pipeline": {"world": 2, "device": "cpu", "threads": 1},
-        "workload": {"clips": 3, "steps": 4, **sizes, **workload},
-        "measure": {"repeats": 1, "warmups": 1, "seeds": [3, 5]},
-    }
-    path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return str(path)
-
-
-def bench_of(*arguments: Any, **workload: object) -> Bench:
-    point = read_config(bench_file(*arguments, **workload), [])
-    return Bench(point, Pipeline(pipeline_config(point)).config)
-
-
-def test_a_bench_takes_prompts_and_images(folders: dict[str, str], tmp_path: Path) -> None:
-    bench = bench_of(tmp_path, "wan", folders, guidance_scale=2.0)
-    assert [each.prompt for each in bench.requests] == [EXAMPLE_PROMPT] * 3
-    assert [each.seed for each in bench.requests] == [3, 5, 3]
-    assert (bench.asked.pipeline.split, bench.config.expert_boundary) == ("balanced", 2)
-    assert isinstance(bench.config.sampling, WanSampling)
-    assert bench.config.sampling.guidance_scale == 2.0
-    given = {"prompts": ["a cat", "the sea"], "images": [PHOTO], "steps": None}
-    bench = bench_of(tmp_path, "ltx", folders, **given)
-    assert [(each.prompt, each.seed) for each in bench.requests] == [
-        *(("a cat", 3), ("the sea", 3), ("a cat", 5)),
-    ]
-    assert {each.image for each in bench.requests} == {PHOTO}
-    assert bench.asked.workload.steps == 50
-    assert bench.config.sampling.fps == 25
-
-
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_bench_gives_the_bits_of_diffusers(folders: dict[str, str], tmp_path: Path) -> None:
-    asked = bench_file(tmp_path, "wan", folders)
-    answer = svdpp_here("bench", asked, "--json", "--results", str(tmp_path))
-    assert answer.code == 0, answer
+def test_a_bench_gives_the_bits_of_diffusers(tmp_path: Path) -> None:
+    prompts = "--workload.prompts=[the sea, a cat]"
+    answer = succeed("bench wan.yaml --json --results", str(tmp_path), prompts)
     (found,) = json.loads(answer.out)
     assert list(found["cases"]) == ["pipeline", "data parallel", "diffusers"]
     assert found["same_bits"] is True
-    assert len(set(found["latents_sha256"])) == 2, "one for each seed: the prompts' ends are cut"
+    assert len(set(found["latents_sha256"])) == 3, "one for each prompt and seed"
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+V2V = f"--model wan21 --family wan_v2v --steps 4 --gpus 2 --prompt sea {SMALL} --dry-run"
+ANIMATE = f"run rocket.jpg --model animate --steps 4 --gpus 2 --prompt sea {SMALL} --dry-run"
+POSE, FACE = "--video pose_video=rocket.jpg", "--video face_video=rocket.jpg"
+REFUSED = [
+    ("profile --model ltx --decode-chunk-size 2", 2, "--decode-chunk-size is for Stable Video"),
+    ("simulate --model ltx --flow-shift 3", 2, "no such option '--flow-shift'"),
+    ("simulate --model ltx --param stg_scale=3", 2, "has no parameter 'stg_scale'"),
+    ("simulate --model ltx --share-experts", 2, "--share-experts is for models with two experts"),
+    ("simulate --model demo --prompt cat", 2, "--prompt is not for demo"),
+    # The tiny model's table of positions ends before those of the default size.
+    (
+        "run --model wan --prompt cat --steps 4 --gpus 2 --dry-run",
+        2,
+        "cannot make a clip of 832x480 and 81 frames",
+    ),
+    ("bench ltx.yaml --workload.motion_bucket_id=7", 2, "--motion-bucket-id is not for"),
+    ("bench ltx.yaml --workload.guidance_scale_2=7", 2, "no parameter 'guidance_scale_2'"),
+    ("bench ltx.yaml --workload.prompts=[]", 2, "workload.prompts needs 1 or more values, got []"),
+    ("bench ltx.yaml --workload.prompts=['']", 2, "--prompt is empty"),
+    ("bench smoke --workload.prompts=[cat]", 2, "model 'demo' takes no prompt"),
+    (f"run talk.mp4 {V2V} --family wan", 7, "is not an image in PNG"),
+    (f"run talk.mp4 {V2V} --frames 9", 7, "has 7 of the 9 frames"),
+    (f"run {V2V}", 2, "needs a video"),
+    (f"run talk.mp4 {V2V} --model demo", 2, "--family 'wan_v2v' does not run"),
+    (f"run rocket.jpg {V2V} --family ltx", 2, "does not run"),
+    (f"run talk.mp4 {V2V} --model wan", 5, "only Wan 2.1 for text makes clips from a video"),
+    (f"run talk.mp4 {V2V} --param strength=0.001", 2, "the limit is 1000"),
+    (f"run talk.mp4 {V2V} --param strength=0", 2, "strength must be above 0"),
+    (f"{ANIMATE} {POSE}", 2, "needs the video face_video\nhint: give --video face_video=FILE"),
+    (f"{ANIMATE} {POSE} --video fac=rocket.jpg", 2, "no video 'fac'\nhint: pose_video, face_vi"),
+    (f"{ANIMATE} {POSE} {FACE} --video mask_video=x", 2, "takes no video 'mask_video'"),
+    (f"{ANIMATE} {POSE} --video face_video", 2, "--video takes NAME=FILE, got 'face_video'"),
+    (f"{ANIMATE} {POSE} --video face_video=gone.mp4", 7, "does not exist"),
+    (f"{ANIMATE} {POSE} --video face_video=talk.mp4 --frames 9", 7, "has 7 of the 9 frames"),
+    (f"{ANIMATE} {POSE} {FACE} --frames 81", 2, "5 to 77, one segment"),
+    (f"run rocket.jpg --model demo {POSE} --dry-run", 2, "family svd takes no video 'pose_video'"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "words"), REFUSED)
+def test_what_a_family_does_not_take_is_refused(line: str, code: int, words: str) -> None:
+    on_cpu = "" if line.startswith("bench") else " --device cpu"
+    assert_error(ask(line + on_cpu), code, words)
+
+
+# --- lists --------------------------------------------------------------------------------------
+
+
+def test_families_and_checkpoints_are_shown_with_what_they_take() -> None:
+    listed = json.loads(succeed("models --json").out)["families"]
+    assert [each["family"] for each in listed] == list(SAMPLING_CLASSES)
+    ltx2 = succeed("models ltx2").out
+    assert "\n--param stg_scale " in ltx2
+    assert "LTX2ImageToVideoPipeline" in ltx2
+    replaced = json.loads(succeed("models wan_replace --json").out)["families"][0]
+    assert replaced["inputs"] == ["an image, pose_video, face_video, background_video, mask_video"]
+    assert_error(ask("models sora"), 2, "there is no family or model 'sora'")
+    assert_error(ask("models ./sora"), 5, "there is no folder './sora'")
+    about = json.loads(succeed("models ./ltx --json").out)["families"][0]
+    assert (about["family"], about["inputs"]) == ("ltx", ["text", "an image"])
+    assert "unet" in succeed("models demo").out
+    assert "experts: 2" in succeed("models ./wan").out
+
+
+# --- clips --------------------------------------------------------------------------------------
+
+
+def metadata_of(clip: Path) -> dict[str, Any]:
+    return json.loads(Path(f"{clip}.json").read_text())
 
 
 @pytest.mark.processes
 def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
-    folder = str(save_tiny("ltx2", tmp_path / "model"))
-    sizes = ("--frames", "9", "--height", "32", "--width", "32", "--max-prompt-tokens", "8")
-    given = ("--prompt", "the sea", "--steps", "3", "--world", "2", "--split", "balanced")
-    made = ("--param", "stg_block=1", "--out", str(tmp_path / "out"))
-    answer = svdpp_here("run", "--model", folder, *ON_CPU, *sizes, *given, *made)
-    assert answer.code == 0, answer.err
-    clip = next((tmp_path / "out").glob("*.mp4"))
-    record = json.loads(Path(f"{clip}.json").read_text())
+    model, out = save_tiny("ltx2", tmp_path / "model"), tmp_path / "out"
+    sizes = "--frames 9 --height 32 --width 32 --max-prompt-tokens 8 --param stg_block=1"
+    asked = f"--prompt sea --steps 3 --world 2 --split balanced {sizes} {ON_CPU}"
+    succeed(f"run {asked}", "--model", str(model), "--out", str(out))
+    (clip,) = out.glob("*.mp4")
+    metadata = metadata_of(clip)
     samples, rate = read_sound(clip)
-    assert record["audio_sample_rate"] == 16000
+    assert metadata["audio_sample_rate"] == 16000
     assert (len(samples) > 100, rate) == (True, 48000)
-    answer = svdpp_here("verify", str(clip), "--json")
-    assert answer.code == 0, answer.err
-    checks = json.loads(answer.out)["checks"]
+    checks = json.loads(succeed("verify --json", str(clip)).out)["checks"]
     assert {check["what"]: check["equal"] for check in checks} == dict.fromkeys(
         ("latent", "frames", "audio", "file"), True
     )
-    silence = np.zeros((132, 2), np.int16)
-    metadata = {**record, "audio_sha256": "0" * 64}
+    metadata["audio_sha256"] = "0" * 64
     del metadata["file_sha256"]
-    output = OutputConfig(path=str(clip))
-    sha256 = write_clip(
-        read_frames(clip, "mp4"), output, fps=24, metadata=metadata, sound=(silence, 16000)
-    )
+    sound = (np.zeros((132, 2), np.int16), 16000)
+    frames, output = read_frames(clip, "mp4"), OutputConfig(path=str(clip))
+    sha256 = write_clip(frames, output, fps=24, metadata=metadata, sound=sound)
     Path(f"{clip}.json").write_text(json.dumps({**metadata, "file_sha256": sha256}))
-    answer = svdpp_here("verify", str(clip), "--json")
-    wrong = [each for each in json.loads(answer.out)["checks"] if not each["equal"]]
-    assert [each["what"] for each in wrong] == ["audio", "file"]
-    assert "its sound is not that of the recomputed samples" in wrong[1]["detail"]
+    checks = json.loads(ask("verify --json", str(clip)).out)["checks"]
+    wrong = {check["what"]: check["detail"] for check in checks if not check["equal"]}
+    assert list(wrong) == ["audio", "file"]
+    assert "its sound is not that of the recomputed samples" in wrong["file"]
 
 
-def test_the_families_are_listed_with_their_parameters() -> None:
-    listed = json.loads(svdpp_here("models", "--json").out)["families"]
-    assert [each["family"] for each in listed] == list(SAMPLING_CLASSES)
-    ltx2 = svdpp_here("models", "ltx2").out
-    assert "\n--param stg_scale " in ltx2
-    assert "LTX2ImageToVideoPipeline" in ltx2
-    assert_error(svdpp_here("models", "sora"), 2, "there is no family or model 'sora'")
-    assert_error(svdpp_here("models", "./sora"), 5, "there is no folder './sora'")
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_clip_from_a_video_is_made_and_verified(tmp_path: Path) -> None:
+    video, out = save_video(tmp_path / "talk.mp4"), tmp_path / "out"
+    asked = f"{V2V} {ON_CPU} --param strength=0.6".replace(" --dry-run", "")
+    succeed(f"run {asked}", video, "--out", str(out))
+    metadata = metadata_of(out / "talk_0.mp4")
+    names = ("family", "strength", "num_inference_steps")
+    assert [metadata[name] for name in names] == ["wan_v2v", 0.6, 4]
+    succeed("verify", str(out / "talk_0.mp4"))
+    save_video(tmp_path / "talk.mp4", seed=1)
+    assert_error(ask("verify", str(out / "talk_0.mp4")), 7, "is not at")
+    again = ask(f"run {asked} --resume", video, "--out", str(out))
+    assert_error(again, 2, "input_sha256")
 
 
-def test_a_checkpoint_is_shown(folders: dict[str, str]) -> None:
-    about = json.loads(svdpp_here("models", folders["ltx"], "--json").out)["families"][0]
-    assert (about["family"], about["inputs"]) == ("ltx", ["text", "an image"])
-    assert "unet" in svdpp_here("models", "demo").out
-    assert "experts: 2" in svdpp_here("models", folders["wan"]).out
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_clip_with_further_videos_is_made_verified_and_resumed(tmp_path: Path) -> None:
+    inputs, out = tmp_path / "inputs", tmp_path / "out"
+    inputs.mkdir()
+    pose = save_video(inputs / "pose.mp4")
+    line = f"{ANIMATE} {ON_CPU} {FACE}".replace(" --dry-run", "")
+    asked = (line, "--video", f"pose_video={pose}", "--out", str(out))
+    succeed(*asked)
+    (clip,) = out.glob("*.mp4")
+    record = metadata_of(clip)
+    assert record["videos"]["pose_video"] == "../inputs/pose.mp4"
+    succeed("verify", str(clip))
+    succeed(*asked, "--resume")
+    assert metadata_of(clip) == record
+    (inputs / "pose.mp4").rename(inputs / "moved.mp4")
+    assert_error(ask("verify", str(clip)), 7, "the pose_video of", "--image FOLDER")
+    shutil.copy(PHOTO, inputs / "photo.jpg")
+    succeed("verify", str(clip), "--image", str(inputs))
+    save_video(inputs / "pose.mp4", seed=1)
+    assert_error(ask(*asked, "--resume"), 2, "videos_sha256")
+    succeed(*asked, "--overwrite")
+    other = metadata_of(clip)
+    assert other["videos_sha256"]["face_video"] == record["videos_sha256"]["face_video"]
+    assert other["latents_sha256"] != record["latents_sha256"]
 
 
-def test_a_size_that_the_model_cannot_make_is_one_sentence(folders: dict[str, str]) -> None:
-    """The tiny model's table of positions ends before those of the default size."""
-    asked = ("--prompt", "a cat", "--steps", "4", "--gpus", "2", "--dry-run")
-    answer = svdpp_here("run", "--model", folders["wan"], *ON_CPU, *asked)
-    assert_error(answer, 2, "cannot make a clip of 832x480 and 81 frames", "--height")
+@pytest.mark.processes
+@pytest.mark.long
+def test_clips_with_loras_are_made_verified_and_told_apart(folder: Path, tmp_path: Path) -> None:
+    high, low = tmp_path / "high.safetensors", tmp_path / "low.safetensors"
+    save_tiny_lora(folder / "wan", high, seed=1)
+    save_tiny_lora(folder / "wan", low, part="transformer_2", seed=2)
+    asked = f"run --model wan --prompt sea --steps 4 --world 2 --split balanced {ON_CPU} {SMALL}"
+    out = ("--out", str(tmp_path / "out"))
+    loras = ("--lora", f"{high}:0.5:high", "--lora", f"{low}:low")
+
+    succeed(asked, *loras, *out)
+    (clip,) = (tmp_path / "out").glob("*.mp4")
+    used = [(lora["weight"], lora["expert"]) for lora in metadata_of(clip)["lora"]]
+    assert used == [(0.5, "high"), (1.0, "low")]
+    assert "bitwise equal" in succeed("verify", str(clip)).out
+    assert "was finished" in succeed(asked, *loras, *out, "--resume").out
+    for others in ((), (*loras[:2], "--lora", f"{low}:0.9:low")):
+        other = ask(asked, *others, *out, "--resume")
+        assert_error(other, 2, "exists with another lora")
+
+    save_tiny_lora(folder / "wan", high, seed=3)
+    changed = ask("verify", str(clip))
+    assert "has changed since the clip was made" in changed.out + changed.err
+    assert changed.code != 0

@@ -1,9 +1,10 @@
-"""The progress display of a run: on a terminal, without one, and switched off."""
+"""What is said of a run: the display on a terminal, plain lines elsewhere, and the log."""
 
 from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -14,14 +15,17 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
-from svdpp.cli.progress import Progress
+from svdpp.cli.options.files import LogOptions
+from svdpp.cli.progress import Progress, open_log
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import (
@@ -36,78 +40,50 @@ from svdpp.worker.messages import (
 from tests.cli.shell import PYTHONPATH, ROOT
 from tests.driver.dummies import HANG_SECONDS
 
-_SHOW_CURSOR = "\x1b[?25h"
+Events = Sequence[tuple[int, Event]]
+LOST = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
 
 
-def _console(*, terminal: bool, quiet: bool = False) -> Console:
-    console = Console(quiet=quiet)
+def watch(
+    events: Events, *, term: str, decodes: bool = False, **about: Any
+) -> tuple[Progress, list[str]]:
+    """The progress after `events`, and the lines that its last picture and its remarks leave."""
+    console, written = Console(), io.StringIO()
+    how: dict[str, Any] = {"color_system": None, "width": 80, "height": 24}
+    is_terminal = term != "none"
     console.err = RichConsole(
-        file=io.StringIO(),
-        force_terminal=terminal,
-        color_system=None,
-        width=80,
-        height=24,
+        file=written,
+        force_terminal=is_terminal,
         legacy_windows=False,
+        _environ={"TERM": term},
+        **how,
     )
-    return console
-
-
-def _progress(
-    console: Console,
-    world_size: int = 2,
-    num_clips: int = 2,
-    *,
-    decodes: bool = False,
-    **about: Any,
-) -> Progress:
-    layout = Layout(num_steps=28, world_size=world_size, decodes=decodes)
-    schedule = layout.schedule(num_clips)
-    return Progress(console, "run", schedule, **about)
-
-
-def _shown(console: Console, *more: Event, **about: Any) -> Progress:
-    """The progress after `EVENTS` and `more`."""
-    with _progress(console, **about) as progress:
-        for rank, event in (*EVENTS, *((1, event) for event in more)):
+    layout = Layout(num_steps=28, world_size=2, decodes=decodes)
+    with Progress(console, "run", layout.schedule(2), **about) as progress:
+        for rank, event in events:
             progress(rank, event)
-    return progress
-
-
-def _written(console: Console) -> str:
-    assert isinstance(console.err.file, io.StringIO)
-    return console.err.file.getvalue()
-
-
-def _picture(text: str) -> list[str]:
-    """The lines of the last display."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.rpartition("\x1b[?25h")[0])
-    return [line.rstrip() for line in plain.replace("\r", "\n").split("\n") if line.strip()]
-
-
-def _summary(console: Console) -> str:
-    """The summary of the last display."""
-    return [
-        line for line in _picture(_written(console)) if re.match("run: .*(elapsed|starting)", line)
-    ][-1]
+    text = written.getvalue()
+    shown = text.rpartition("\x1b[?25h")[0] or text
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
+    return progress, [line.rstrip() for line in plain.split("\n") if line.strip()]
 
 
 def test_a_settled_clip_is_counted_once() -> None:
-    console = _console(terminal=False)
-    lost = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
-    with _progress(console) as progress:
-        for rank in range(2):
-            progress(rank, CheckpointLost(error={**lost, "message": "none in 'D'", "hint": "so"}))
-        progress(1, ClipDone(clip=0, metadata={"output": "a.mp4"}))
-        progress(0, ClipFailed(clip=0, error=lost))
-        progress(0, ClipDone(clip=1, metadata={"output": "b.mp4", "wall_seconds": 3.21}))
-    assert _written(console).splitlines() == [
+    no_folder = CheckpointLost(error={**LOST, "message": "none in 'D'", "hint": "so"})
+    events: Events = (
+        *((rank, no_folder) for rank in range(2)),
+        (1, ClipDone(clip=0, metadata={"output": "a.mp4"})),
+        (0, ClipFailed(clip=0, error=LOST)),
+        (0, ClipDone(clip=1, metadata={"output": "b.mp4", "wall_seconds": 3.21})),
+    )
+    assert watch(events, term="none")[1] == [
         "run: none in 'D': so",
         "run: 1 of 2 clips: clip 1 -> a.mp4",
         "run: 2 of 2 clips: clip 2 -> b.mp4, 3.2 s",
     ]
 
 
-EVENTS: tuple[tuple[int, Event], ...] = (
+EVENTS: Events = (
     (0, Joined(device="cpu", load_seconds=0.1)),
     (0, Heartbeat(action="ENCODE c0 @0")),
     (0, Heartbeat(action="DENOISE c0 0:14")),
@@ -119,9 +95,8 @@ EVENTS: tuple[tuple[int, Event], ...] = (
 
 
 def test_a_terminal_shows_a_line_a_rank() -> None:
-    console = _console(terminal=True)
-    _shown(console, labels=["a-very-long-name-of-an-image-that-goes-on.jpg", "b.jpg"])
-    lines = _picture(_written(console))[-3:]
+    labels = ["a-very-long-name-of-an-image-that-goes-on.jpg", "b.jpg"]
+    lines = watch(EVENTS, term="xterm", labels=labels)[1][-3:]
 
     # Two clips of two halves of 14 steps each; two steps have taken 2 s each.
     assert lines[0] == "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"
@@ -137,36 +112,28 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
         # What is not measured weighs as in the assumed costs: a decode takes as long as four steps.
         (
             {"decodes": True, "costs": Costs(step_seconds=0.5, decode_seconds=2.0)},
-            None,
+            EVENTS,
             "run: 0 of 2 clips, 0:00 elapsed, about 1:40 left",
         ),
-        ({}, 1, "run: 0 of 2 clips, starting, 1 of 2 ranks ready, 0:00"),
-        ({"ranks": False}, None, "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"),
+        ({}, EVENTS[:1], "run: 0 of 2 clips, starting, 0:00"),
+        ({"ranks": False}, EVENTS, "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"),
     ],
 )
-def test_the_summary(about: dict[str, Any], events: int | None, said: str) -> None:
-    console = _console(terminal=True)
-    with _progress(console, **about) as progress:
-        for rank, event in EVENTS[:events]:
-            progress(rank, event)
-    assert _summary(console) == said
-    assert ("rank 0" in _written(console)) == about.get("ranks", True)
+def test_the_summary(about: dict[str, Any], events: Events, said: str) -> None:
+    lines = watch(events, term="xterm", **about)[1]
+    assert [line for line in lines if line.startswith("run: ")][-1] == said
+    assert any("rank 0" in line for line in lines) == about.get("ranks", True)
 
 
-def test_elsewhere_every_clip_is_a_plain_line_and_the_closing_line_counts() -> None:
-    lost = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
+@pytest.mark.parametrize("term", ["none", "dumb"])
+def test_elsewhere_every_clip_is_a_plain_line_and_the_closing_line_counts(term: str) -> None:
     made = ClipDone(clip=1, metadata={"output": "b_1.mp4", "wall_seconds": 9.96})
-    console, dumb = _console(terminal=False), _console(terminal=True)
-    dumb.err = RichConsole(
-        file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"}
-    )
-    for each in (console, dumb):
-        progress = _shown(each, ClipFailed(clip=0, error=lost), made)
-        assert _written(each).splitlines() == [
-            "run: clip 1 is lost: it cannot be written",
-            "run: 1 of 2 clips: clip 2 -> b_1.mp4, 10.0 s",
-        ]
-        assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
+    progress, lines = watch(((1, ClipFailed(clip=0, error=LOST)), (1, made)), term=term)
+    assert lines == [
+        "run: clip 1 is lost: it cannot be written",
+        "run: 1 of 2 clips: clip 2 -> b_1.mp4, 10.0 s",
+    ]
+    assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
 
 
 @pytest.mark.processes
@@ -181,7 +148,7 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
         stdout=child,
         stderr=child,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color"},
-        cwd=Path(ROOT),
+        cwd=ROOT,
     )
     os.close(child)
     try:
@@ -194,7 +161,7 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
         running.wait()
         os.close(parent)
     last = text.rpartition("\x1b[?25l")[2]
-    assert _SHOW_CURSOR in last
+    assert "\x1b[?25h" in last, "the cursor is shown again"
     cleared, _, sentence = last.rpartition("\x1b[2K")
     assert "rank 0" in cleared
     assert re.sub(r"\x1b\[[0-9;]*m", "", sentence).strip() == "error: ended by SIGINT"
@@ -209,3 +176,60 @@ def _read_until(terminal: int, pattern: str) -> str:
         if select.select([terminal], [], [], left)[0]:
             text += os.read(terminal, 65536).decode(errors="replace")
     return text
+
+
+# --- the log ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def closed_log() -> Iterator[None]:
+    yield
+    logger.remove()
+
+
+def test_the_files_of_a_long_life_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("svdpp.cli.progress._FILE_BYTES", 10_000)
+    open_log(verbosity=0, log_file=tmp_path / "log", write=lambda _: None)
+    for number in range(200):
+        logger.info("clip {} is finished", number)
+
+    files = ["log", "log.1", "log.2", "log.3", "log.4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert all(path.stat().st_size <= 10_000 for path in tmp_path.iterdir())
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert json.loads(last)["record"]["message"] == "clip 199 is finished"
+
+
+def test_the_file_gets_json_lines_and_steps_only_with_v(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "new" / "run.jsonl"
+    for verbosity in (0, 1):  # the second run appends
+        open_log(verbosity=verbosity, log_file=path, write=said.append)
+        logger.bind(rank=3).debug(f"a step, verbosity {verbosity}")
+        logger.bind(rank=3).info("two\nlines")
+    records = [json.loads(line)["record"] for line in path.read_text().splitlines()]
+
+    messages = ["two\nlines", "a step, verbosity 1", "two\nlines"]
+    assert [record["message"] for record in records] == messages
+    assert {record["extra"]["rank"] for record in records} == {3}
+    assert len(said) == 1  # without -v nothing, and debug needs -vv
+
+
+def test_a_full_disk_is_said_once_and_stops_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    open_log(verbosity=1, log_file=Path("/dev/full"), write=said.append)
+    for _ in range(3):
+        logger.info("still here")
+
+    warnings = [line for line in said if "still here" not in line]
+    full = "warning: cannot write the log '/dev/full': [Errno 28] No space left on device"
+    assert (warnings, len(said)) == ([full], 4)
+    assert capfd.readouterr().err == ""
+
+
+def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    LogOptions(verbose=1).open(Console(), None)
+    logger.info("'[/x] [b].jpg' is lost")
+    assert capsys.readouterr().err.endswith(" rank - '[/x] [b].jpg' is lost\n")

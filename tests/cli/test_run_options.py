@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import shutil
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console as RichConsole
 
-from svdpp.cli.console import Console
-from svdpp.cli.options.files import TraceOptions
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
-from svdpp.cli.run import Run
-from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import read_costs
-from svdpp.driver.clips import ClipHandle
-from svdpp.driver.jobs import ClipPlan
-from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import RequestError
+from svdpp.driver import resolve
 from svdpp.launch import group as fork_server
 from svdpp.plan.forecast import forecast_layout
 from svdpp.worker.device import MemoryPressure
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, parsed, svdpp_and_modules, svdpp_here
-from tests.driver.dummies import clips, config
 
-run_module = import_module("svdpp.cli.run")  # the package also has a command of this name
-pytestmark = pytest.mark.usefixtures("elsewhere", "without_memory")
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder; without the memory estimate, which takes a second, has its own test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resolve, "estimate_ranks", lambda *_, **__: [])
 
 
 def photograph(name: str) -> str:
@@ -56,13 +49,6 @@ def names(*options: str) -> list[str]:
 # --- what plan prints is what run does ----------------------------------------------------------
 
 
-def config_of(options: str, num_clips: int) -> PipelineConfig:
-    """The layout of `svdpp run` with these options."""
-    values = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")
-    asked = Run(console=Console(), launched=None, options=values["options"], traces=TraceOptions())
-    return asked.config(num_clips)[0]
-
-
 SHAPES = [
     "--gpus 7",
     "--gpus 8 --split alternating --decoders 2",
@@ -77,7 +63,8 @@ SHAPES = [
 @pytest.mark.parametrize("options", SHAPES)
 def test_what_plan_prints_is_what_run_does(options: str) -> None:
     printed = json.loads(svdpp_here("plan", *options.split(), "--clips", "20", "--json").out)
-    layout = config_of(options, num_clips=20).layout
+    asked = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")["options"]
+    layout = PipelineRequest(options=asked, num_clips=20, from_image=True).resolve()[0].layout
 
     assert printed["costs"] == layout.costs.to_json()
     assert printed["layout"]["description"] == str(layout)
@@ -89,48 +76,31 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
     assert printed["forecast"]["latency_seconds"] == forecast.latency
 
 
-# --- how many ranks, and which layout -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", ["layout", "cfg_parallel"])
-def test_auto_needs_the_number_of_clips(option: str) -> None:
-    layout: dict[str, Any] = {option: "auto"}
-    options = PipelineOptions(model="demo", world=4, threads=1, steps=25, **layout)
-    with pytest.raises(RequestError, match=r"auto needs .* only rank 0 knows it"):
-        PipelineRequest(options=options, num_clips=None, device="cpu").resolve()
-
-
-def test_all_ranks_may_be_used_where_nothing_must_divide() -> None:
-    def world(**given: Any) -> int:
-        options = PipelineOptions(model="demo", threads=1, steps=25, **given)
-        request = PipelineRequest(options=options, num_clips=4, device="cpu")
-        return request.resolve()[0].world_size
-
-    assert world() == world(layout="pipeline") == 1
-    assert world(split="alternating") == world(layout="auto") == world(layout="data-parallel") == 2
-
-
 @pytest.mark.parametrize(
-    ("device", "gpus", "steps", "world_size"),
-    [("cuda", 3, 6, 3), ("cuda", 8, 28, 7), ("cuda", 1, 6, 1), ("cpu", 3, 8, 4), ("cpu", 3, 6, 3)],
+    ("device", "gpus", "given", "world_size"),
+    [
+        ("cuda", 3, {"steps": 6}, 3),
+        ("cuda", 8, {"steps": 28}, 7),
+        ("cuda", 1, {"steps": 6}, 1),
+        ("cpu", 3, {"steps": 28}, 2),
+        ("cpu", 3, {"steps": 25}, 1),
+        ("cpu", 3, {"steps": 25, "layout": "pipeline"}, 1),
+        # Nothing must divide the steps.
+        ("cpu", 3, {"steps": 25, "split": "alternating"}, 2),
+        ("cpu", 3, {"steps": 25, "layout": "auto"}, 2),
+        ("cpu", 3, {"steps": 25, "layout": "data-parallel"}, 2),
+    ],
 )
-def test_simulate_starts_as_many_ranks_as_there_are_gpus(
-    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, steps: int, world_size: int
+def test_by_default_as_many_ranks_as_there_are_gpus_or_two(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, given: dict[str, Any], world_size: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    started: list[int] = []
-
-    def start(self: Pipeline) -> None:
-        started.append(self.config.world_size)
-        raise RequestError("this test starts no ranks")
-
-    monkeypatch.setattr(Pipeline, "__enter__", start)
-    answer = svdpp_here("simulate", "--device", device, "--steps", str(steps))
-    assert_error(answer, 2, "this test starts no ranks")
-    assert started == [world_size]
+    options = PipelineOptions(model="dummy", threads=1, **given)
+    request = PipelineRequest(options=options, num_clips=4, device=device)
+    assert request.resolve()[0].world_size == world_size
 
 
-# --- what is said before a run ------------------------------------------------------------------
+# --- inputs and outputs -------------------------------------------------------------------------
 
 
 def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
@@ -138,25 +108,16 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     result = dry_run(PHOTO, "--seeds", "1-2")
 
     assert answer.code == 0
-    for words in (
-        "501 clips to make: 2 frames of 32x32, 2 steps",
-        "folder: out\n",
-        "\n... and 401 more\n",
-        "\nrocket_99.mp4 ",
-    ):
+    for words in ("501 clips of 2 frames, 32x32, 2 steps, on 2 cpu ranks", "\n... and 401 more\n"):
         assert words in answer.out
     assert list(Path().iterdir()) == []
     assert [clip["seed"] for clip in result["clips"]] == [1, 2]
     assert (result["layout"], result["world_size"]) == ("1 replica of 2 ranks, uniform", 2)
 
 
-# --- inputs -------------------------------------------------------------------------------------
-
-
 def test_subfolders_are_taken_where_that_is_asked_for() -> None:
     for name in ("photos/a/b/deep.jpg", "photos/a/one.jpg", "photos/.hidden/no.jpg"):
         photograph(name)
-    Path("photos/a/text.txt").write_text("x")
     Path("photos/link").symlink_to("a")
     refused = svdpp_here("run", "photos", *DEMO, *TINY)
 
@@ -182,9 +143,6 @@ def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
     assert not loaded & {"torch", "diffusers"}
 
 
-# --- outputs ------------------------------------------------------------------------------------
-
-
 def test_names_of_clips() -> None:
     two = (PHOTO, photograph("b c.jpg"))
     assert names(*two) == ["rocket_0.mp4", "b c_0.mp4"]
@@ -198,43 +156,18 @@ def test_names_of_clips() -> None:
 # --- what a run says at its end -------------------------------------------------------------------
 
 
-def test_clips_of_divided_batches_are_not_called_exact() -> None:
-    console, heard = Console(), io.StringIO()
-    console.err = RichConsole(file=heard, width=80)
-    clip = {"output": "cat_0.mp4", "format": "mp4", "exact": "unproven", "cfg_parallel": 2}
-    run_module.print_clips(console, Path("out"), [], [clip], [])
-    assert "svdpp verify --cfg-parallel 2" in heard.getvalue()
-    assert "to prove one" not in heard.getvalue()
-
-
 @pytest.mark.processes
-def test_very_many_clips_go_to_the_ranks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "_AT_ONCE", 2)
-    requests, parts = clips(*range(7)), []
-    with Pipeline(config(steps=2)) as pipeline:
-        submit = pipeline.submit
-
-        def count(asked: list[ClipRequest], about: list[dict[str, Any]]) -> list[ClipHandle]:
-            parts.append(len(asked))
-            return submit(asked, about)
-
-        monkeypatch.setattr(pipeline, "submit", count)
-        plan = ClipPlan(requests, [{} for _ in requests])
-        made = list(run_module.results_of(pipeline, plan))
-    assert parts == [2, 2, 2, 1]
-    assert [result.request.seed for result in made] == list(range(7))
-
-
-@pytest.mark.processes
-def test_a_gpu_that_ran_short_of_memory_is_said_once(
+def test_a_gpu_that_ran_short_of_memory_is_said_once_for_all_parts_of_a_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The ranks are forked, so that they inherit the patched memory pressure."""
+    monkeypatch.setattr("svdpp.cli.run._AT_ONCE", 2)
     monkeypatch.setattr(MemoryPressure, "rose", lambda self: True)  # noqa: ARG005
     monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
-    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "1,2", "--out", str(tmp_path))
+    answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "1-5", "--out", str(tmp_path))
 
     assert answer.code == 0, answer
+    assert answer.out.split() == [f"{tmp_path}/rocket_{seed}.mp4" for seed in range(1, 6)]
     metadata = json.loads((tmp_path / "rocket_1.mp4.json").read_text())
     assert metadata["memory_pressure"] is True
     (warning,) = [line for line in answer.err.splitlines() if "warning" in line]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_alone, svdpp_here
+from tests.cli.shell import PHOTO, TINY, svdpp_alone, svdpp_here
 from tests.models.builders import save_tiny_checkpoint
 
 MARKS = ("markedhome", "markedtoken", "markedsecret")
+TOKEN = "hf_markedtoken" + "x" * 20
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
 
@@ -34,7 +35,7 @@ def env(home: Path) -> dict[str, str]:
     return {
         "HOME": str(home),
         "HF_HOME": str(home / "cache"),
-        "HF_TOKEN": "hf_markedtoken" + "x" * 20,
+        "HF_TOKEN": TOKEN,
         "STORE_PASSWORD": "markedsecret 1",
     }
 
@@ -45,37 +46,29 @@ def assert_unmarked(*texts: str) -> None:
             assert mark not in text, text[max(0, text.index(mark) - 200) :][:400]
 
 
-FAULTS: list[tuple[int, Callable[[Path], tuple[str, ...]]]] = [
-    (7, lambda home: ("run", f"{home}/gone.png", f"{home}/text.png", *DEMO)),
-    (7, lambda home: ("run", f"{home}", *DEMO, "--out", f"{home}/out")),
-    (7, lambda home: ("verify", f"{home}/gone.json")),
-    (8, lambda home: ("run", PHOTO, *DEMO, *TINY, "--out", f"{home}/text.png")),
-    (8, lambda home: ("simulate", "--log-file", f"{home}/text.png/log")),
-    (5, lambda home: ("run", PHOTO, "--model", f"{home}/gone", "--device", "cpu")),
-    (5, lambda home: ("run", PHOTO, "--model", f"{home}/text.png", "--device", "cpu")),
-    (5, lambda _: ("run", PHOTO, "--model", "hf_markedtoken" + "x" * 20, "--device", "cpu")),
-    (5, lambda _: ("run", PHOTO, "--model", "https://u:markedsecret 1@host/x", "--device", "cpu")),
-    (2, lambda _: ("run", PHOTO, *DEMO, "--device", "markedsecret 1")),
-]
+RUN = f"run {PHOTO} --device cpu"
 
 
-@pytest.mark.parametrize("more", [(), ("--debug", "--json")], ids=str)
-@pytest.mark.parametrize(("code", "arguments"), FAULTS)
-def test_refusals_show_none(
-    home: Path,
-    env: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    arguments: Callable[[Path], tuple[str, ...]],
-    more: tuple[str, ...],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer = svdpp_here(*arguments(home), *more, env=env)
-
-    assert answer.code == code, answer
-    assert ("Traceback" in answer.err) == bool(more)
-    assert_unmarked(answer.out, answer.err)
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("run {home}/gone.png {home}/text.png --device cpu --model demo", 7),
+        ("verify {home}/gone.json", 7),
+        (f"{RUN} --model demo --out {{home}}/text.png", 8),
+        ("simulate --log-file {home}/text.png/log", 8),
+        (f"{RUN} --model {{home}}/gone", 5),
+        (f"{RUN} --model {{home}}/text.png", 5),
+        (f"{RUN} --model {TOKEN}", 5),
+        (f"{RUN} --model 'https://u:markedsecret 1@host/x'", 5),
+        (f"{RUN} --model demo --device 'markedsecret 1'", 2),
+    ],
+)
+def test_refusals_show_none(home: Path, env: dict[str, str], line: str, code: int) -> None:
+    for more in ((), ("--debug", "--json")):
+        answer = svdpp_here(*shlex.split(line.format(home=home)), *more, env=env)
+        assert answer.code == code, answer
+        assert ("Traceback" in answer.err) == bool(more)
+        assert_unmarked(answer.out, answer.err)
 
 
 @pytest.mark.processes

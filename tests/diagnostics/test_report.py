@@ -27,7 +27,7 @@ from svdpp.plan.costs import Costs
 from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone, TransferDone
-from tests.cli.test_help import parsed
+from tests.cli.shell import parsed
 from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
 from tests.faults.processes import allowing_for_others
 

@@ -26,7 +26,7 @@ from svdpp.serve.photos import PhotoFolder
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.views import FIELDS, ApiError
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.cli.test_video_input import save_video
+from tests.cli.test_family_commands import save_video
 from tests.models.builders import save_tiny_lora
 from tests.models.range_checks import whole_clip
 from tests.models.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import ClipInput, Photo
 
-_SUFFIXES = (".mp4", ".gif", ".webp")
-_OTHER_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
+_VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +113,6 @@ class ImageOptions:
         between=(1, MAX_MEGAPIXELS),
     )
 
-    @property
-    def max_pixels(self) -> int:
-        """The same in pixels."""
-        return self.max_megapixels * 10**6
-
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(ImageOptions):
@@ -137,8 +131,8 @@ class InputOptions(ImageOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderOptions:
-    """Where clips are written."""
+class OutputOptions:
+    """Where clips are written, how they are encoded, and what happens to existing files."""
 
     out: Path = VIDEO.setting(
         "PATH",
@@ -147,12 +141,6 @@ class FolderOptions:
         "-o",
         default=Path("out"),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions(FolderOptions):
-    """Where clips are written, how they are encoded, and what happens to existing files."""
-
     format: VideoFormat | None = VIDEO.setting(
         "",
         "Format of the clips; frames: a folder of PNG files.",
@@ -175,31 +163,21 @@ class OutputOptions(FolderOptions):
         "Make no clips; show their names, the layout and each rank's memory."
     )
 
-    def place(self) -> tuple[Path, str, VideoFormat]:
-        """The folder, the name of the only clip without suffix or "", and the format."""
-        suffix, is_file = self.out.suffix.lower(), False
-        if not self.out.is_dir():
-            is_file = suffix in _SUFFIXES
-            if suffix in _OTHER_VIDEOS or (is_file and self.format not in (None, suffix[1:])):
-                raise RequestError(
-                    f"--out {shlex.quote(str(self.out))}: "
-                    + (f"--format says {self.format}" if is_file else "no clip is such a file"),
-                    "clips are mp4, gif or webp",
-                )
-        kind: Any = self.format or (suffix[1:] if is_file else "mp4")
-        OutputConfig(path=str(self.out), format=kind, crf=self.crf)  # checks them
-        if not is_file:
-            return self.out, "", kind
-        return self.out.parent, self.out.name[: -len(suffix)], kind
-
     def policy(self, *, is_restarted: bool) -> OutputPolicy:
-        """Where clips are written, and what happens to existing files."""
+        """Where clips are written, and what happens to existing files; checks the options."""
         from svdpp.driver.jobs import OutputPolicy
 
-        folder, single_clip, kind = self.place()
+        out, suffix = self.out, self.out.suffix.lower()
+        is_file = suffix in _VIDEO_SUFFIXES and not out.is_dir()
+        formats = (self.format,) if self.format else ("mp4", "gif", "webp")
+        if is_file and suffix[1:] not in formats:
+            wrong = f"--out {shlex.quote(str(out))} is no file in the format {' or '.join(formats)}"
+            raise RequestError(wrong, "a name without the suffix of a video is a folder")
+        kind: Any = self.format or (suffix[1:] if is_file else "mp4")
+        OutputConfig(path=str(out), format=kind, crf=self.crf)  # checks them
         return OutputPolicy(
-            folder=folder,
-            single_clip=single_clip,
+            folder=out.parent if is_file else out,
+            single_clip=out.name[: -len(suffix)] if is_file else "",
             format=kind,
             crf=self.crf,
             overwrite=self.overwrite,

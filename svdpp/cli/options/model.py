@@ -182,10 +182,9 @@ class ModelOptions:
         given = {name: own[name] for name in (*_SHARED, "fit") if own[name] is not None}
         given |= parse_params(self.param or (), family)
         for name in given.keys() - known:
-            wrong = (
-                f"{_SHARED[name].option} is not for {self.model}, a model of the family {family}"
-            )
-            raise RequestError(wrong, f"leave {_SHARED[name].option} out")
+            option = _SHARED[name].option
+            wrong = f"{option} is not for {self.model}, a model of the family {family}"
+            raise RequestError(wrong, f"leave {option} out")
         if "from_image" in known:
             given["from_image"] = from_image
         sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
@@ -228,14 +227,11 @@ def parse_seeds(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:
-            raise RequestError(
-                f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {text!r}"
-            )
+            wrong = f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {text!r}"
+            raise RequestError(wrong)
         first, last = int(match[1]), int(match[2] or match[1])
-        require(
-            0 <= last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS,
-            f"--seeds {part.strip()}: a range rises, and has at most {_MAX_SEEDS} seeds",
-        )
+        is_short = 0 <= last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS
+        require(is_short, f"--seeds {part.strip()}: ranges rise, to at most {_MAX_SEEDS} seeds")
         check_whole("a seed", last, 0, MAX_SEED)
         seeds.update(dict.fromkeys(range(first, last + 1)))
     return list(seeds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -123,28 +122,10 @@ class PipelineOptions(ModelOptions):
         return "auto" in (self.layout, self.cfg_parallel)
 
     @property
-    def fixed(self) -> dict[str, Any] | None:
-        """The layout as fields, without the number of ranks of a unit; None: `auto` chooses it."""
-        if self.layout == "auto":
-            return None
-        return {} if self.layout == "data-parallel" else {"replicas": 1, **self.refined}
-
-    @property
     def must_divide(self) -> bool:
         """Whether the number of ranks must divide the steps."""
         is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
         return is_pipeline and self.split in (None, "uniform")
-
-    def layout_fields(self, world_size: int) -> dict[str, Any]:
-        """The layout as fields of a `PipelineConfig`, unless `auto` chooses it."""
-        given = {**self.refined}
-        if self.layout == "data-parallel":
-            given["replicas"] = max(1, world_size // self.pair_size)
-        if self.cfg_parallel is not None:
-            given["cfg_parallel"] = self.pair_size
-        if self.decode_ranks is not None:
-            given["decode_ranks"] = self.decode_ranks
-        return given
 
     def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
         """The costs of `--costs`, or else published ones if clips of SVD are decoded."""
@@ -179,12 +160,12 @@ class PipelineOptions(ModelOptions):
         return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
 
 
-#: By how the family's row divides the branches of the guidance.
-_PAIRS: Mapping[str | None, tuple[bool, str]] = {
-    "calls": (True, ""),
-    "batch": (False, "no pairs: halves of a batch may give other bits; --cfg-parallel 2 allows it"),
-    None: (False, "no pairs: the model's steps have other evaluations than two branches"),
-}
+def remark_on(costs: Costs) -> str:
+    """What to know of costs that were not given."""
+    if costs.device:
+        of = f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
+        return f"{of}; svdpp profile measures yours"
+    return "no times are known: a step counts as 1 s, and all else as 0 s; --costs gives them all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,18 +173,14 @@ class PipelineRequest:
     """The options of a command with what it knows besides them."""
 
     options: PipelineOptions
-    num_clips: int | Callable[[int], int] | None
-    """Of the run, or a function of its number of ranks; None if only another process knows it."""
+    num_clips: int | None
+    """Of the run; None if only another process knows it."""
     launched: World | None = None
     """The launcher's world; None: this command starts the ranks."""
     device: str = ""
     """Its name, where `auto` is decided; "": decide it here."""
     from_image: bool | None = None
     """Whether clips start from an image; None: if the model needs one."""
-    family: str | None = None
-    """Of a model whose configs cannot be read; None: read them."""
-    on_cpu: int = 2
-    """Default number of ranks that share the CPU, or one GPU."""
     serves: bool = False
     """Whether the clips are those of a server: its users wait for each, and choose its steps."""
     time_scale: float | None = None
@@ -216,10 +193,7 @@ class PipelineRequest:
     """Of each device, to choose a layout by; None: that of this machine's."""
 
     def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
-        """The configuration, and a remark on the choice of the layout; "" for none.
-
-        `more` are further fields of the configuration.
-        """
+        """The configuration with `more` fields, and a remark on the choice of the layout or ""."""
         options, launched, scale = self.options, self.launched, self.time_scale
         if scale is not None:
             only = "--time-scale works only with the dummy model"
@@ -227,10 +201,10 @@ class PipelineRequest:
             is_scale = is_number(scale) and scale > 0
             require(is_scale, f"--time-scale must be a finite number above 0, got {scale}")
         plan, why = self._plan()
-        num_local = self._world_size if launched is None else launched.local_size
+        num_local = self.world_size if launched is None else launched.local_size
         try:
             config = PipelineConfig(
-                world_size=self._world_size,
+                world_size=self.world_size,
                 model=self._model,
                 sampling=self._sampling,
                 device=self._device,
@@ -251,7 +225,7 @@ class PipelineRequest:
 
     def with_a_step_each(self) -> PipelineRequest:
         """The same with one step for each rank, at least two: some schedulers need them."""
-        world_size = self._world_size
+        world_size = self.world_size
         options = replace(self.options, steps=max(world_size, 2), world=world_size)
         return replace(self, options=options)
 
@@ -266,7 +240,7 @@ class PipelineRequest:
     @cached_property
     def _sampling(self) -> SamplingConfig:
         from_image = self.options.needs_image if self.from_image is None else self.from_image
-        return self.options.sampling_config(from_image=from_image, family=self.family)
+        return self.options.sampling_config(from_image=from_image)
 
     @cached_property
     def _model(self) -> ModelConfig:
@@ -288,7 +262,7 @@ class PipelineRequest:
     def _experts(self) -> dict[str, Any]:
         """The fields of a `PipelineConfig` for a model with two experts; empty for others."""
         share, boundary = self.options.share_experts, self.expert_boundary
-        if boundary is None and self.family is None:
+        if boundary is None:
             checkpoint, sampling = self._read
             boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
         if boundary is not None:
@@ -309,7 +283,8 @@ class PipelineRequest:
         return layout
 
     @cached_property
-    def _world_size(self) -> int:
+    def world_size(self) -> int:
+        """The number of ranks."""
         launched, asked = self.launched, self.options.world
         if launched is not None:
             wrong = f"--world {asked} disagrees with the launcher's world of {launched.size}"
@@ -317,8 +292,8 @@ class PipelineRequest:
             return launched.size
         if asked is not None:
             return asked
-        # All GPUs, else `on_cpu`: as many as make pairs and, if need be, divide the steps.
-        size, count = self._layout.pair_size, self.on_cpu
+        # All GPUs, else 2: as many as make pairs and, if need be, divide the steps.
+        size, count = self._layout.pair_size, 2
         if self._device == "cuda":
             import torch
 
@@ -338,24 +313,21 @@ class PipelineRequest:
         return replace(costs, ranks_per_host=per_host)
 
     @cached_property
-    def pairs(self) -> tuple[bool, str]:
-        """Whether `auto` may choose pairs of ranks, and why not."""
+    def pairs(self) -> bool:
+        """Whether `auto` may choose pairs of ranks: if their bits are equal."""
         if self.expert_boundary is not None:  # such a model has two calls in each step
-            return True, ""
+            return True
         if self.options.allow_mixed_devices:
-            return False, "no pairs: devices may differ"
+            return False
         if self.options.is_dummy:
-            return True, ""
+            return True
         checkpoint, sampling = self._read
-        if not sampling.guided:
-            return False, "no pairs: the guidance is off"
-        return _PAIRS["batch" if checkpoint is None else checkpoint.row.branches]
+        return checkpoint is not None and sampling.guided and checkpoint.row.branches == "calls"
 
     @cached_property
     def counts(self) -> dict[str, Any]:
         """What layouts are compared by: arguments of `choose_layout` and `compare_layouts`."""
-        layout, world_size = self._layout, self._world_size
-        clips = self.num_clips(world_size) if callable(self.num_clips) else self.num_clips
+        layout, world_size, clips = self._layout, self.world_size, self.num_clips
         if clips is None:
             raise RequestError(
                 "auto needs the number of clips, and under a launcher only rank 0 knows it",
@@ -372,7 +344,7 @@ class PipelineRequest:
             "world_size": world_size,
             "num_clips": clips,
             "memory_gib": limits,
-            "pairs": may_pair and self.pairs[0],
+            "pairs": may_pair and self.pairs,
             "sooner": self.serves or clips < world_size,
         }
 
@@ -384,7 +356,7 @@ class PipelineRequest:
             return {}, ()
         from svdpp.driver.resolve import memory_of_devices  # diffusers: seconds
 
-        return memory_of_devices(self._model, self._sampling, self._device, self._world_size)
+        return memory_of_devices(self._model, self._sampling, self._device, self.world_size)
 
     @cached_property
     def choice(self) -> Choice | None:
@@ -394,32 +366,34 @@ class PipelineRequest:
         layout = self._layout
         if not layout.chooses:
             return None
-        size, fixed = layout.pair_size, layout.fixed
-        return choose_layout(**self.counts, cfg_parallel=size, fixed=fixed, decodes=self._decodes)
+        fixed = {} if layout.layout == "data-parallel" else {"replicas": 1, **layout.refined}
+        return choose_layout(
+            **self.counts,
+            cfg_parallel=layout.pair_size,
+            fixed=None if layout.layout == "auto" else fixed,
+            decodes=self._decodes,
+        )
 
     def _plan(self) -> tuple[dict[str, Any], str]:
         """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
-        plan, why, choice = {**self._experts, "costs": self._costs}, "", self.choice
+        layout, choice, why = self._layout, self.choice, ""
+        plan = {**self._experts, "costs": self._costs}
         if choice is None:
-            plan |= self._layout.layout_fields(self._world_size)
+            plan |= layout.refined
+            if layout.layout == "data-parallel":
+                plan["replicas"] = max(1, self.world_size // layout.pair_size)
+            if layout.cfg_parallel is not None:
+                plan["cfg_parallel"] = layout.pair_size
+            if layout.decode_ranks is not None:
+                plan["decode_ranks"] = layout.decode_ranks
         else:
             names = ("split", "replicas", "decoders", "cfg_parallel", "costs")
             plan |= {name: getattr(choice.layout, name) for name in names}
             if choice.layout.share_experts:  # also if the options do not say so
                 plan["share_experts"] = True
-            why = self._remark(choice)
+            why = f"layout: {choice.reason}"
+            if layout.costs is None:
+                why += f"; {remark_on(self._costs)}"
         if self.time_scale is not None:  # transfers and files take their real time
             plan["costs"] = plan["costs"].scaled(self.time_scale)
         return plan, why
-
-    def _remark(self, choice: Choice) -> str:
-        layout, why = self._layout, f"layout: {choice.reason}"
-        if layout.costs is None:
-            is_known = self._decodes and self._sampling.family == "svd"
-            why += (
-                f"; by the costs of {ASSUMED_COSTS}, svdpp profile measures yours"
-                if is_known
-                else "; no times are known: a step counts as 1 s, and all else as 0 s"
-            )
-        no_pairs = self.pairs[1] if layout.cfg_parallel == "auto" else ""
-        return f"{why}; {no_pairs}" if no_pairs else why
