@@ -96,16 +96,13 @@ def add_key(path: Path, name: str) -> str:
         read_keys(path)
     with output_files.disk_errors(f"cannot write {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)
         # In one write, so that two commands at once add two lines.
-        with open(path, "ab", buffering=0, opener=_private) as file:
+        with open(path, "ab", buffering=0) as file:
             gap = b"" if path.read_bytes()[-1:] in (b"", b"\n") else b"\n"
             file.write(gap + f"{name} {sha256}\n".encode())
             os.fsync(file.fileno())
     return key
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def read_keys(path: Path) -> Keys:
@@ -116,9 +113,6 @@ def read_keys(path: Path) -> Keys:
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
     lines = [line.groups() for line in _read(path, "API key file", _KEY_LINE, form)]
-    names = {(sha256, name) for name, sha256, _ in lines}
-    if len(names) > len({sha256 for sha256, _ in names}):
-        raise InputError(f"API key file {str(path)!r} has one hash under two names")
     limits = {name: int(limit) for name, _, limit in lines if limit}
     return Keys({sha256: Owner(name, limits.get(name)) for name, sha256, _ in lines})
 

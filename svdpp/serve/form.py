@@ -20,12 +20,10 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     create_model,
-    field_validator,
     model_validator,
 )
-from pydantic_core import PydanticKnownError, from_json
+from pydantic_core import from_json
 
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
@@ -65,7 +63,6 @@ def _photo_of(value: Any) -> Any:
     return UploadFile(io.BytesIO(content), size=len(content))
 
 
-_NUMBERS = (int, int | None, float | None)
 _PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
 
 
@@ -106,15 +103,6 @@ class VideoRequest(BaseModel):
             description="Where a webhook goes when the clip is completed or failed.",
         ),
     ] = None
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _plain_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses what Python also takes for a number, but no other language: `1_000`, `true`."""
-        is_number = cls.model_fields[info.field_name or ""].annotation in _NUMBERS
-        if is_number and (isinstance(value, bool) or (isinstance(value, str) and "_" in value)):
-            raise PydanticKnownError("int_parsing")
-        return value
 
     def value(self, name: str) -> Any:
         """The value of a field; None if it is not given, or not in this family's form."""

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from anyio import CancelScope
-from anyio.lowlevel import checkpoint
 from loguru import logger
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,7 +28,7 @@ UPLOADS_OF_KEY = 8
 #: A body of JSON is in memory as a whole, unlike a form.
 JSON_BYTES = 16 * 2**20
 #: Paths that need no key, beside the files of the page, which asks for it.
-_PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/ready", "/openapi.json"})
+_PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 
 #: A name or an address, and a port.
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -90,10 +88,12 @@ class Guard:
             except ApiError as error:
                 await error_answer(error)(scope, receive, answer)
             else:
-                if scope["method"] == "HEAD":
-                    await _serve_head(self.app, scope, body, answer)
-                else:
-                    await self.app(scope, body, answer)
+                # HEAD is answered as GET, of which uvicorn then leaves out the body; that of events
+                # has no end.
+                is_head = scope["method"] == "HEAD" and not scope["path"].endswith("/events")
+                served = {**scope, "method": "GET"} if is_head else scope
+                await self.app(served, body, answer)
+                scope["route"] = served.get("route")
 
     def _count_upload(self, owner: str) -> None:
         places = [(503, self._uploads.total(), UPLOADS, "")]
@@ -160,21 +160,6 @@ class _Answer:
             # The page's files are asked for again each time: page and server are of one version.
             headers.setdefault("cache-control", "no-store" if self._is_api else "no-cache")
         await self._send(message)
-
-
-async def _serve_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers as to GET, and ends where the body would begin; that of events has no end."""
-    as_get = {**scope, "method": "GET"}
-    with CancelScope() as body:
-
-        async def send_start(message: Message) -> None:
-            await send(message)
-            await send({"type": "http.response.body"})
-            body.cancel()
-            await checkpoint()
-
-        await app(as_get, receive, send_start)
-    scope["route"] = as_get.get("route")
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

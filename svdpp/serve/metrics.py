@@ -136,17 +136,10 @@ class Metrics(Collector):
         self._counters["http_requests"].labels(method, route, status).inc()
 
     def eta_error(self) -> dict[str, float | int | None]:
-        """The newest (actual - promised) / promised: their number, median and spread."""
-        ratios = sorted(self._eta_errors.copy())
-        if not ratios:
-            return {"clips": 0, "median": None, "p10": None, "p90": None}
-        last = len(ratios) - 1
-        return {
-            "clips": len(ratios),
-            "median": round(statistics.median(ratios), 4),
-            "p10": round(ratios[round(0.1 * last)], 4),
-            "p90": round(ratios[round(0.9 * last)], 4),
-        }
+        """The newest (actual - promised) / promised: their number and median."""
+        ratios = self._eta_errors.copy()
+        median = round(statistics.median(ratios), 4) if ratios else None
+        return {"clips": len(ratios), "median": median}
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """What is read at each scrape."""

@@ -97,7 +97,8 @@ class PhotoFolder:
         upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
             with output_files.disk_errors(self._errors):
-                with open(upload, "xb", opener=_private) as file:
+                upload.touch(0o600, exist_ok=False)
+                with open(upload, "wb") as file:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
                 sha256, suffix, *size = self._decoded(upload, name, video_frames)
@@ -118,10 +119,6 @@ class PhotoFolder:
             return _run_decoder(upload, name, video_frames, self._max_pixels)
         finally:
             self._places.release()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)  # only this user may read it
 
 
 def shown_name(name: str | None) -> str:

@@ -6,10 +6,10 @@ import functools
 import hashlib
 import mimetypes
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, TypeVarTuple
+from typing import Annotated, Any, Literal
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -20,7 +20,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.staticfiles import NotModifiedResponse, StaticFiles
 
 from svdpp.config import SAMPLING_CLASSES
 from svdpp.errors import OutputError, error_from_dict
@@ -36,21 +35,8 @@ from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoP
 MAX_STREAMS = 1000
 
 _MAX_KEY = 255
-# Threads for calls that may wait for long.
-_WAITERS = 256
-
-_T = TypeVar("_T")
-_Ts = TypeVarTuple("_Ts")
-
-
-async def in_thread(function: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
-    """Calls what may wait for long, for a decoder or the ranks, in a thread beside the pool's."""
-    return await to_thread.run_sync(function, *arguments, limiter=_waiters())
-
-
-@functools.cache  # needs the event loop
-def _waiters() -> CapacityLimiter:
-    return CapacityLimiter(_WAITERS)
+# Calls what may wait for long, for a decoder or the ranks, in a thread beside the pool's.
+_in_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
 # Coroutines, because FastAPI gives each plain function a thread.
@@ -115,7 +101,7 @@ def create_routes(form_type: type[VideoRequest]) -> APIRouter:
         video = await _requested(request, service, owner, key)
         request.state.upload.close()  # so that others may send theirs
         await _wait(request, service, video.id)
-        return await in_thread(_made, service, video.id, owner, request)
+        return await _in_thread(_made, service, video.id, owner)
 
     return routes
 
@@ -141,9 +127,9 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
         raise ApiError(400, "invalid_idempotency_key", text)
     try:
         if request.headers["content-type"].lower().startswith(JSON):
-            return await in_thread(_create, service, await request.body(), owner, key)
+            return await _in_thread(_create, service, await request.body(), owner, key)
         async with request.form(max_part_size=JSON_BYTES) as form:
-            return await in_thread(_create, service, form, owner, key)
+            return await _in_thread(_create, service, form, owner, key)
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone") from None
     except HTTPException as error:  # of the form
@@ -173,13 +159,13 @@ async def _wait(request: Request, service: Service, id: str) -> None:
     with service.followers.follow():
         while not (service.followers.is_closed or await request.is_disconnected()):
             with suppress(OutputError):  # it waits also for the queue
-                job = await in_thread(service.queue.get, id)
+                job = await _in_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
             await service.followers.pause()
 
 
-def _made(service: Service, id: str, owner: Owner, request: Request) -> Response:
+def _made(service: Service, id: str, owner: Owner) -> Response:
     job = service.job(id, owner)
     if job.state is JobState.FAILED:
         assert job.error is not None
@@ -188,7 +174,7 @@ def _made(service: Service, id: str, owner: Owner, request: Request) -> Response
         text = f"the server ends before {id} is made"
         hint = "it goes on when the server starts again"
         raise ApiError(503, "closing", text, hint, retry=30, id=id)
-    answer = get_content(id, service, owner, request)
+    answer = get_content(id, service, owner)
     answer.headers["X-Request-Id"] = id
     answer.headers["X-Model"] = service.capabilities.model
     seconds = (job.finished_at or 0.0) - (job.started_at or 0.0)
@@ -233,7 +219,7 @@ async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
 
     The answer comes once no rank works on the video any more. A repeated request gets 404.
     """
-    return await in_thread(service.delete, id, owner)
+    return await _in_thread(service.delete, id, owner)
 
 
 @routes.post("/v1/videos/{id}/cancel")
@@ -242,43 +228,37 @@ async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
 
     The answer comes once no rank works on the video any more. A repeated request changes nothing.
     """
-    return service.video(await in_thread(service.cancel, id, owner))
+    return service.video(await _in_thread(service.cancel, id, owner))
 
 
-def _private_file(service: Service, path: Path | None, request: Request, code: str) -> Response:
+def _private_file(service: Service, path: Path | None, code: str) -> Response:
     """A file that never changes, for its owner alone; if there is none, the error `code`."""
     if path is not None:
         service.queue.store.fetch(path)
     if path is None or not path.is_file():
         raise ApiError(404, code, "the video has no such file")
-    answer = FileResponse(
+    return FileResponse(
         path,
         media_type=mimetypes.guess_type(path.name, strict=False)[0] or "application/octet-stream",
         filename=path.name,
         content_disposition_type="inline",
         headers={"Cache-Control": "private, max-age=3600, immutable"},
-        stat_result=path.stat(),
     )
-    if StaticFiles().is_not_modified(answer.headers, request.headers):
-        return NotModifiedResponse(answer.headers)
-    return answer
 
 
 @routes.get("/v1/videos/{id}/content", **_file("video/mp4"))
-def get_content(id: str, service: Served, owner: Owned, request: Request) -> Response:
+def get_content(id: str, service: Served, owner: Owned) -> Response:
     """The clip as mp4; takes Range requests."""
     path = service.completed(id, owner).clip_in(service.folder)
-    return _private_file(service, path, request, "no_content")
+    return _private_file(service, path, "no_content")
 
 
 @routes.get("/v1/videos/{id}/input", **_file("image/*"))
-def get_input(
-    id: str, service: Served, owner: Owned, request: Request, field: str = IMAGE_FIELD
-) -> Response:
+def get_input(id: str, service: Served, owner: Owned, field: str = IMAGE_FIELD) -> Response:
     """The image, or the video of another field, as the client sent it."""
     job, folder = service.job(id, owner), service.folder
     path = {IMAGE_FIELD: job.photo_in(folder), **job.videos_in(folder)}.get(field)
-    return _private_file(service, path, request, "no_input")
+    return _private_file(service, path, "no_input")
 
 
 @routes.get("/v1/videos/{id}/metadata")

@@ -41,10 +41,7 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import LOOK_SECONDS, FileStore, set_strangers_aside, sweep
-from svdpp.serve.views import (
-    ErrorAnswer,
-    install_error_handlers,
-)
+from svdpp.serve.views import ErrorAnswer, install_error_handlers
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
@@ -338,9 +335,3 @@ def get_metrics(service: Served) -> Response:
 def get_page() -> Response:
     """The page."""
     return FileResponse(_PAGE / "index.html")
-
-
-@public.get("/favicon.ico", include_in_schema=False)
-async def get_icon() -> Response:
-    """Nothing: the page has no icon."""
-    return Response(status_code=204)

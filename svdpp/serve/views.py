@@ -14,7 +14,6 @@ from loguru import logger
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.routing import Match
 
 from svdpp import errors
 from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
@@ -45,8 +44,8 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
 #: Answers that are no faults: a client that tries again must not fill the log.
 _REFUSALS = (errors.ClosedError, DecoderBusyError, AwayError)
 _RETRY_SECONDS = 10
-#: An option of the command line. A limit of the server is named as whoever started it knows it.
-_OPTION = re.compile(r"--(?!max-megapixels)(?:param )?([a-z][a-z0-9_-]*)")
+#: An option of the command line.
+_OPTION = re.compile(r"--(?:param )?([a-z][a-z0-9_-]*)")
 
 #: Parameters that requests name in another way, or not at all.
 _NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
@@ -340,25 +339,13 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # no
     return error_answer(invalid_request(in_place))
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
     assert isinstance(error, HTTPException)
     status = error.status_code
     if status < 400:
         return Response(status_code=status)
-    headers = {"Allow": _methods(request)} if status == 405 else error.headers
     code = re.sub("[ -]", "_", HTTPStatus(status).phrase.lower())
-    return error_answer(ApiError(status, code, error.detail, headers=headers))
-
-
-def _methods(request: Request) -> str:
-    """Those that the path has; Starlette names only those of the first route that has it."""
-    scopes = [{**request.scope, "method": method} for method in ("DELETE", "GET", "POST")]
-    found = [
-        scope["method"]
-        for scope in scopes
-        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-    ]
-    return ", ".join(sorted([*found, "HEAD"] if "GET" in found else found))  # of HEAD: `guard`
+    return error_answer(ApiError(status, code, error.detail, headers=error.headers))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -43,6 +43,7 @@ COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
         (("--help",), "Usage:"),
         (("--version",), f"svdpp {__version__}"),
         (("run", "--help"), "Usage:"),
+        (("serve", "--help"), "Usage:"),
         (("plan",), "per min"),
         (("plan", "--world", "4", "--clips", "3", "--json"), '"bubble"'),
     ],

@@ -89,10 +89,6 @@ class HttpServer:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal to the server, and returns its exit code."""
         self.process.send_signal(number)
-        return self.wait()
-
-    def wait(self) -> int:
-        """Its exit code, once it has ended."""
         try:
             code = self.process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
@@ -161,18 +157,17 @@ class HttpServer:
         return self.video(id)
 
 
-def raw(server: HttpServer, text: bytes, *, is_whole: bool = True) -> bytes:
-    """What the server answers to these bytes, until it closes the connection.
-
-    Otherwise the client closes its half of the connection, as after half a request.
-    """
+def connected(server: HttpServer) -> socket.socket:
     url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
+    return socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS)
+
+
+def raw(server: HttpServer, text: bytes) -> bytes:
+    """What the server answers to these bytes, until it closes the connection."""
+    with connected(server) as connection:
         found = b""
         with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the end
             connection.sendall(text)
-            if not is_whole:
-                connection.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
             while part := connection.recv(65536):
                 found += part

@@ -33,7 +33,7 @@ class ServerHere(HttpServer):
     ) -> None:
         self.folder = folder
         self.err = self.other_key = ""
-        settings, keys = _asked("serve", "--port", "0", "--data", str(folder), *options)
+        settings, keys = asked(folder, *options)
         self._sink = logger.add(self._note, level="INFO", format="{level} {message}")
         app, self.service = build(settings, keys)
         self.service.engine.observe(EventLog(settings.config.layout, self.service.engine.name_of))
@@ -80,7 +80,7 @@ class _UnsignalledServer(Server):
         """A thread cannot."""
 
 
-def _asked(*arguments: str) -> tuple[ServerSettings, Keys | None]:
+def asked(folder: Path, *options: str) -> tuple[ServerSettings, Keys | None]:
     """What the command line asks for."""
     found: list[tuple[ServerSettings, Keys | None]] = []
 
@@ -90,6 +90,6 @@ def _asked(*arguments: str) -> tuple[ServerSettings, Keys | None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("svdpp.serve.server.build", end)
-        answer = svdpp_here(*arguments)
+        answer = svdpp_here("serve", "--port", "0", "--data", str(folder), *options)
     assert found, answer
     return found[0]

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import itertools
 import json
 import math
 import re
-import socket
-import sqlite3
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
 
-from svdpp.serve.job import Job
-from svdpp.serve.server import build
-from svdpp.serve.service import ServerSettings, Service
-from svdpp.serve.views import Video
-from tests.serve.engines import dummy_config, dummy_job
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, raw, stream, wait
+from tests.serve.http_server import PHOTO, HttpServer, connected, error_of, raw, stream, wait
+from tests.serve.server_here import ServerHere
+from tests.serve.store_jobs import job_of
 
 pytestmark = pytest.mark.processes
-
-PIXELS = math.prod(Image.open(io.BytesIO(PHOTO)).size)
 
 
 @contextlib.contextmanager
 def long_clip(server: HttpServer) -> Iterator[str]:
     """A clip of about ten seconds that keeps others waiting; ended by the block's end."""
     (id,) = server.add(steps=1000)
-    wait(lambda: server.video(id)["status"] == "in_progress")
+    server.wait_for(id, "in_progress")
     try:
         yield id
     finally:
@@ -67,9 +58,9 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert video["created_at"] <= done["started_at"] <= done["completed_at"]
     metadata = server.client.get(f"/v1/videos/{video['id']}/metadata")
     assert re.fullmatch(r"[0-9a-f]{64}", metadata.json()["latents_sha256"])
-    with contextlib.closing(sqlite3.connect(server.folder / "queue.sqlite3")) as database:
-        query = "SELECT photo_pixels FROM jobs WHERE id = ?"
-        assert database.execute(query, (video["id"],)).fetchone() == (PIXELS,)
+    assert isinstance(server, ServerHere)
+    stored = job_of(server.service.queue, video["id"])
+    assert stored.photo_pixels == math.prod(Image.open(io.BytesIO(PHOTO)).size)
     # The dummy model makes no file.
     error_of(server.client.get(f"/v1/videos/{video['id']}/content"), 404, "no_content")
 
@@ -79,14 +70,9 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     [
         ({"stepps": 4}, "invalid_request", "stepps", "stepps is unknown"),
         ({"steps": 0}, "invalid_request", "steps", "steps must be 1 or more"),
-        ({"motion_bucket_id": "1_0"}, "invalid_request", "motion_bucket_id", ""),
-        (
-            {"steps": 4, "num_inference_steps": 4},
-            *("invalid_request", "num_inference_steps", "num_inference_steps is unknown"),
-        ),
+        ({"steps": 4, "num_inference_steps": 4}, "invalid_request", "num_inference_steps", ""),
         ({"width": 1024}, "invalid_request", "size", "got '1024x'"),
         ({"width": 64, "size": "64x64"}, "invalid_request", "width", "width is unknown"),
-        ({"width": 64, "height": 64}, "wrong_size", "size", "1024x576"),
         ({"fit": "tile"}, "invalid_request", "fit", "fit must be"),
         ({"size": "64x64"}, "wrong_size", "size", "1024x576"),
         ({"frames": 4, "seconds": 2}, "frames_and_seconds", "seconds", "contradict"),
@@ -100,6 +86,15 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
         ({"photo": b"GIF89a, not really"}, "invalid_image", "input_reference", "'sea.jpg'"),
         ({"photo": b""}, "invalid_image", "input_reference", "empty"),
         ({"key": "x" * 300}, "invalid_idempotency_key", "", "255"),
+        *(
+            ({"json": {"input_reference": image}}, "invalid_request", "input_reference", words)
+            for image, words in (
+                ("http://localhost/a.png", "no URLs are fetched"),
+                ({"file_id": "file-1"}, ""),
+                ("data:image/png,abc", "must be in base64"),
+                ("a photograph", "base64"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -108,7 +103,9 @@ def test_a_wrong_request_is_refused_at_once(
 ) -> None:
     before = server.client.get("/v1/videos?limit=1").json()
     status = {"model_not_found": 404, "invalid_idempotency_key": 400}.get(code, 422)
-    error = error_of(server.request(**form), status, code)
+    is_json = "json" in form
+    answer = server.client.post("/v1/videos", **form) if is_json else server.request(**form)
+    error = error_of(answer, status, code)
 
     assert words in error["message"]
     assert "--" not in error["message"]  # the names of the API, not of the command line
@@ -131,44 +128,28 @@ def test_a_body_that_is_no_form(server: HttpServer) -> None:
 
 
 def test_head_has_the_headers_of_get_and_no_body(server: HttpServer) -> None:
-    """Every route that has GET, also one whose answer does not end."""
+    """Every route that has GET, but for that of events, whose answer does not end."""
     paths = server.client.get("/openapi.json").json()["paths"]
-    gets = [path for path, methods in paths.items() if "get" in methods]
+    gets = [path for path in paths if "get" in paths[path] and not path.endswith("/events")]
     with long_clip(server) as id:
-        for path in (*gets, "/", "/favicon.ico", "/openapi.json", "/page/main.js"):
+        for path in (*gets, "/", "/openapi.json", "/page/main.js"):
             path = path.replace("{id}", id)
             head = server.client.head(path)
             with server.client.stream("GET", path) as get:
                 assert (path, head.status_code, head.content) == (path, get.status_code, b"")
                 assert head.headers.get("content-type") == get.headers.get("content-type")
     assert server.client.head("/v1/videos/x/verify").status_code == 405
-    assert "HEAD" in server.client.put("/v1/engine").headers["allow"]
     metrics = server.client.get("/metrics").text
-    assert 'method="HEAD",route="/v1/videos/{id}/events",status="200"' in metrics
-
-
-def test_a_file_that_the_client_has_is_not_sent_again(server: HttpServer) -> None:
-    (id,) = server.add(steps=1)
-    for path in (f"/v1/videos/{id}/input", "/page/main.js"):
-        first = server.client.get(path)
-        known = {"If-None-Match": f'"other", {first.headers["etag"]}'}
-        again = server.client.get(path, headers=known)
-        assert (again.status_code, again.content) == (304, b"")
-        assert again.headers["etag"] == first.headers["etag"]
-        other = server.client.get(path, headers={"If-None-Match": '"other"'})
-        assert (other.status_code, other.content) == (200, first.content)
+    assert 'method="HEAD",route="/v1/videos/{id}",status="200"' in metrics
 
 
 def test_a_body_that_is_too_large(server: HttpServer) -> None:
     form = {"content-type": "multipart/form-data; boundary=x"}
-    head = (
-        f"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Type: {form['content-type']}\r\n"
-    )
-    answer = raw(server, f"{head}Content-Length: {2**21}\r\n\r\n".encode())
+    head = f"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Length: {2**21}\r\n"
+    answer = raw(server, f"{head}Content-Type: {form['content-type']}\r\n\r\n".encode())
     assert answer.startswith(b"HTTP/1.1 413 ")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["details"] == {
-        "limit_bytes": 2**20
-    }
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert body["error"]["details"] == {"limit_bytes": 2**20}
 
     def endless() -> Iterator[bytes]:
         yield b'--x\r\nContent-Disposition: form-data; name="input_reference"; filename="a"\r\n\r\n'
@@ -208,9 +189,7 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
         assert server.video(running)["place"] is None
         # Those that the ranks have already, but have not begun, wait as well.
         assert [video["status"] for video in waiting] == ["queued"] * 4
-        places = [video["place"] for video in waiting]
-        assert places == sorted(places)
-        assert len(set(places)) == 4
+        assert [video["place"] for video in waiting] == [0, 1, 2, 3]
         etas = [video["eta_seconds"] for video in waiting]
         assert etas == sorted(etas)
         for id in ids:
@@ -254,26 +233,21 @@ def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(server: HttpServer
         assert not [path for path in server.folder.rglob("*") if id in path.name]
 
 
-# --- images -------------------------------------------------------------------------------------
+def test_an_image_comes_back_as_it_was_sent_while_it_is_there(server: HttpServer) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), "teal").save(file, "GIF")
+    (id,) = server.add(photo=file.getvalue(), name="../sea.html", steps=1)
+    path = f"/v1/videos/{id}/input"
+    answer = server.client.get(path)
 
-
-@pytest.mark.long
-def test_images_come_back_as_they_were_sent_while_they_are_there(keyed: HttpServer) -> None:
-    for kind in ("PNG", "GIF"):
-        file = io.BytesIO()
-        Image.new("RGB", (64, 48), "teal").save(file, kind)
-        (id,) = keyed.add(photo=file.getvalue(), name="../sea.html")
-        answer = keyed.client.get(f"/v1/videos/{id}/input")
-
-        assert (answer.status_code, answer.content) == (200, file.getvalue())
-        assert answer.headers["content-type"] == f"image/{kind.lower()}"
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["cache-control"].startswith("private")
-        assert "html" not in answer.headers["content-disposition"]
-    keyed.wait_for(id, "completed")
-    assert keyed.client.get(f"/v1/videos/{id}/input").content == file.getvalue()
-    (keyed.folder / "photos" / f"{id}.gif").unlink()
-    error_of(keyed.client.get(f"/v1/videos/{id}/input"), 404, "no_input")
+    assert (answer.status_code, answer.content) == (200, file.getvalue())
+    assert answer.headers["content-type"] == "image/gif"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"].startswith("private")
+    assert "html" not in answer.headers["content-disposition"]
+    server.wait_for(id, "completed")
+    (server.folder / "photos" / f"{id}.gif").unlink()
+    error_of(server.client.get(path), 404, "no_input")
 
 
 # --- events -------------------------------------------------------------------------------------
@@ -290,7 +264,6 @@ def test_events_follow_a_clip_to_its_end(server: HttpServer) -> None:
     assert {event["id"] for event in found} == {id}
     assert found[-1]["status"] == "completed"
     ids = [event["event_id"] for event in found]
-    assert len(ids) == len(set(ids))
     steps = [event["step"] for event in found]
     assert steps == sorted(steps)
     assert len(set(steps)) > 3
@@ -308,32 +281,6 @@ def value_of(server: HttpServer, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_a_stream_ends_with_the_final_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of a clip that ends while its present state is read."""
-    settings = ServerSettings(
-        config=dummy_config(2, step_seconds=0.01), folder=tmp_path, sizes=((64, 64),), max_open=9
-    )
-    app, service = build(settings, None)
-    job = service.queue.add(dummy_job(3), max_open=None)
-    video = Service.video
-
-    def end_meanwhile(self: Service, found: Job) -> Video:
-        self.queue.cancel_waiting(found.id)
-        return video(self, found)
-
-    async def follow() -> str:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return (await client.get(f"/v1/videos/{job.id}/events")).text
-
-    monkeypatch.setattr(Service, "video", end_meanwhile)
-    states = re.findall(r'"status":"(\w+)"', asyncio.run(follow()))
-    assert states == ["queued", "cancelled"]
-    service.queue.close()
-
-
 # --- requests as other programs send them, in JSON, with the mp4 as answer ----------------------
 
 SYNC = "/v1/videos/sync"
@@ -345,11 +292,15 @@ URL = f"data:image/jpeg;base64,{BASE64}"
 
 
 @pytest.fixture(scope="module")
-def clip(demo: HttpServer) -> bytes:
-    """The clip of `OURS`, by the usual routes."""
+def clip(demo: HttpServer) -> str:
+    """The latents of the clip of `OURS`, by the usual routes."""
     (id,) = demo.add(**OURS)
     demo.wait_for(id, "completed")
-    return demo.client.get(f"/v1/videos/{id}/content").content
+    return latents_of(demo, id)
+
+
+def latents_of(server: HttpServer, id: str) -> str:
+    return str(server.client.get(f"/v1/videos/{id}/metadata").json()["latents_sha256"])
 
 
 def parts(**fields: Any) -> dict[str, Any]:
@@ -369,7 +320,7 @@ def parts(**fields: Any) -> dict[str, Any]:
     ids=["vllm form", "litellm form", "openai form", "vllm json", "base64", "data url"],
 )
 def test_each_way_to_ask_for_a_clip_gives_the_same_one(
-    demo: HttpServer, clip: bytes, request_of: dict[str, Any]
+    demo: HttpServer, clip: str, request_of: dict[str, Any]
 ) -> None:
     answer = demo.client.post(SYNC, **request_of)
 
@@ -377,36 +328,10 @@ def test_each_way_to_ask_for_a_clip_gives_the_same_one(
     assert answer.headers["content-type"] == "video/mp4"
     assert answer.headers["x-model"] == "demo"
     assert float(answer.headers["x-inference-time-s"]) > 0
-    video = demo.video(answer.headers["x-request-id"])
-    assert {name: video[name] for name in OURS} == OURS
-    assert frames_of(answer.content) == frames_of(clip)
-
-
-def frames_of(clip: bytes) -> bytes:
-    """The coded frames of an mp4, without the metadata, which names the file."""
-    begin = clip.index(b"mdat")
-    return clip[begin : begin + int.from_bytes(clip[begin - 4 : begin]) - 4]
-
-
-@pytest.mark.parametrize(
-    ("body", "field", "words"),
-    [
-        ({"input_reference": "http://localhost/a.png"}, "input_reference", "no URLs are fetched"),
-        ({"input_reference": {"file_id": "file-1"}}, "input_reference", ""),
-        ({"input_reference": "data:image/png,abc"}, "input_reference", "must be in base64"),
-        ({"input_reference": "a photograph"}, "input_reference", "base64"),
-        ({"input_reference": BASE64, "num_inference_steps": 0}, "steps", "1 or more"),
-        ({"image_reference": "a photograph"}, "input_reference", "base64"),
-        ({"input_reference": BASE64, "seed": True}, "seed", "must be a whole number, got True"),
-        ({"input_reference": BASE64, "fit": {"a": "x" * 99}}, "fit", "got {'a': 'xxx"),
-    ],
-    ids=str,
-)
-def test_wrong_json(demo: HttpServer, body: Any, field: str, words: str) -> None:
-    for path in ("/v1/videos", SYNC):
-        error = error_of(demo.client.post(path, json=body), 422, "invalid_request")
-        assert [each["field"] for each in error["details"]["faults"]] == [field]
-        assert words in error["message"]
+    id = answer.headers["x-request-id"]
+    assert demo.video(id).items() >= OURS.items()
+    assert latents_of(demo, id) == clip
+    assert answer.content == demo.client.get(f"/v1/videos/{id}/content").content
 
 
 def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
@@ -421,44 +346,31 @@ def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
     assert "/v1/" not in demo.err
 
 
-def running(server: HttpServer) -> dict[str, Any]:
-    """The clip that the ranks make, once they do."""
+def running(server: HttpServer) -> str:
+    """The id of the clip that the ranks make, once they do."""
     path = "/v1/videos?status=in_progress"
     wait(lambda: server.client.get(path).json()["data"])
-    (video,) = server.client.get(path).json()["data"]
-    return dict(video)
+    return str(server.client.get(path).json()["first_id"])
 
 
 def test_a_client_that_goes_away_is_not_waited_for(server: HttpServer) -> None:
     body = json.dumps({"input_reference": BASE64, "steps": 1000}).encode()
     head = f"POST {SYNC} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    url = httpx.URL(server.url)
-
-    def streams(number: int) -> bool:
-        return f"svdpp_event_streams {number}.0" in server.client.get("/metrics").text
-
-    with socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS) as connection:
+    with connected(server) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        wait(lambda: streams(1))
-        video = running(server)
-    wait(lambda: streams(0))
-    assert server.video(video["id"])["status"] in ("in_progress", "completed")
-    server.client.delete(f"/v1/videos/{video['id']}")
+        wait(lambda: value_of(server, "svdpp_event_streams") == 1)
+        id = running(server)
+    wait(lambda: value_of(server, "svdpp_event_streams") == 0)
+    assert server.video(id)["status"] in ("in_progress", "completed")
+    server.client.delete(f"/v1/videos/{id}")
 
 
 def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
-    answers: list[httpx.Response] = []
-
-    def ask() -> None:
-        body = {"input_reference": BASE64, "steps": 1000}
-        answers.append(server.client.post(SYNC, json=body))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    server.client.post(f"/v1/videos/{running(server)['id']}/cancel")
-    thread.join(HANG_SECONDS)
-
-    error = error_of(answers[0], 409, "not_completed")
+    body = {"input_reference": BASE64, "steps": 1000}
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(server.client.post, SYNC, json=body)
+        server.client.post(f"/v1/videos/{running(server)}/cancel")
+    error = error_of(answer.result(), 409, "not_completed")
     assert error["message"] == "the video is cancelled, not completed"
 
 
@@ -479,14 +391,8 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     for path in ("/health", "/ready"):
         said = {"status": "ok", "state": "ready", "reason": None, "ranks": 2, "restarts": 0}
         assert server.client.get(path).json() == said
-    assert engine["state"] == "ready"
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
-    assert {"/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/events"} <= set(document["paths"])
-    events = document["paths"]["/v1/videos/{id}/events"]["get"]["responses"]
-    assert list(events["200"]["content"]) == ["text/event-stream"]
-    assert "204" in events
-    assert list(events["4XX"]["content"]) == ["application/json"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert server.client.get("/docs").status_code == 404  # its scripts are another host's
 
@@ -515,9 +421,6 @@ def test_every_answer_has_the_headers_of_security(server: HttpServer) -> None:
         assert "access-control-allow-origin" not in headers
 
 
-# --- limits -------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 def test_a_full_queue_says_when_to_come_again(demo: HttpServer) -> None:
     ids = demo.add(2, steps=1000)
@@ -531,7 +434,3 @@ def test_a_full_queue_says_when_to_come_again(demo: HttpServer) -> None:
     for id in ids:
         demo.client.delete(f"/v1/videos/{id}")
     assert demo.client.get("/ready").status_code == 200
-    (queue := demo.folder / "queue.sqlite3").rename(demo.folder / "away")
-    assert demo.client.get("/ready").json()["reason"] == "the queue was removed or replaced"
-    (demo.folder / "away").rename(queue)
-    wait(lambda: demo.client.get("/ready").status_code == 200)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import select
 import socket
-import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
 
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of, raw
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, connected, error_of, raw
 
 pytestmark = pytest.mark.processes
 
@@ -24,17 +23,15 @@ def unharmed(server: HttpServer) -> Iterator[None]:
     """Afterwards there is no new clip and no new file."""
     server.wait_ready()
     before = state_of(server)
-    log = server.err
     yield
     assert state_of(server) == before
-    assert server.err == log
     assert not [path for path in server.folder.parent.rglob("*") if "passwd" in path.name]
 
 
 def state_of(server: HttpServer) -> list[object]:
     newest = server.client.get("/v1/videos?limit=1").json()["first_id"]
     restarts = server.client.get("/health").json()["restarts"]
-    return [newest, restarts, sorted((server.folder / "photos").iterdir())]
+    return [newest, restarts, server.err, sorted((server.folder / "photos").iterdir())]
 
 
 def part(name: str, value: bytes, more: str = "") -> bytes:
@@ -46,10 +43,10 @@ def photo(value: bytes = b"no photograph", name: str = "a.png") -> bytes:
     return part("input_reference", value, f'; filename="{name}"')
 
 
-def send(server: HttpServer, body: bytes, kind: str = "", **headers: str) -> httpx.Response:
+def send(server: HttpServer, body: bytes, kind: str = "") -> httpx.Response:
     """The answer to a form of these bytes."""
-    about = {"content-type": f"multipart/form-data; boundary=x{kind}", **headers}
-    return server.client.post("/v1/videos", content=body, headers=about)
+    headers = {"content-type": f"multipart/form-data; boundary=x{kind}"}
+    return server.client.post("/v1/videos", content=body, headers=headers)
 
 
 # --- the form -----------------------------------------------------------------------------------
@@ -80,17 +77,8 @@ def test_forms_beyond_all_limits(server: HttpServer, body: bytes, status: int) -
     assert len(answer.text) < 5000
 
 
-def test_a_compressed_body_is_not_inflated(server: HttpServer) -> None:
-    bomb = zlib.compress(bytes(64 * 2**20), 9)
-    for encoding in ("gzip", "deflate"):
-        answer = send(server, bomb, **{"content-encoding": encoding})
-        assert 400 <= answer.status_code < 500
-
-
 @pytest.mark.parametrize(
-    "name",
-    ["../../../../../../etc/passwd", "passwd\x00.png", "passwd" * 1000, "\r\nSet-Cookie: passwd"],
-    ids=repr,
+    "name", ["../../../etc/passwd", "passwd\x00.png", "passwd" * 1000, "\r\nSet-Cookie: passwd"]
 )
 def test_a_name_is_never_a_path(server: HttpServer, name: str) -> None:
     answer = server.client.post("/v1/videos", files={"input_reference": (name, b"no photograph")})
@@ -102,9 +90,7 @@ def test_a_name_is_never_a_path(server: HttpServer, name: str) -> None:
 def test_deep_json(server: HttpServer) -> None:
     deep = b"[" * 60_000
     kind = {"content-type": "application/json"}
-    for body in (deep, b'{"prompt":' * 60_000, b'{"input_reference": "\xff"}', b""):
-        error_of(server.client.post("/v1/videos", content=body, headers=kind), 400, "invalid_json")
-    for body in (b"[1]", b"{"):
+    for body in (deep, b'{"prompt":' * 60_000, b'{"input_reference": "\xff"}', b"", b"[1]"):
         answer = server.client.post("/v1/videos", content=body, headers=kind)
         message = error_of(answer, 400, "invalid_json")["message"]
         assert message.startswith("the body must be a JSON object, or a form")
@@ -122,22 +108,24 @@ def test_deep_json(server: HttpServer) -> None:
 
 def test_half_a_request_leaves_nothing(server: HttpServer) -> None:
     body = part("input_reference", PHOTO[:1000], '; filename="a"')
-    raw(server, HEAD + FORM + b"Content-Length: 5000\r\n\r\n" + body, is_whole=False)
+    with connected(server) as connection:
+        connection.sendall(HEAD + FORM + b"Content-Length: 5000\r\n\r\n" + body)
+        connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            connection.recv(65536)  # until the server closes it, too
 
 
-def test_a_longer_length_than_the_body_is_refused_early(server: HttpServer) -> None:
-    head = HEAD + FORM + b"Content-Length: 99999999999\r\n\r\n" + PHOTO[:1000]
-    assert raw(server, head).startswith(b"HTTP/1.1 413 ")
+def test_a_request_of_two_lengths(server: HttpServer) -> None:
+    """A proxy before the server may go by the other one, and find two requests in one."""
+    lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    assert raw(server, HEAD + FORM + lengths).startswith(b"HTTP/1.1 400 ")
 
 
 def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
     """Bodies that never end, as many as there may be, do not keep other requests waiting."""
-    url = httpx.URL(server.url)
     with ExitStack() as opened:
-        waiting = []
-        for _ in range(40):
-            connection = socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS)
-            waiting.append(opened.enter_context(connection))
+        waiting = [opened.enter_context(connected(server)) for _ in range(40)]
+        for connection in waiting:
             connection.sendall(HEAD + FORM + b"Content-Length: 5000\r\n\r\n--x\r\n")
         assert select.select(waiting, [], [], HANG_SECONDS)[0], "none is refused"
         answer = send(server, photo() + b"--x--\r\n")

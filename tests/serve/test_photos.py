@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,9 +46,6 @@ def slow_jpeg(num_scans: int = 20_000) -> bytes:
     return data[:end] + data[data.rindex(b"\xff\xda") : end] * num_scans + data[end:]
 
 
-# --- good photographs -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("format", "suffix"), [("PNG", ".png"), ("MPO", ".jpg"), ("TIFF", ".tif")])
 def test_a_photograph_gets_the_name_of_its_job(
     photos: PhotoFolder, tmp_path: Path, format: str, suffix: str
@@ -72,9 +68,6 @@ def test_the_decoder_is_light() -> None:
     assert not {"torch", "diffusers", "fastapi", "sqlite3"} & set(loaded.stdout.decode().split())
 
 
-# --- hostile files --------------------------------------------------------------------------------
-
-
 def text_bomb() -> bytes:
     """A PNG with a compressed comment of 200 MB."""
     data = png(16, 16, 8, 2, bytes(16 * 49))
@@ -83,21 +76,15 @@ def text_bomb() -> bytes:
     return data[:33] + chunk + data[33:]
 
 
-#: More kinds are in tests/media/test_image.py.
-HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
-    "many pixels": (lambda: png(100_000, 100_000, 8, 2, bytes(10**6)), "is too large"),
-    "text bomb": (text_bomb, "is damaged"),
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_is_refused(photos: PhotoFolder, kind: str) -> None:
-    make, reason = HOSTILE[kind]
-    error = refusal(photos, make(), "my 'cat'.png")
-    assert error.message.startswith(repr("my 'cat'.png"))
-    assert reason in error.message
-    assert ".upload" not in error.message
+def test_a_hostile_file_is_refused(photos: PhotoFolder) -> None:
+    """More kinds are in tests/media/test_image.py."""
+    many_pixels = png(100_000, 100_000, 8, 2, bytes(10**6))
+    for data, reason in ((many_pixels, "is too large"), (text_bomb(), "is damaged")):
+        error = refusal(photos, data, "my 'cat'.png")
+        assert error.message.startswith(repr("my 'cat'.png"))
+        assert reason in error.message
+        assert ".upload" not in error.message
 
 
 @pytest.mark.long
@@ -161,18 +148,13 @@ def test_the_decoder_ends_with_a_killed_server(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_there, decoders)), HANG_SECONDS, "the decoder goes on")
 
 
-# --- a decoder that was taken over ----------------------------------------------------------------
-
-
-ANSWER = f"{'0' * 64} /../../x 9 9"
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
+        ('[ -z "$HF_TOKEN" ] && kill -ABRT $$', "ended with SIGABRT"),
         ("kill -SEGV $$", "ended with SIGSEGV"),
-        (f"printf '{ANSWER}'", "ended with exit code 0"),
+        (f"printf '{'0' * 64} /../../x 9 9'", "ended with exit code 0"),
         ("yes", "takes too long"),
         ("exec >&-; exec sleep 100", "takes too long"),
     ],
@@ -180,6 +162,7 @@ ANSWER = f"{'0' * 64} /../../x 9 9"
 def test_what_the_decoder_says_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
     decoder = tmp_path / "decoder"
     decoder.write_text(f"#!/bin/sh\n{script}\n")
     decoder.chmod(0o700)
@@ -190,24 +173,13 @@ def test_what_the_decoder_says_is_not_trusted(
     assert reason in refusal(photos, b"any").message
 
 
-def test_the_decoder_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    assert "secret" not in str(photos_module._environment())
-
-
-# --- names and the disk ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("cat.png", "cat.png"),
         ("../../etc/passwd", "passwd"),
         ("C:\\Users\\ann\\cat.png", "cat.png"),
-        ("/", "photo"),
         (None, "photo"),
-        ("a\0b\n\x1b[31m.png", "ab[31m.png"),
-        ("\u202egnp.exe", "gnp.exe"),
+        ("a\0b\n\x1b[31m\u202e.png", "ab[31m.png"),
         ("x" * 5000, "x" * 100),
         ("  猫 \u00e9.png ", "猫 \u00e9.png"),
     ],

@@ -1,4 +1,7 @@
-"""docs/serving.md and the dashboard say what the real server does, and their examples run."""
+"""docs/serving.md, the dashboard and the OpenAPI document say what the real server does.
+
+The examples run, and no request that the document allows is a fault.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,22 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from svdpp.serve.job import JobState
 from tests.cli.shell import ROOT
-from tests.serve.http_server import PHOTO, HttpServer, schema_of_form
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, schema_of_form
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))
 ROUTES = re.findall(r"^\| `([A-Z]+) (/\S*)` \| [^|]+ \| `(curl [^`]+)` \|$", TEXT, re.MULTILINE)
-#: The options of the command and their defaults, from the reference that is written from the code.
-OPTIONS = dict(
-    re.findall(
-        r"^- `(--[\w-]+)[^`]*`: .* \[default: \(?([^;)\]]+)\)?(?:; .*)?\]$",
-        (ROOT / "docs/cli.md")
-        .read_text(encoding="utf-8")
-        .split("\n## `svdpp serve`\n")[1]
-        .split("\n## ")[0]
-        .replace("\n  ", " "),
-        re.MULTILINE,
-    )
-)
 METRICS = re.findall(r"^\| `(svdpp_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", TEXT, re.MULTILINE)
 
 
@@ -84,20 +77,6 @@ def test_every_line_of_the_table_and_the_python_client_run(
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def test_every_option_that_limits_something_is_in_the_table() -> None:
-    rows = re.findall(r"^\| [^|]+ \| `(--[\w-]+)` \| ([^|]+) \| [^|]+ \|$", TEXT, re.MULTILINE)
-    documented = {option: default.strip().replace("`", "") for option, default in rows}
-
-    assert documented == {
-        option: default for option, default in OPTIONS.items() if _LIMITS.fullmatch(option)
-    }
-
-
-_LIMITS = re.compile(
-    r"--(max-(queue|upload-mb|megapixels|steps|frames)|keep-.*|sizes|grace|(.*-)?timeout)"
-)
-
-
 def test_the_fixed_limits_have_these_values() -> None:
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \| `(\w+)\.([\w.]+)` \|$", TEXT, re.MULTILINE)
     assert len(rows) > 5
@@ -122,15 +101,12 @@ def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
     assert demo.request().status_code == 429
     for id in endless:
         assert demo.client.delete(f"/v1/videos/{id}").status_code == 200
-    text = demo.client.get("/metrics").text
-    labels: defaultdict[str, set[str]] = defaultdict(set)
-    for family in text_string_to_metric_families(text):
+    found = {}
+    for family in text_string_to_metric_families(demo.client.get("/metrics").text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels[name] |= {label for sample in family.samples for label in sample.labels} - {"le"}
-    return {
-        name: (kind, labels[name])
-        for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
-    }
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        found[name] = (family.type, labels)
+    return found
 
 
 @pytest.mark.processes
@@ -160,3 +136,47 @@ def test_the_dashboard_asks_for_metrics_that_exist(
                 labels |= its_labels
             used = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             assert used <= labels, target
+
+
+# --- the OpenAPI document -------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_every_answer_is_as_documented(server: HttpServer) -> None:
+    schemathesis = pytest.importorskip("schemathesis")
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) >= 12
+    # One is finished, one in progress, one waits.
+    ids = server.add(1, steps=1) + server.add(2, steps=1000)
+    server.wait_for(ids[0], "completed")
+    for operation in operations:
+        check(schemathesis, operation, ids)
+    assert server.client.get("/health").status_code == 200
+    for status in ("queued", "in_progress"):
+        path = f"/v1/videos?limit=100&status={status}"
+        while open_ones := server.client.get(path).json()["data"]:
+            for video in open_ones:
+                server.client.delete(f"/v1/videos/{video['id']}")
+
+
+def check(schemathesis: Any, operation: Any, ids: list[str]) -> None:
+    """Sends requests that the document allows, and others, and checks the answers."""
+    checks = importlib.import_module("schemathesis.specs.openapi.checks")
+    # The document does not say all that decides about a request.
+    excluded = [checks.positive_data_acceptance, checks.negative_data_rejection]
+    ends_clips = operation.method == "delete" or operation.path.endswith("/events")
+    cases = st.one_of(*map(operation.as_strategy, schemathesis.GenerationMode))
+
+    @given(case=cases, id=st.sampled_from(ids), has_id=st.booleans())
+    @settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+    def send(case: Any, id: str, has_id: bool) -> None:
+        if "id" in (case.path_parameters or {}) and has_id and not ends_clips:
+            case.path_parameters["id"] = id
+        if isinstance(case.body, dict) and has_id:
+            is_json = case.media_type == "application/json"
+            case.body["input_reference"] = b64encode(PHOTO).decode() if is_json else PHOTO
+        case.call_and_validate(timeout=HANG_SECONDS, excluded_checks=excluded)
+
+    send()
