@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
@@ -26,7 +26,7 @@ from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
 _ROUTES = 4
-# The ranks take an image that is not prepared by then as any other.
+# After the time that is expected; then the ranks take the image as any other.
 _PREPARE_SECONDS = 60.0
 
 
@@ -79,11 +79,10 @@ class Admission:
                 work.route(clip, request)
         except RequestError as error:
             own = self._config.sampling.num_inference_steps
+            field, hint = "steps", f"use {own} steps"
             if sampling.num_inference_steps == own:
-                return RequestError(
-                    error.message, "leave flow_shift out", details={"field": "flow_shift"}
-                )
-            return RequestError(error.message, f"use {own} steps", details={"field": "steps"})
+                field, hint = "flow_shift", "leave flow_shift out"
+            return RequestError(error.message, hint, details={"field": field})
         return None
 
     def _check_memory(self, sampling: SamplingConfig) -> None:
@@ -145,8 +144,6 @@ class RunningClip:
     request: ClipRequest
     """As the ranks get it."""
     metadata: dict[str, Any]
-    clip: int = -1
-    """Its index in the pipeline."""
     handle: ClipHandle | None = None
     """None until the pipeline has the clip."""
     moved_at: float = 0.0
@@ -157,12 +154,11 @@ class RunningClip:
     """How many ranks have not prepared its image yet."""
     prepared_at: float = 0.0
     """Monotonic time at which its image will be prepared, by the latest one."""
-    asked_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_prepared(self) -> bool:
         """Whether the ranks get the job now."""
-        return self.ranks_left <= 0 or time.monotonic() > self.asked_at + _PREPARE_SECONDS
+        return self.ranks_left <= 0 or time.monotonic() > self.prepared_at + _PREPARE_SECONDS
 
     @property
     def progress(self) -> ClipProgress:

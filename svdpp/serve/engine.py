@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from loguru import logger
 
@@ -26,8 +26,6 @@ from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import EngineState, Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
-
-SpanKind = Literal["encode", "denoise", "decode"]
 
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
@@ -259,7 +257,8 @@ class RankSpan:
 
     rank: int
     video: str | None
-    kind: SpanKind
+    kind: str
+    """That of an action that the page shows, in lower case."""
     start: float
     end: float
 
@@ -317,8 +316,8 @@ class RankView:
         if action.kind not in _SHOWN:
             return []
         ahead = time.time() - time.monotonic()
-        kind = cast("SpanKind", action.kind.lower())
-        return [RankSpan(rank, self._job_of(action.clip), kind, start + ahead, end + ahead)]
+        job, kind = self._job_of(action.clip), action.kind.lower()
+        return [RankSpan(rank, job, kind, start + ahead, end + ahead)]
 
     def clip_of(self, rank: int) -> int | None:
         """The clip of the rank's last report; None if it was between actions."""

@@ -213,12 +213,12 @@ class Feeder:
         """Gives a job that was claimed to the ranks, perhaps after they have prepared its image."""
         if (old := self.get(job.id)) is not None:  # of a claim that ended without being noticed
             self.lose([(job.id, old.job.token)])
-            self._put_back(job, counts=False)
+            self._put_back(job)
             return
         try:
             clip = self._to_request(job)
         except AwayError:  # another server may reach it
-            self._put_back(job, counts=False)
+            self._put_back(job)
             return
         except Exception as error:
             self._fail(job, error)
@@ -241,11 +241,10 @@ class Feeder:
 
     def _submit(self, pipeline: Pipeline, clip: RunningClip) -> None:
         job = clip.job
-        clip.clip = self._next_clip
         with self._changed:
             self._clips[job.id] = clip
-            self.latest[clip.clip] = job
-            self.latest.pop(clip.clip - _REMEMBERED, None)
+            self.latest[self._next_clip] = job
+            self.latest.pop(self._next_clip - _REMEMBERED, None)
         try:
             clip.handle = pipeline.submit(clip.request, [clip.metadata])
         except Exception as error:
@@ -254,7 +253,6 @@ class Feeder:
             self._fail(job, error)
             self._remove(job.id)
             return
-        assert clip.handle.clip == clip.clip, "only the engine submits clips"
         self._next_clip += 1
         clip.handle.add_progress_callback(lambda _: self._moved(clip))
         clip.handle.add_done_callback(functools.partial(self._note_done, pipeline, job.id))
@@ -293,19 +291,16 @@ class Feeder:
     def _settle(self, job_id: str, handle: ClipHandle, run_has_ended: bool) -> None:
         clip = self._clips[job_id]
         try:
-            result = None if handle.cancelled() else handle.result()
+            result = handle.result()
         except CancelledError:
-            result = None
+            self._cancelled(clip.job)
         except BaseException as error:
-            if not run_has_ended and not isinstance(error, ClosedError):  # else: `put_back_all`
-                self._settle_failed(clip, error)
-                self._remove(job_id)
-            return
-        if result is not None:
+            if run_has_ended or isinstance(error, ClosedError):
+                return  # for `put_back_all`
+            self._settle_failed(clip, error)
+        else:
             self._complete(clip.job, result.metadata)
             self.num_completed += 1
-        else:
-            self._cancelled(clip.job)
         self._remove(job_id)
 
     def _cancelled(self, job: Job) -> None:
@@ -317,23 +312,23 @@ class Feeder:
             # Perhaps its latent checkpoint does not fit: without it the clip starts again.
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._to_request.forget(clip.job)
-            self._put_back(clip.job, counts=False)
+            self._put_back(clip.job)
         elif self._fail(clip.job, error):
             self._to_request.forget(clip.job)
 
     def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
         """Puts the clips of ended ranks back into the queue; the `blamed` jobs count an attempt."""
+        message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
+        hint, details = getattr(error, "hint", ""), getattr(error, "details", {})
         for clip in self.clips():
-            job = self._persist(functools.partial(self._queue.get, clip.job.id))
-            counts = clip.job.id in blamed and job is not None and not job.cancel_asked
-            if counts and job is not None and job.attempts + 1 >= MAX_ATTEMPTS:
-                if self._fail(clip.job, _died_again(error)):
-                    self._to_request.forget(clip.job)
-            else:
-                self._put_back(clip.job, counts=counts)
+            is_blamed = clip.job.id in blamed
+            if not (is_blamed and clip.job.attempts + 1 >= MAX_ATTEMPTS):
+                self._put_back(clip.job, counts=is_blamed)
+            elif self._fail(clip.job, RankError(message, hint, details=details)):
+                self._to_request.forget(clip.job)
             self._remove(clip.job.id)
         for left in self._persist(self._queue.claimed):  # taken, but not yet given to the ranks
-            self._put_back(left, counts=False)
+            self._put_back(left)
 
     def _remove(self, job_id: str) -> None:
         with self._changed:
@@ -351,7 +346,7 @@ class Feeder:
         logger.warning("{} failed: {}", job.id, error)
         return self._record(job, lambda: self._queue.fail(job.id, error, job.token))
 
-    def _put_back(self, job: Job, *, counts: bool) -> None:
+    def _put_back(self, job: Job, *, counts: bool = False) -> None:
         self._record(job, lambda: self._queue.put_back(job.id, job.token, counts=counts))
         self._is_queue_empty = False
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from loguru import logger
@@ -113,12 +113,8 @@ class Estimates:
             self._samples[kind].append(seconds / _volume(job.sampling))
 
     def of(self, job_id: str) -> Estimate | None:
-        """The estimate of an open job as of now; None if it is not open."""
-        found = self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
-        if found is None or found.eta_seconds is None:
-            return found
-        age = time.monotonic() - self._made_at
-        return replace(found, eta_seconds=max(0.0, found.eta_seconds - age))
+        """The estimate of an open job; None if it is not open."""
+        return self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
 
     def elsewhere(self, job: Job) -> float | None:
         """Seconds until a clip of another server is finished."""
@@ -216,7 +212,8 @@ class Fleet:
 
     def others_of(self, kind: str | None) -> list[FleetServer]:
         """The other live servers that make the clips of a kind."""
-        return [other for other in self._others if other.kind == kind and other.is_live]
+        live = (other for other in self._others if other.is_live)
+        return [other for other in live if (other.weights or other.model) == kind]
 
     def _own(self) -> FleetServer:
         feeder = self._engine.feeder

@@ -49,14 +49,12 @@ class Job:
         photo_name: the file name that the client gave, for people only.
         photo_pixels: width times height; 0 without an image.
         videos: SHA-256 of the further videos that the family takes, by name.
-        started_at: when the ranks got it last.
         server: id of the server that has claimed it, or has ended it.
         token: counts the claims, if servers share the queue; else 0.
         step: how many steps are done, as its server said last.
         attempts: how often ranks have died during this clip.
         promised_seconds: the ETA that the client was given, from `created_at`.
         error: why it failed; see `errors.error_to_dict`.
-        metadata: the clip's JSON once it is completed.
         proof: whether the clip was compared with one device; `failed`: it could not be.
         callback_due: when to try its webhook next; None once it is delivered or given up.
         callback_error: of the last try; None if that delivered it.
@@ -107,8 +105,12 @@ class Job:
         return self.photo_pixels > LARGE_MEGAPIXELS * 10**6
 
     def clip_in(self, folder: Path) -> Path:
-        """The clip's file in a data folder; it may not exist. Its JSON has the suffix `.json`."""
-        return clip_file(folder, self.id, self.token)
+        """The file in a data folder that its claim writes, if any; its JSON has the suffix `.json`.
+
+        So the transaction that completes the job also publishes the file, which is on the disk by
+        then.
+        """
+        return folder / CLIPS / (f"{self.id}-{self.token}.mp4" if self.token else f"{self.id}.mp4")
 
     def photo_in(self, folder: Path) -> Path | None:
         """The image's file in a data folder; it may not exist."""
@@ -175,19 +177,6 @@ class FleetServer:
     claims: int
     seen_seconds: float
     is_live: bool = True
-
-    @property
-    def kind(self) -> str:
-        """Equal for servers whose clips are equal."""
-        return self.weights or self.model
-
-
-def clip_file(folder: Path, id: str, token: int) -> Path:
-    """The file that the claim of a token writes.
-
-    So the transaction that completes the job also publishes the file, which is on the disk by then.
-    """
-    return folder / CLIPS / (f"{id}-{token}.mp4" if token else f"{id}.mp4")
 
 
 def new_id() -> str:

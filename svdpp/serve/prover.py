@@ -38,7 +38,6 @@ Verdict = Literal["equal", "different"]
 _POLL_SECONDS = 0.05
 # How often idle time is looked for; in a fleet each look of each server is a query of one database.
 _LOOK_SECONDS, _SHARED_LOOK_SECONDS = 0.5, 10.0
-_MAX_REQUESTED = 1000
 # Until it has removed its temporary files.
 _END_SECONDS = 5.0
 _NICE = 19
@@ -73,17 +72,11 @@ class Prover:
         """The thread, which also answers the requests to earlier servers."""
 
     def request(self, id: str) -> bool:
-        """Has a clip verified as soon as the ranks are idle; its proof is `running` from now on.
-
-        False if it is not a completed clip with files, or too many are waiting.
-        """
+        """Has a completed clip with files verified once the ranks are idle; False: it is none."""
         job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
-        known = self._queue.to_prove()
-        is_taken = id in known or (
-            len(known) < _MAX_REQUESTED and self._queue.set_proof(id, "running")
-        )
+        is_taken = self._queue.set_proof(id, "running")
         self.background.wake()
         return is_taken
 
@@ -124,9 +117,8 @@ class Prover:
         return True
 
     def _take(self, job: Job, answer: dict[str, Any]) -> None:
-        missing = self._missing(job)  # it may have been removed meanwhile
-        if answer["equal"] is None or missing:
-            error = missing or answer["error"]["message"]
+        if answer["equal"] is None:
+            error = answer["error"]["message"]
             logger.warning("{} could not be verified: {}", job.id, error)
             self._queue.set_proof(job.id, "failed", without_folders(error))
             return

@@ -11,13 +11,12 @@ fencing token, and only the server whose claim has the job's present token can e
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -187,13 +186,13 @@ class JobQueue:
         """The kind of the jobs that this server takes; None: it takes all."""
         self.why_not: Callable[[SamplingConfig], str | None] = lambda _: None
         """Why this server cannot make a job of its kind, by its parameters; None: it can."""
-        # Ids and tokens of what this server has claimed, without what it ends now.
+        # Ids and tokens of what this server has claimed and does not end now.
         self._claims: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
         self._passed = deque[str](maxlen=_MAX_PASSED)
 
     def close(self) -> None:
-        """Close the queue; does nothing the second time."""
+        """Does nothing the second time."""
         self.database.close()
 
     @property
@@ -242,7 +241,10 @@ class JobQueue:
             self._check_limits(database, job.owner, max_open, max_open_of_owner)
             if time.time() > until:
                 raise OutputError("the server was stopped for too long during a request")
-            _insert(database, job)
+            values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
+            insert = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
+            database.execute(insert, tuple(values.values()))
+            database.execute(_NEW_OWNER, (job.owner,))
             self._tell(database, QUEUED)
         return job
 
@@ -307,7 +309,8 @@ class JobQueue:
         condition = _EXPIRED if is_lost else "true"
         statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
         values = to_json(error_to_dict(_LOST)), time.time(), int(counts), id, token
-        with self._ending(id, token), self.database.change() as database:
+        self._claims.discard((id, token))
+        with self.database.change() as database:
             rows = database.execute(statement, values).fetchall()
             for state, turn, owner in rows:
                 if state == JobState.QUEUED:
@@ -319,22 +322,21 @@ class JobQueue:
         """IN_PROGRESS to COMPLETED, with the clip's JSON."""
         return self._end(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
-    def fail(self, id: str, error: dict[str, Any] | BaseException, token: int = 0) -> bool:
-        """IN_PROGRESS to FAILED, with an exception or what `errors.error_to_dict` makes of it."""
-        error = error_to_dict(error) if isinstance(error, BaseException) else error
-        return self._end(id, token, JobState.FAILED, error=to_json(error))
+    def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
+        """IN_PROGRESS to FAILED."""
+        return self._end(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
 
     def cancel_waiting(self, id: str) -> bool:
         """QUEUED to CANCELLED."""
-        return self._change(
-            id, [JobState.QUEUED], state=JobState.CANCELLED, finished_at=time.time()
-        )
+        now = time.time()
+        return self._change(id, [JobState.QUEUED], state=JobState.CANCELLED, finished_at=now)
 
     def ask_to_cancel(self, id: str) -> bool:
         """Mark a job in progress, also for the next start of the server; the state stays."""
         with self.database.change() as database:
             self._tell(database, id)
-            return _change(database, id, [JobState.IN_PROGRESS], cancel_asked=True)
+            mark = "UPDATE jobs SET cancel_asked = true WHERE id = ? AND state = 'in_progress'"
+            return database.execute(mark, (id,)).rowcount == 1
 
     def cancelled(self, id: str, token: int = 0) -> bool:
         """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
@@ -370,34 +372,30 @@ class JobQueue:
 
         In a queue that is not shared, those are what an earlier server has left.
         """
-        claims = f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED}"
         most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
-        ended = map(tuple, self.database.rows(f"{claims} ORDER BY started_at, turn, seq {most}"))
-        others = [claim for claim in ended if claim not in self._claims]
+        ended = self.database.rows(
+            f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED} "
+            f"ORDER BY started_at, turn, seq {most}"
+        )
         # Its server may have renewed it since.
-        ids = [id for id, token in others if self.put_back(id, token, is_lost=True)]
+        ids = [id for id, token in ended if self.put_back(id, token, is_lost=True)]
         return [job for id in ids if (job := self.get(id)) is not None]
 
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
+        self._claims.discard((id, token))  # before it ends: a renewal must not take it for lost
         values |= {"state": state, "finished_at": time.time()}
-        with self._ending(id, token), self.database.change() as database:
-            return _change(database, id, [JobState.IN_PROGRESS], token=token, **values)
+        return self._change(id, [JobState.IN_PROGRESS], token, **values)
 
-    @contextlib.contextmanager
-    def _ending(self, id: str, token: int) -> Iterator[None]:
-        """Strikes off a claim that ends in the block: a renewal must not take it for lost."""
-        claim = self._claims & {(id, token)}
-        self._claims -= claim
-        try:
-            yield
-        except BaseException:
-            self._claims |= claim
-            raise
-
-    def _change(self, id: str, states: Iterable[JobState], **values: Any) -> bool:
+    def _change(
+        self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
+    ) -> bool:
+        """Sets columns of a row if its state is one of `states`, and its token `token`."""
+        columns = ", ".join(f"{name} = ?" for name in values)
+        has_token = "true" if token is None else f"token = {token}"
+        query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)} AND {has_token}"
         with self.database.change() as database:
-            return _change(database, id, states, **values)
+            return database.execute(query, (*values.values(), id)).rowcount == 1
 
     def _rows_of(self, change: str, *values: Any) -> list[Any]:
         with self.database.change() as database:
@@ -423,7 +421,7 @@ class JobQueue:
     def release(self) -> None:
         """At the end of a server: put back what it has claimed, and strike it off."""
         for job in self.claimed():  # also claims whose answers were lost with a connection
-            self.put_back(job.id, job.token, counts=False)
+            self.put_back(job.id, job.token)
         self._rows_of("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
     def register(self, about: Mapping[str, Any]) -> None:
@@ -449,19 +447,19 @@ class JobQueue:
     def page(
         self,
         *,
-        owner: str | None,
+        owner: str,
         limit: int,
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
         states: Sequence[JobState] = (),
     ) -> list[Job]:
         """Jobs by the time of request: of one owner, in some states, after the job of an id."""
-        seq = f"seq {'>' if order == 'asc' else '<'} (SELECT seq FROM jobs WHERE id = ?)"
-        wanted = {"owner = ?": owner, seq: after}
-        values = {condition: value for condition, value in wanted.items() if value is not None}
-        conditions = [_any_of(states) if states else "true", *values]
-        tail = f"WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?"
-        return self._jobs(tail, *values.values(), limit)
+        where, values = f"owner = ? AND {_any_of(states) if states else 'true'}", [owner]
+        if after is not None:
+            beyond = ">" if order == "asc" else "<"
+            where += f" AND seq {beyond} (SELECT seq FROM jobs WHERE id = ?)"
+            values.append(after)
+        return self._jobs(f"WHERE {where} ORDER BY seq {order} LIMIT ?", *values, limit)
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
@@ -540,27 +538,6 @@ class JobQueue:
 
 def _marks(values: Iterable[Any]) -> str:
     return ", ".join("?" for _ in values)
-
-
-def _insert(database: Statements, job: Job) -> None:
-    values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
-    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
-    database.execute(query, tuple(values.values()))
-    database.execute(_NEW_OWNER, (job.owner,))
-
-
-def _change(
-    database: Statements,
-    id: str,
-    states: Iterable[JobState],
-    token: int | None = None,
-    **values: Any,
-) -> bool:
-    """Sets columns of a row if its state is one of `states`, and its token `token`; whether so."""
-    columns = ", ".join(f"{name} = ?" for name in values)
-    has_token = "true" if token is None else f"token = {token}"
-    query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)} AND {has_token}"
-    return database.execute(query, (*values.values(), id)).rowcount == 1
 
 
 def _same_request(known: Job, job: Job) -> Job:

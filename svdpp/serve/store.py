@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from loguru import logger
 from svdpp.errors import RequestError, redact
 from svdpp.media import output_files
 from svdpp.serve.database import LOST, MARK, AwayError, free_and_low
-from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, clip_file
+from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 
 if TYPE_CHECKING:
     from svdpp.serve.queue import JobQueue
@@ -130,7 +131,7 @@ class FileStore:
     def local_files(self) -> dict[str, tuple[int, float]]:
         """The same of the files of the folder."""
         found = {}
-        with output_files.disk_errors(f"cannot read the files in {str(self.folder)!r}"):
+        with self.errors():
             for folder in (self.folder / name for name in (PHOTOS, CLIPS, LATENTS)):
                 is_there = folder.exists() and not folder.is_symlink()
                 for path in folder.iterdir() if is_there else ():
@@ -139,6 +140,10 @@ class FileStore:
                         if stat.S_ISREG(about.st_mode):
                             found[f"{folder.name}/{path.name}"] = about.st_size, about.st_mtime
         return found
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Has an error of the folder's disk raised as OutputError."""
+        return output_files.disk_errors(f"cannot read or write the files in {str(self.folder)!r}")
 
     def mark(self) -> str:
         """The id of the queue that the files belong to; empty if there is no mark."""
@@ -282,12 +287,13 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     job = queue.get(id)
     if job is None or not job.state.is_final:
         return False
-    folder = queue.store.folder
+    store, folder = queue.store, queue.store.folder
     # Also the clips of servers that have lost it.
-    clips = [clip_file(folder, id, token) for token in range(min(job.token, 1), job.token + 1)]
-    with _errors(folder):
+    tokens = range(min(job.token, 1), job.token + 1)
+    clips = [replace(job, token=token).clip_in(folder) for token in tokens]
+    with store.errors():
         for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.uploads_in(folder)):
-            queue.store.remove(path)
+            store.remove(path)
     if is_removed := queue.remove(id):
         logger.info("{} is removed", id)
     return is_removed
@@ -326,7 +332,7 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
         or _is_leftover(copy, clips, oldest, is_copy=True)
         if not any(id in copy[0] for id in in_use)
     }
-    with _errors(store.folder):
+    with store.errors():
         for name, _ in left & before:
             store.remove(store.folder / name)
         for name, (_, used_at) in unused & before:
@@ -383,7 +389,3 @@ def set_strangers_aside(queue: JobQueue) -> list[Path]:
         return []
     logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
     return moved
-
-
-def _errors(folder: Path) -> AbstractContextManager[None]:
-    return output_files.disk_errors(f"cannot read or write the files in {str(folder)!r}")

@@ -93,7 +93,9 @@ def described(pids: Iterable[int]) -> str:
 def command_line(pid: int) -> str:
     """The process's arguments; empty once it has ended."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     return ""
 
 

@@ -58,11 +58,7 @@ def told() -> Iterator[list[str]]:
     logger.remove(sink)
 
 
-#: The databases that a queue may be in; PostgreSQL has to be started.
-DATABASES = ["sqlite", pytest.param("postgres", marks=pytest.mark.long)]
-
-
-@pytest.fixture(params=DATABASES)
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
 def queue_url(request: pytest.FixtureRequest) -> str | None:
     """The URL of each database; None for a file."""
     return None if request.param == "sqlite" else request.getfixturevalue("database")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import Costs
@@ -123,15 +123,11 @@ def serving(
     grace: float = 60,
     stop: tuple[int, int, int] | None = None,
     observer: Callable[..., object] | None = None,
-    on_changed: Callable[[Job], object] = lambda _: None,
     url: str | None = None,
-    back_off: float = 0.05,
-    **settings: Any,
 ) -> Iterator[Serving]:
     """An engine over `folder`, closed at the end of the block.
 
-    `stop` is a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`;
-    `back_off` are the seconds before the first restart.
+    `stop` is a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`.
     """
     ended: list[Job] = []
     store = JobQueue(folder, adopts=True, url=url)
@@ -139,16 +135,15 @@ def serving(
     def note(job: Job) -> None:
         if job.state.is_final:
             ended.append(job)
-        on_changed(job)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("svdpp.serve.engine._FIRST_BACK_OFF", back_off)
+        patch.setattr("svdpp.serve.engine._FIRST_BACK_OFF", 0.05)
         if stop is not None:
             rank, clip, step = stop
             gate = str(folder / "gate")
             fault = Damage("hang", rank, clip, place=f"step{step}", until=gate)
             patch.setattr("svdpp.serve.engine.Pipeline", partial(Pipeline, fault=fault))
-        engine = Engine(config, store, on_changed=note, **settings)
+        engine = Engine(config, store, on_changed=note)
         if observer is not None:
             engine.observe(observer)
         store.recover()
@@ -158,13 +153,6 @@ def serving(
         finally:
             engine.close(grace)
             store.close()
-
-
-def hashes(config: PipelineConfig, seeds: list[int]) -> list[str]:
-    """The `latents_sha256` of clips that nothing interrupts, on one rank that need not sleep."""
-    with Pipeline(replace(config.alone(), costs=Costs(step_seconds=0.001))) as pipeline:
-        results = pipeline.run([ClipRequest(seed=seed) for seed in seeds])
-    return [result.metadata["latents_sha256"] for result in results]
 
 
 def latents(jobs: list[Job]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from svdpp.config import SvdSampling
 from svdpp.serve.job import Job, new_id
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.store import remove_leftovers
 
 SAMPLING = SvdSampling(num_inference_steps=4, num_frames=14)
 
@@ -52,7 +54,9 @@ def token_of(store: JobQueue, id: str) -> int:
 
 def take_all(store: JobQueue) -> list[str]:
     """The ids of all queued jobs, in the order in which they are taken."""
-    taken = []
-    while (job := store.take_next()) is not None:
-        taken.append(job.id)
-    return taken
+    return [job.id for job in iter(store.take_next, None)]
+
+
+def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
+    """Removes what servers remove in an hour."""
+    remove_leftovers(store, remove_leftovers(store, set(), in_use), in_use)

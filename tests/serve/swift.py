@@ -34,8 +34,11 @@ pipeline = {pipeline}
 use = egg:swift#{part}
 """
 _PIPELINE = "head catch_errors gatekeeper healthcheck cache listing_formats bulk s3api tempauth slo"
-_FILTERS = """
-account_autocreate = true
+_PLAIN = ("catch_errors", "gatekeeper", "healthcheck", "listing_formats", "bulk", "slo")
+_FILTERS = "account_autocreate = true\n" + "".join(
+    f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in _PLAIN
+)
+_FILTERS += """
 [filter:head]
 paste.filter_factory = svdpp_head:factory
 [filter:cache]
@@ -74,41 +77,30 @@ class Swift:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ports = {part: _free_port() for part in (*_PARTS, "proxy")}
+        self.environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports['proxy']}",
+            "AWS_ACCESS_KEY_ID": "svdpp:tests",
+            "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        """By which s3fs finds it."""
         (folder / "devices" / "disk").mkdir(parents=True)
         (folder / "svdpp_head.py").write_text(_HEAD)
         for part in _PARTS:
             self._make_ring(part)
             self._configure(part, f"{part}-server", "")
         self._configure("proxy", f"{_PIPELINE} proxy-server", _FILTERS)
-        for name in ("catch_errors", "gatekeeper", "healthcheck", "listing_formats", "bulk", "slo"):
-            with open(folder / "proxy.conf", "a") as file:
-                file.write(f"[filter:{name}]\nuse = egg:swift#{name}\n")
         self.start()
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """By which s3fs finds it."""
-        return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports['proxy']}",
-            "AWS_ACCESS_KEY_ID": "svdpp:tests",
-            "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-
     def start(self) -> None:
+        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(self._folder)}
         for part in self._ports:
-            log = open(self._folder / f"{part}.log", "ab")  # noqa: SIM115
-            self._processes.append(
-                subprocess.Popen(
-                    [f"swift-{part}-server", str(self._folder / f"{part}.conf")],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(self._folder)},
-                    start_new_session=True,
+            command = [f"swift-{part}-server", str(self._folder / f"{part}.conf")]
+            with open(self._folder / f"{part}.log", "ab") as log:
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment, start_new_session=True
                 )
-            )
-            log.close()
+            self._processes.append(process)
         wait_until(self._answers, _START_SECONDS, self._logs)
 
     def stop(self) -> None:

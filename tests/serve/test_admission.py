@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.views import as_api_error
 from tests.serve.engines import dummy_config
 from tests.serve.store_jobs import SAMPLING as STORED
-from tests.serve.store_jobs import add, new_job, take_all
+from tests.serve.store_jobs import add, job_of, new_job, take_all
 
 DUMMY = ModelConfig(name="dummy", dummy_sleeps=True)
 SAMPLING = SvdSampling(num_frames=2, decode_chunk_size=2)
@@ -65,44 +64,33 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
     gate.check(large)
 
 
-# --- jobs of an earlier server, which had another model or other ranks ---------------------------
-
-
-@contextmanager
-def served(folder: Path, world_size: int = 2) -> Iterator[Service]:
+def served(folder: Path, world_size: int = 2) -> Service:
     """A server of the dummy model, which is not started."""
     config = dummy_config(world_size)
-    _, service = build(
-        ServerSettings(config=config, folder=folder, sizes=((64, 64),), max_open=9), None
-    )
-    yield service
-    service.queue.close()
-
-
-def held(service: Service) -> dict[str, str]:
-    views = map(service.video, service.queue.page(owner=None, limit=100, order="asc"))
-    return {view.id: view.held for view in views if view.held is not None}
+    settings = ServerSettings(config=config, folder=folder, sizes=((64, 64),), max_open=9)
+    return build(settings, None)[1]
 
 
 def test_what_is_held_says_why(tmp_path: Path) -> None:
     """Weights count, and so do steps that the ranks cannot divide."""
-    with served(tmp_path) as service:
-        add(service.queue, model="dummy")
-        other, newer, odd = (
-            add(service.queue, model="b"),
-            add(service.queue, model="dummy", weights="2" * 64),
-            add(service.queue, model="dummy", sampling=replace(STORED, num_inference_steps=6)),
-        )
-        why = {
-            other: "its model is b, and this server runs dummy",
-            newer: "its model is dummy, and this server runs other weights of it",
-        }
-        assert held(service) == why
-    with served(tmp_path, world_size=4) as service:
-        assert "6" in held(service).pop(odd)
-        assert odd not in take_all(service.queue)
-    with served(tmp_path) as service:
-        assert odd in take_all(service.queue)
+    with closing(JobQueue(tmp_path)) as queue:
+        add(queue, model="dummy")
+        other, newer = add(queue, model="b"), add(queue, model="dummy", weights="2" * 64)
+        odd = add(queue, model="dummy", sampling=replace(STORED, num_inference_steps=6))
+    why: dict[str, str | None] = {
+        other: "its model is b, and this server runs dummy",
+        newer: "its model is dummy, and this server runs other weights of it",
+        odd: None,
+    }
+    service = served(tmp_path)
+    with closing(service.queue) as queue:
+        assert {id: service.video(job_of(queue, id)).held for id in why} == why
+    service = served(tmp_path, world_size=4)
+    with closing(service.queue) as queue:
+        assert "6" in (service.video(job_of(queue, odd)).held or "")
+        assert odd not in take_all(queue)
+    with closing(served(tmp_path).queue) as queue:
+        assert odd in take_all(queue)
 
 
 def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,17 @@ from svdpp.launch.world import World
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event
+from tests.driver.dummies import plain_hashes
 from tests.faults.processes import allowing_for_others
 from tests.serve.engines import (
-    Serving,
+    STEPS,
     demo_config,
     demo_job,
     dummy_config,
-    hashes,
     latents,
     serving,
 )
+from tests.serve.store_jobs import job_of
 
 pytestmark = pytest.mark.processes
 
@@ -47,7 +48,7 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
         assert {span.video for span in service.engine.rank_view.spans()} == set(ids)
     assert {job.state for job in jobs} == {JobState.COMPLETED}
     assert [job.id for job in service.ended] == ids
-    assert latents(jobs) == hashes(dummy_config(2), list(range(12)))
+    assert latents(jobs) == plain_hashes(STEPS, *range(12))
     assert list((tmp_path / "latents").iterdir()) == []
 
 
@@ -58,16 +59,15 @@ def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Pat
         ids = service.add(*range(8))
         service.wait_for_step(ids[1], 5)
         service.wait_final(ids[:1])
-    store = JobQueue(tmp_path)
-    states = [job.state for job_id in ids if (job := store.get(job_id))]
-    store.close()
+    with closing(JobQueue(tmp_path)) as store:
+        states = [job_of(store, id).state for id in ids]
     assert JobState.IN_PROGRESS in states
     assert states[0] is JobState.COMPLETED
     assert states[-1] is JobState.QUEUED
     with serving(tmp_path, config) as service:
         jobs = service.wait_final(ids)
     assert [job.attempts for job in jobs] == [0] * 8
-    assert latents(jobs) == hashes(config, list(range(8)))
+    assert latents(jobs) == plain_hashes(STEPS, *range(8))
     assert any(job.metadata["resumed_from_step"] for job in jobs)
 
 
@@ -94,7 +94,7 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
         assert [service.engine.name_of(clip) for clip in range(4)] == ids, "ranks report late"
     others = [job for job in jobs if job.id != ids[victim]]
     assert {job.state for job in others} == {JobState.COMPLETED}
-    assert latents(others) == hashes(config, [seed for seed in range(4) if seed != victim])
+    assert latents(others) == plain_hashes(STEPS, *(seed for seed in range(4) if seed != victim))
     assert list((tmp_path / "latents").iterdir()) == []
 
 
@@ -116,9 +116,6 @@ def test_each_job_has_its_own_parameters_and_fails_alone(tmp_path: Path) -> None
         requests = [ClipRequest(seed=7, sampling=job.sampling) for job in jobs]
         expected = pipeline.run(requests)
     assert latents(jobs) == [result.metadata["latents_sha256"] for result in expected]
-
-
-# --- large images --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +180,6 @@ def test_a_clip_can_be_cancelled_while_its_image_is_prepared(
     assert [job.state for job in done] == [JobState.CANCELLED, JobState.COMPLETED]
 
 
-# --- faults ---------------------------------------------------------------------------------------
-
-
 def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05)
     with serving(tmp_path, config, stop=(1, 1, 5)) as service:
@@ -196,16 +190,15 @@ def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> Non
         jobs = service.wait_final(ids)
         assert service.engine.restarts == 1
         resumed = [job.metadata["resumed_from_step"] for job in jobs]
+        assert [job.id for job in service.ended] == ids
+        service.kill(0)  # an idle rank, which blames no clip
+        service.wait(lambda: service.engine.restarts == 2, "no restart")
+        jobs += service.wait_final(service.add(5))
     assert {job.state for job in jobs} == {JobState.COMPLETED}
-    assert [job.id for job in service.ended] == ids
-    assert [job.attempts for job in jobs] == [0, 1, 0, 0, 0]
+    assert [job.attempts for job in jobs] == [0, 1, 0, 0, 0, 0]
     assert resumed[1] == 4
-    assert latents(jobs) == hashes(config, list(range(5)))
+    assert latents(jobs) == plain_hashes(STEPS, *range(6))
     assert list((tmp_path / "latents").iterdir()) == []
-
-
-def _has_restarted(service: Serving, times: int) -> bool:
-    return service.engine.restarts == times
 
 
 @pytest.mark.long
@@ -216,51 +209,19 @@ def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path, told:
         for death in (1, 2):
             service.wait_for_step(ids[0], 1)
             service.kill(0)
-            service.wait(partial(_has_restarted, service, death), "no restart")
+            service.wait(lambda death=death: service.engine.restarts == death, "no restart")  # type: ignore[misc]
+        assert service.engine._back_off == pytest.approx(0.2)
         service.go_on()
         jobs = service.wait_final(ids)
+        service.wait(lambda: service.engine._back_off == 0.05, "it is not reset")
     assert any(f"was killed by SIGKILL at {ids[0]}, step" in line for line in told), told
     assert [job.state for job in jobs] == [JobState.FAILED] + [JobState.COMPLETED] * 3
     assert jobs[0].error is not None
     assert jobs[0].error["type"] == "RankError"
     assert "died 2 times during this clip" in jobs[0].error["message"]
     assert "was killed by SIGKILL" in jobs[0].error["message"]
-    assert latents(jobs[1:]) == hashes(config, [1, 2, 3])
+    assert latents(jobs[1:]) == plain_hashes(STEPS, 1, 2, 3)
     assert list((tmp_path / "latents").iterdir()) == []
-
-
-def test_an_idle_rank_that_dies_blames_no_job(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(2)) as service:
-        service.wait_final(service.add(1))
-        service.kill(0)
-        service.wait(lambda: service.engine.restarts == 1, "no restart")
-        assert service.wait_final(service.add(2))[0].attempts == 0
-        assert service.engine.state == "ready"
-
-
-@pytest.mark.long
-def test_the_back_off_doubles_and_a_finished_clip_resets_it(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(1), back_off=0.2) as service:
-        for restarts in (1, 2):
-            service.wait(lambda: service.engine.state == "ready", "not ready")
-            service.kill(0)
-            doubled = pytest.approx(0.4 * restarts)
-            service.wait(lambda: service.engine._back_off == doubled, "it does not double")  # noqa: B023
-            service.wait(lambda: service.engine.state == "ready", "not ready")
-        service.wait_final(service.add(1))
-        service.wait(lambda: service.engine._back_off == 0.2, "it is not reset")
-        assert service.engine.restarts == 2
-
-
-def test_a_cancelled_job_does_not_return_after_a_kill(tmp_path: Path) -> None:
-    with serving(tmp_path, dummy_config(2), stop=(0, 0, 1)) as service:
-        ids = service.add(0, 1)
-        service.wait_for_step(ids[0], 1)
-        service.store.ask_to_cancel(ids[0])
-        service.kill(0)
-        service.go_on()
-        states = [job.state for job in service.wait_final(ids)]
-    assert states == [JobState.CANCELLED, JobState.COMPLETED]
 
 
 @pytest.mark.long
@@ -278,33 +239,7 @@ def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) ->
         jobs = service.wait_final(ids)
         assert service.engine.restarts == 1
     assert {job.state for job in jobs} == {JobState.COMPLETED}
-    assert latents(jobs) == hashes(config, [0, 1])
-
-
-@pytest.mark.long
-def test_photographs_become_clips_through_a_kill(tmp_path: Path) -> None:
-    config = demo_config()
-    jobs = [demo_job(tmp_path, seed) for seed in range(4)]
-    (tmp_path / "photos" / jobs[2].photo).write_bytes(b"not an image")
-    with serving(tmp_path, config, stop=(0, 1, 1)) as service:
-        ids = service.store_jobs(*jobs)
-        service.wait_for_step(ids[1], 1)
-        service.kill(1)
-        service.go_on()
-        ended = service.wait_final(ids)
-        assert service.engine.restarts == 1
-    failed = ended.pop(2)
-    assert failed.state is JobState.FAILED
-    assert failed.error is not None
-    assert failed.error["type"] == "InputError"
-    with Pipeline(config.alone()) as pipeline:
-        photo = str(tmp_path / "photos" / jobs[0].photo)
-        requests = [ClipRequest(seed=seed, image=photo) for seed in (0, 1, 3)]
-        expected = [result.metadata["latents_sha256"] for result in pipeline.run(requests)]
-    assert latents(ended) == expected
-    clips = {path.name for path in (tmp_path / "clips").iterdir()}
-    assert clips == {f"{job.id}{suffix}" for job in ended for suffix in (".mp4", ".mp4.json")}
-    assert list((tmp_path / "latents").iterdir()) == []
+    assert latents(jobs) == plain_hashes(STEPS, 0, 1)
 
 
 def test_a_full_disk_delays_a_result_and_loses_none(
@@ -348,7 +283,8 @@ def test_ranks_of_a_launcher_that_die_end_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = dummy_config(1, step_seconds=0.1)
-    monkeypatch.setattr("svdpp.serve.engine.find_world", lambda: World(**_ONE_RANK))
+    world = World(rank=0, local_rank=0, size=1, local_size=1)
+    monkeypatch.setattr("svdpp.serve.engine.find_world", lambda: world)
     with serving(tmp_path, config, stop=(0, 0, 2)) as service:
         (job_id,) = service.add(1)
         service.wait_for_step(job_id, 2)
@@ -362,4 +298,12 @@ def test_ranks_of_a_launcher_that_die_end_the_engine(
         assert service.wait_final([job_id])[0].state is JobState.COMPLETED
 
 
-_ONE_RANK: dict[str, Any] = {"rank": 0, "local_rank": 0, "size": 1, "local_size": 1}
+def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path: Path) -> None:
+    left = tmp_path / "latents" / f"{'0' * 64}_step3.safetensors"
+    with serving(tmp_path, dummy_config(2), stop=(0, 1, 1)) as service:
+        ids = service.add(0, 1)
+        service.wait_for_step(ids[1], 1)  # the queue is empty, and a clip runs
+        left.write_bytes(b"late")
+        service.go_on()
+        service.wait_final(ids)
+        service.wait(lambda: not left.exists(), "the checkpoint stays")

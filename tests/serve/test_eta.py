@@ -28,7 +28,7 @@ def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _clip(index: int, steps_done: int | None, passed: float = 0.0, **values: Any) -> RunningClip:
     """One that the ranks have; `steps_done` is None before it is begun."""
-    clip = RunningClip(dummy_job(index, **values), ClipRequest(seed=0), {}, clip=index)
+    clip = RunningClip(dummy_job(index, **values), ClipRequest(seed=0), {})
     rank = None if steps_done is None else 0
     handle: Any = SimpleNamespace(progress=ClipProgress(steps_done or 0, STEPS, rank))
     return replace(clip, handle=handle, moved_at=time.monotonic() - passed)
@@ -102,18 +102,6 @@ def test_others_go_before_a_large_image(store: JobQueue) -> None:
     assert [found[job.id].place for job in jobs] == [2, 0, 1, 3]
     etas = [found[job.id].eta_seconds for job in jobs]
     assert etas == pytest.approx([3 * WHOLE + 100, WHOLE, 2 * WHOLE, 4 * WHOLE + 100])
-
-
-def test_an_eta_counts_down_between_two_looks(
-    store: JobQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    estimates = _estimates(store)
-    monkeypatch.setattr(estimates, "_new", lambda: {"clip": Estimate(0, 10.0)})
-    assert estimates.of("clip") == Estimate(0, 10.0)
-    now[0] += 0.25
-    assert estimates.of("clip") == Estimate(0, 9.75)
 
 
 def test_before_a_step_is_measured_there_are_places_alone(store: JobQueue) -> None:

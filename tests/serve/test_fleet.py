@@ -1,10 +1,16 @@
-"""Real servers over one PostgreSQL: each clip is made once, whichever server or database goes."""
+"""Real servers, alone and over one PostgreSQL: each clip is made once, whatever ends or is killed.
+
+`tests/soak/serve_soak.py` does the same for minutes, at random moments.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -12,26 +18,35 @@ from typing import Any
 
 import pytest
 
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.database import RESERVE
+from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import remove_leftovers
+from tests.driver.dummies import plain_hashes
+from tests.faults.processes import MARK
 from tests.serve.engines import Serving, demo_config, demo_job, serving
 from tests.serve.http_server import QUICK, HttpServer, error_of, stream, wait
 from tests.serve.postgres import Postgres
-from tests.serve.store_jobs import taken
-from tests.serve.test_crashes import wait_made
-from tests.soak.serve_checks import remove_leftovers_now
+from tests.serve.store_jobs import remove_leftovers_now, taken
+from tests.soak.serve_server import belonging, fork_server_of, ranks_of
 from tests.soak.serve_soak import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
-Start = Callable[..., HttpServer]
 Pair = tuple[HttpServer, HttpServer]
+_SEEDS = (3, 1, 4)
 
 
 def _servers(server: HttpServer) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = server.client.get("/v1/servers").json()["data"]
     return listed
+
+
+def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
+    """Waits for clips, each of which has the latents of a plain loop from its seed."""
+    for id, seed in ids.items():
+        server.wait_for(id, "completed")
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+        assert [metadata["latents_sha256"]] == plain_hashes(server.video(id)["steps"], seed)
 
 
 def _begun_by(pair: Pair, **form: Any) -> tuple[HttpServer, HttpServer, str]:
@@ -48,11 +63,8 @@ def _begun_by(pair: Pair, **form: Any) -> tuple[HttpServer, HttpServer, str]:
     return maker, other, id
 
 
-# --- a shared folder ------------------------------------------------------------------------------
-
-
 def test_two_servers_share_a_queue_outlive_its_database_and_one_of_them_leaves(
-    start: Start, tmp_path: Path, postgres: Postgres, database: str
+    start: Callable[..., HttpServer], tmp_path: Path, postgres: Postgres, database: str
 ) -> None:
     options = (*QUICK, "--grace", "0", "--lease", "6")
     pair = start(*options), start(*options)
@@ -72,9 +84,8 @@ def _share_the_work(first: HttpServer, second: HttpServer) -> None:
     wait(lambda: len(_servers(first)) == 2 == len(_servers(second)))
     own, other = _servers(first)
     assert own["id"] == _servers(second)[1]["id"] != other["id"]
-    assert (own["model"], own["ranks"], own["is_live"]) == ("dummy", 2, True)
-    for name in ("host", "version", "model", "weights", "sizes", "ranks", "is_live"):
-        assert other[name] == own[name]
+    for server in (own, other):
+        assert (server["model"], server["ranks"], server["is_live"]) == ("dummy", 2, True)
     metrics = first.client.get("/metrics").text
     assert f'svdpp_server_ranks{{server="{other["id"]}"}} 2.0' in metrics
     for server in (first, second):
@@ -142,7 +153,8 @@ def _an_upload_that_the_database_interrupts_is_answered(
     server.wait_ready()
     for answer in answers:
         assert answer.status_code == 202 or int(answer.headers["Retry-After"]) > 0
-    remove_leftovers_now(folder / "data", database)
+    with closing(JobQueue(folder / "data", url=database)) as queue:
+        remove_leftovers_now(queue)
     photos = (folder / "data" / "photos").iterdir()
     assert {path.stem for path in photos} <= set(server.all_ids())
     wait(lambda: not server.client.get("/v1/videos?status=queued").json()["data"])
@@ -157,62 +169,111 @@ def _a_leaving_server_hands_back_what_it_has_not_finished(pair: Pair) -> None:
     wait(lambda: len(_servers(other)) == 1)
 
 
-# --- claims ---------------------------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A data folder; at the end no process and no temporary file of its servers may be left."""
+    temporary, data = tmp_path / "t", tmp_path / "data"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield data
+    wait(lambda: not belonging(str(tmp_path), data), lambda: "processes are left")
+    assert list(temporary.iterdir()) == []
+    found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
+    with closing(sqlite3.connect(data / "queue.sqlite3")) as database:
+        photos = {f"photos/{name}" for (name,) in database.execute("SELECT photo FROM jobs")}
+    assert found == {"lock", "queue.sqlite3", RESERVE, *photos}
 
 
-def _lapsed(own: Serving) -> Job:
-    """A clip at its second step, whose claim nobody renews."""
-    job = demo_job(own.folder, 1)
-    own.store.lease_seconds = 0.1
-    own.store_jobs(job)
-    own.wait_for_step(job.id, 2)
-    return job
+def _requested(server: HttpServer, request: str) -> list[str]:
+    """The ids of clips."""
+    return [server.add(seed=seed, steps=40, key=f"{request}{seed}")[0] for seed in _SEEDS]
+
+
+def _begun(server: HttpServer, request: str) -> list[str]:
+    """The ids of new clips, the first of which is begun."""
+    server.wait_ready()
+    ids = _requested(server, request)
+    wait(lambda: server.video(ids[0])["step"] > 0)
+    return ids
+
+
+@pytest.mark.timing
+def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path) -> None:
+    """And a server beside a rank that is stopped."""
+    with HttpServer(folder, *QUICK) as server:
+        first = _begun(server, "first")
+        server.stop(signal.SIGKILL)
+    with HttpServer(folder, *QUICK) as server:
+        assert _requested(server, "first") == first  # a client tries again
+        wait_made(server, dict(zip(first, _SEEDS, strict=True)))
+        second = _begun(server, "second")
+        ranks, fork_server = ranks_of(server.process.pid), fork_server_of(server.process.pid)
+        assert fork_server is not None
+        os.kill(fork_server, signal.SIGKILL)
+        os.kill(ranks[0], signal.SIGKILL)
+        wait_made(server, dict(zip(second, _SEEDS, strict=True)))
+        assert server.client.get("/health").json()["restarts"] >= 1
+        assert fork_server_of(server.process.pid) not in (None, fork_server)
+        last = _begun(server, "last")
+        os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
+        server.stop(signal.SIGKILL)
+    with HttpServer(folder, *QUICK) as server:
+        wait_made(server, dict(zip(last, _SEEDS, strict=True)))
+        assert server.all_ids() == [*first, *second, *last]
+
+
+@pytest.fixture
+def lapsed(tmp_path: Path, database: str) -> Iterator[tuple[Serving, JobQueue, str]]:
+    """A server whose clip is at its second step, another one that has put it back, and its id."""
+    with (
+        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
+        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
+    ):
+        own.store.lease_seconds = 0.1
+        (id,) = own.store_jobs(demo_job(tmp_path, 1))
+        own.wait_for_step(id, 2)
+        own.store.lease_seconds = 3000.0
+        wait(lambda: other.recover())
+        yield own, other, id
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_a_clip_that_another_server_has_taken_is_not_published(
-    tmp_path: Path, database: str, is_noticed: bool
+    lapsed: tuple[Serving, JobQueue, str], is_noticed: bool
 ) -> None:
     """Neither if the server knows that it has lost the claim, nor if it learns so at the end."""
-    with (
-        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
-        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
-    ):
-        job = _lapsed(own)
-        wait(lambda: other.recover())
-        taken(other)
-        if is_noticed:
-            own.engine.feeder.lose(own.store.renew(own.engine.feeder.steps_done)[0])
-        own.go_on()
-        own.wait(lambda: not own.engine.feeder.clips(), "the clip stays")
-        now = own.job(job.id)
-        assert (now.state, now.token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
-        remove_leftovers(other, remove_leftovers(other, set()))
-        assert list((tmp_path / "clips").glob("*.mp4*")) == []
-        assert other.complete(job.id, {"own": True}, 2)
+    own, other, id = lapsed
+    taken(other)
+    if is_noticed:
+        own.engine.feeder.lose(own.store.renew(own.engine.feeder.steps_done)[0])
+    own.go_on()
+    own.wait(lambda: not own.engine.feeder.clips(), "the clip stays")
+    now = own.job(id)
+    assert (now.state, now.token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
+    remove_leftovers_now(other)
+    assert list(own.folder.glob("clips/*.mp4*")) == []
+    assert other.complete(id, {"own": True}, 2)
 
 
-def test_a_server_does_not_make_a_clip_twice_at_once(tmp_path: Path, database: str) -> None:
-    """Its claim ends, and it takes the same job again before it knows."""
-    with (
-        serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
-        closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
-    ):
-        job = _lapsed(own)
-        own.store.lease_seconds = 3000.0
-        wait(lambda: other.recover())
-        own.engine.feeder.wake()
-        own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
-        own.go_on()
-        (done,) = own.wait_final([job.id])
-        assert done.state is JobState.COMPLETED
-        remove_leftovers(other, remove_leftovers(other, set()))
-        clips = {path.name for path in (tmp_path / "clips").glob("*.mp4*")}
-        assert clips == {f"{job.id}-{done.token}.mp4", f"{job.id}-{done.token}.mp4.json"}
-        assert done.token > 2
+def test_a_server_does_not_make_a_clip_twice_at_once(
+    lapsed: tuple[Serving, JobQueue, str],
+) -> None:
+    """It takes the same job again before it knows that its claim has ended."""
+    own, other, id = lapsed
+    own.engine.feeder.wake()
+    own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
+    own.go_on()
+    (done,) = own.wait_final([id])
+    assert done.state is JobState.COMPLETED
+    remove_leftovers_now(other)
+    clips = {path.name for path in own.folder.glob("clips/*.mp4*")}
+    assert clips == {f"{id}-{done.token}.mp4", f"{id}-{done.token}.mp4.json"}
+    assert done.token > 2
 
 
-def test_a_short_soak(tmp_path: Path) -> None:
-    asked = argparse.Namespace(jobs=12, clients=6, faults=4, servers=3, seed=1)
+@pytest.mark.parametrize("number", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_a_short_soak(tmp_path: Path, number: int) -> None:
+    asked = argparse.Namespace(jobs=12, clients=6, faults=4, servers=number, seed=1)
     summary = soak(tmp_path, asked)
     assert summary["wrong"] == {}, summary["faults"]

@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,8 @@ class Proving:
     store: JobQueue
     prover: Prover
     ids: list[str]
-    folder: Path
     idle: threading.Event
-    verdicts: list[str] = field(default_factory=list)
+    verdicts: list[str]
 
     def proofs(self) -> list[str]:
         return [job.proof for id in self.ids if (job := self.store.get(id))]
@@ -66,16 +66,14 @@ class Proving:
 def _proving(
     made: tuple[Path, list[str]], folder: Path, *, when_idle: bool = False
 ) -> Iterator[Proving]:
-    if made[0].exists():
-        shutil.copytree(made[0], folder, dirs_exist_ok=True)
+    shutil.copytree(made[0], folder, dirs_exist_ok=True)
     before = _temporary_files()
     store, idle = JobQueue(folder), threading.Event()
-    store.recover()
     verdicts: list[str] = []
     prover = Prover(store, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
     prover.background.start()
     try:
-        yield Proving(store, prover, made[1], folder, idle, verdicts)
+        yield Proving(store, prover, made[1], idle, verdicts)
     finally:
         prover.background.close()
         store.close()
@@ -123,6 +121,10 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
         assert proving.prover.request(proving.ids[2])
         proving.wait_for("different", "failed", "equal")
         assert proving.reasons()[2] is None
+        oldest.unlink()
+        assert proving.prover.request(proving.ids[0])
+        proving.wait_for("failed", "failed", "equal")
+        assert proving.reasons()[0] == "file missing: the clip's JSON"
     assert proving.verdicts == ["different", "equal"]
 
 
@@ -156,44 +158,6 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert proving.proofs() == ["none"] * 3
 
 
-def test_a_request_survives_a_restart(made: tuple[Path, list[str]], tmp_path: Path) -> None:
-    with _proving(made, tmp_path) as proving:
-        for id in proving.ids[:2]:
-            assert proving.prover.request(id)
-    (tmp_path / "clips" / f"{proving.ids[0]}.mp4.json").unlink()
-    with _proving((tmp_path / "none", proving.ids), tmp_path) as proving:
-        assert proving.store.to_prove() == proving.ids[:2]
-        proving.idle.set()
-        _child()
-        assert proving.proofs() == ["failed", "running", "none"]
-
-
-@pytest.mark.long
-def test_two_servers_do_not_verify_the_same_clip(tmp_path: Path, database: str) -> None:
-    """Each goes on with another one meanwhile, and does not verify again what is verified."""
-    with serving(tmp_path, demo_config(), url=database) as service:
-        ids = [job.id for job in service.made(*(demo_job(tmp_path, seed) for seed in range(2)))]
-    with (
-        closing(JobQueue(tmp_path, url=database)) as own,
-        closing(JobQueue(tmp_path, url=database)) as other,
-    ):
-        verdicts: list[str] = []
-        prover = Prover(own, lambda: True, on_verdict=verdicts.append)
-        for id in ids:
-            assert prover.request(id)
-        proofs = Proving(own, prover, ids, tmp_path, threading.Event())
-        with closing(prover.background), other.database.lock(ids[0]) as is_held:
-            assert is_held
-            prover.background.start()
-            proofs.wait_for("running", "equal")
-            assert not prover._verify(ids[0])
-            assert other.set_proof(ids[0], "equal")
-        with own.database.lock(ids[0]) as is_held:
-            assert is_held  # nobody holds it any more
-        assert not prover._verify(ids[0])
-        assert verdicts == ["equal"]
-
-
 SERVER = """
 import sys, threading
 from pathlib import Path
@@ -225,14 +189,8 @@ def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
 
 
 def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
-    return Gpu(
-        index=index,
-        uuid=f"GPU-{index}",
-        name=name,
-        capability="9.0",
-        total_bytes=2**40,
-        free_bytes=free_bytes,
-    )
+    about: dict[str, Any] = {"uuid": f"GPU-{index}", "capability": "9.0", "total_bytes": 2**40}
+    return Gpu(index=index, name=name, free_bytes=free_bytes, **about)
 
 
 def test_a_proof_takes_the_freest_gpu_of_the_clips_kind() -> None:

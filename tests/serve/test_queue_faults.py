@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve import background
@@ -18,7 +17,6 @@ from svdpp.serve.database import RESERVE, AwayError
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import wait_until
 from tests.serve.engines import dummy_config, serving
 from tests.serve.http_server import QUICK, error_of
 from tests.serve.server_here import ServerHere
@@ -36,7 +34,7 @@ def test_what_is_acknowledged_is_committed(store: JobQueue, tmp_path: Path) -> N
         *((id, "in_progress", lambda _: store.take_next()) for id in ids),
         (queued, "queued", lambda id: store.put_back(id, counts=True)),
         (completed, "completed", lambda id: store.complete(id, {})),
-        (failed, "failed", lambda id: store.fail(id, {"message": "no"})),
+        (failed, "failed", lambda id: store.fail(id, RequestError("no"))),
         (cancelled, "cancelled", store.cancelled),
         (removed, "completed", lambda id: store.complete(id, {})),
         (removed, None, store.remove),
@@ -48,15 +46,11 @@ def test_what_is_acknowledged_is_committed(store: JobQueue, tmp_path: Path) -> N
             found = other.execute("SELECT state FROM jobs WHERE id = ?", (id,)).fetchone()
             assert (found and found[0]) == state
         with pytest.raises(ZeroDivisionError), store.database.change() as database:
+            assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+            assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
             database.execute("DELETE FROM jobs")
             raise ZeroDivisionError
         assert other.execute("SELECT count(*) FROM jobs").fetchone() == (4,)
-
-
-def test_every_commit_waits_for_the_disk(store: JobQueue) -> None:
-    with store.database.change() as database:
-        assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 def test_a_second_server_is_refused_by_name(store: JobQueue, tmp_path: Path) -> None:
@@ -68,29 +62,28 @@ def test_a_second_server_is_refused_by_name(store: JobQueue, tmp_path: Path) -> 
     assert os.stat(tmp_path / "data").st_mode & 0o077 == 0, "it is for this user only"
 
 
+def _other_program(folder: Path) -> None:
+    folder.mkdir()
+    with contextlib.closing(sqlite3.connect(folder / "queue.sqlite3")) as database:
+        database.execute("CREATE TABLE theirs (value TEXT)")
+
+
 @pytest.mark.parametrize(
-    "spoil",
+    ("spoil", "words"),
     [
-        lambda folder: folder.write_text("a file"),
-        lambda folder: folder.mkdir() or (folder / "queue.sqlite3").write_bytes(b"none " * 1000),
-        lambda folder: (folder / "lock").mkdir(parents=True),
+        (lambda folder: folder.write_text("a file"), "data"),
+        (lambda folder: folder.mkdir() or (folder / "queue.sqlite3").write_text("no" * 99), "data"),
+        (lambda folder: (folder / "lock").mkdir(parents=True), "data"),
+        (_other_program, "another program"),
     ],
-    ids=["a file", "text as queue", "a folder as lock"],
+    ids=["a file", "text as queue", "a folder as lock", "other tables"],
 )
-def test_a_folder_that_cannot_be_used_is_named(
-    tmp_path: Path, spoil: Callable[[Path], object]
+def test_a_folder_that_cannot_be_used_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
 ) -> None:
     spoil(tmp_path / "data")
-    with pytest.raises(OutputError, match="data"):
+    with pytest.raises((OutputError, RequestError), match=words):
         JobQueue(tmp_path / "data")
-
-
-def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "queue.sqlite3") as database:
-        database.execute("CREATE TABLE theirs (value TEXT)")
-    database.close()
-    with pytest.raises(RequestError, match="another program"):
-        JobQueue(tmp_path)
 
 
 def test_a_queue_that_is_moved_away_or_replaced_is_noticed(tmp_path: Path) -> None:
@@ -124,8 +117,6 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path)
     assert "\n" not in refused.value.message
 
 
-# --- a full disk ---------------------------------------------------------------------------------
-
 #: An eighth of it is the low-water mark.
 SIZE = "size=64m"
 
@@ -140,21 +131,6 @@ def full(disk: Path) -> Iterator[None]:
         yield
     finally:
         (disk / "ballast").unlink()
-
-
-def test_the_reserve_is_given_up_and_taken_back(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", SIZE) as disk:
-        reserve = disk / "data" / RESERVE
-        with contextlib.closing(JobQueue(disk / "data")) as store:
-            ids = [add(store) for _ in range(100)]
-            assert reserve.stat().st_blocks * 512 == 4 * 2**20
-            assert not store.store.is_disk_low
-            with full(disk):
-                assert store.store.is_disk_low
-                assert all(store.cancel_waiting(id) for id in ids)
-                assert not reserve.exists()
-            add(store)
-            assert reserve.exists()
 
 
 @pytest.mark.processes
@@ -186,6 +162,7 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
                 for id in (done[0], running, waiting[0]):
                     assert server.client.delete(f"/v1/videos/{id}").status_code == 200
                     assert not list(folder.rglob(f"{id}*"))
+                assert not (folder / RESERVE).exists()
                 assert server.stop() == 0
                 again = ServerHere(folder, *QUICK)
                 error_of(again.request(), 503, "disk_full")
@@ -195,47 +172,23 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
         with again:
             again.wait_ready()
             assert again.request().status_code == 202
+            assert (folder / RESERVE).stat().st_blocks * 512 == 4 * 2**20
 
 
-# --- threads that go on, and say so once ---------------------------------------------------------
-
-NO_LINKS, FULL, AWAY = PermissionError("no links here"), OutputError("full"), AwayError("away")
-
-
-@pytest.mark.parametrize(
-    ("turns", "logged"),
-    [
-        ([NO_LINKS, NO_LINKS, FULL], ["it fails: no links here"]),
-        ([AWAY, AWAY, FULL], ["it fails: full"]),
-        ([FULL, None, FULL], ["it fails: full"] * 2),
-    ],
-)
-def test_a_failure_is_logged_once_until_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, turns: list[Exception | None], logged: list[str]
+def test_a_thread_logs_a_failure_once_until_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
+    """And not at all that the queue is away, which is logged where it is noticed."""
     monkeypatch.setattr(background, "_RETRY_SECONDS", 0.0)
-    left: Iterator[Exception | None] = iter([*turns, ClosedError("closed")])
-    lines: list[str] = []
+    failed, away = PermissionError("no links here"), AwayError("away")
+    turns = iter([away, failed, failed, away, None, failed, ClosedError("closed")])
 
     def turn() -> None:
-        if (error := next(left)) is not None:
+        if (error := next(turns)) is not None:
             raise error
 
-    sink = logger.add(lambda line: lines.append(line.partition("\n")[0]), format="{message}")
     thread = Background("test", turn, 0.0, failure="it fails")
     thread.start()
     thread._thread.join(HANG_SECONDS)
-    logger.remove(sink)
-    assert lines == logged
-    assert next(left, "none") == "none"
-
-
-def test_the_last_turn_is_another_one() -> None:
-    turns: list[str] = []
-    thread = Background(
-        "test", lambda: turns.append("a"), 1000.0, failure="", last=lambda: turns.append("b")
-    )
-    thread.start()
-    wait_until(lambda: turns, HANG_SECONDS, "no turn")
-    thread.close()
-    assert turns == ["a", "b"]
+    assert [line.partition("\n")[0] for line in told] == ["it fails: no links here"] * 2
+    assert next(turns, "none") == "none"
