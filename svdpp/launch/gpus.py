@@ -90,8 +90,8 @@ def _visible_order(
     """NVML's index of each GPU that CUDA shows, in CUDA's order.
 
     CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs, and ends at the first entry that
-    matches no GPU (CUDA programming guide). NVML numbers GPUs by bus. CUDA numbers the fastest
-    first unless CUDA_DEVICE_ORDER is PCI_BUS_ID; if all GPUs are equal, both orders are the same.
+    matches no GPU (CUDA programming guide). NVML numbers GPUs by bus; CUDA, the fastest first
+    unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     entries = [str(i) for i in range(len(uuids))] if listed is None else listed.split(",")

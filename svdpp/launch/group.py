@@ -60,8 +60,7 @@ class Channel:
 class QueuedChannel(Channel):
     """The parent's end; `send` queues the message for a thread and returns at once.
 
-    A rank reads its end only between actions. A pipe holds a few hundred kilobytes, so a direct
-    write could block the parent for as long as the rank is busy or stalled.
+    A direct write could block: a rank reads only between actions, and a pipe does not hold much.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -130,8 +129,7 @@ class Member(NamedTuple):
 class Group:
     """The parent's ranks, which it has started (`start_ranks`), or a launcher has (`joined`).
 
-    `folder` has the output of started ranks, and is removed with them. A launcher's ranks print to
-    the launcher's terminal or log folder.
+    `folder` has the output of started ranks, and is removed with them.
     """
 
     def __init__(self, members: Sequence[Member], folder: Path | None = None) -> None:
@@ -184,8 +182,7 @@ class Group:
     def exited(self) -> dict[int, int | None]:
         """Exit code of every rank that has ended; minus the signal's number if a signal ended it.
 
-        None if only the launcher knows the code. A launcher's ranks come in the order in which
-        their end was noticed.
+        A launcher's ranks, whose code is None, come in the order in which their end was noticed.
         """
         codes: dict[int, int | None] = dict.fromkeys(self._gone)
         for rank, member in enumerate(self.members):
@@ -264,16 +261,12 @@ def start_ranks(
 ) -> Group:
     """Starts ranks on this machine; each runs `entry` with `argument`, which is pickled.
 
-    CPU ranks are forked from a server, which imports `preload` once for all: eight start in about
-    the time of one. CUDA ranks are spawned, and each imports torch and diffusers itself.
-
-    With `ignores_signals` the ranks survive INT, TERM and HUP, which a terminal and systemd send to
-    all processes; they end with this process in any case.
+    CPU ranks are forked from a server, which imports `preload` once for all; CUDA ranks are
+    spawned. With `ignores_signals` they survive INT, TERM and HUP, which a terminal and systemd
+    send to all processes; they end with this process in any case.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A rank that imports the script, and has made nothing yet that would stay behind. The
-        # parent says what is wrong.
-        os._exit(1)
+        os._exit(1)  # a rank that imports the script; the parent says what is wrong
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         raise RequestError(f"ranks import your script, which stdin does not allow: {GUARD}")
     method = start_method(device)
@@ -319,8 +312,7 @@ class _Start(NamedTuple):
     backend: str
     folder: Path
     ends_with_thread: bool
-    """Whether the kernel may kill the rank when the thread that started it ends: the main thread of
-    the fork server or of the parent."""
+    """Whether the kernel may kill the rank when the thread that started it ends."""
     ignores_signals: bool
 
 
@@ -353,11 +345,7 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
 
 
 def _end_with_starter(parent: Any) -> None:
-    """Starts a thread that kills this process when its starter ends, also if a call blocks.
-
-    The thread also removes the temporary files of the starter, which cannot do so any more. The
-    fork server does the same, but it may have been killed, and a spawned rank has none.
-    """
+    """Starts a thread that ends this process with its starter, whose temporary files it removes."""
 
     def wait_for_end() -> None:
         wait([parent.sentinel])
@@ -369,16 +357,14 @@ def _end_with_starter(parent: Any) -> None:
 
 
 # --- the fork server ----------------------------------------------------------------------------
-# Python's own lives as long as its ranks, so it would wait for a stopped rank for ever, and it
-# notices nothing while it imports. This one gets a signal of the kernel when its starter ends. The
-# server imports this module first.
+# Python's own waits for a stopped rank for ever, and notices nothing while it imports. This one
+# imports this module first, and gets a signal of the kernel when its starter ends.
 
 #: Imported for all ranks, and for those with a model, whose family's classes it also imports.
 RANK_MODULE = "svdpp.worker.rank"
 _MODEL_MODULE = "svdpp.models.engine.load"
 
-#: Environment variable of the server: the starter's process id, the folder of the starter's
-#: temporary files, and the modules to import.
+#: Variable of the server: its starter's process id and temporary folder, and what to import.
 _TASK = "SVDPP_FORK_SERVER"
 _WAIT_SECONDS = 1.0
 
@@ -398,10 +384,7 @@ def modules_for(family: str | None) -> list[str]:
 
 
 def start_fork_server_early(*, family: str | None, device: str) -> None:
-    """Starts the server before the command itself imports torch, if its ranks will be forked.
-
-    Only for ranks that this process will start, and no launcher.
-    """
+    """Starts the server before the command itself imports torch, if its ranks will be forked."""
     if start_method(device) == "forkserver":
         start_fork_server(modules_for(family))
 
@@ -418,17 +401,13 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
     os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
-    # The garbage collector would find nothing: what an import creates stays. Its searches take a
-    # fifth of the time.
-    gc.disable()
+    gc.disable()  # what an import creates stays, and searches take a fifth of the time
     for module_and_family in modules:
         name, _, family = module_and_family.partition(":")
         module = importlib.import_module(name)
         if family:
             module.preload(family)
-    # The garbage collector writes to every object it visits, which would copy their pages into
-    # every rank.
-    gc.freeze()
+    gc.freeze()  # a search writes to every object, which would copy their pages into every rank
     gc.enable()
 
     def end() -> None:

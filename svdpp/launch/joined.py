@@ -1,11 +1,9 @@
 """The ranks that torchrun or srun started: one TCP connection each to rank 0, which joins them.
 
 Rank 0 listens on one address. Its endpoint is in the launcher's store, with a secret, and both ends
-prove that they know it. The kernel closes a connection whose host is down or unreachable:
-each end sends something every second, and the connection ends if nothing is acknowledged. Over it
-each rank measures the offset between its host's clocks and rank 0's, and both check what they
-share. At the end, or after a failure, rank 0 sends an END message to each rank: no rank outlives
-the run.
+prove that they know it. Each end sends something every second, and the kernel closes a connection
+on which nothing is acknowledged. At the end, or after a failure, rank 0 sends an END message to
+each rank: no rank outlives the run.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
-from svdpp.errors import OutputError, RankError, RequestError, error_from_dict
+from svdpp.errors import RankError, RequestError, error_from_dict
 from svdpp.launch import process_group, process_lifetime
 from svdpp.launch.group import (
     BEGIN,
@@ -43,6 +41,7 @@ from svdpp.launch.group import (
     RankContext,
 )
 from svdpp.launch.world import World
+from svdpp.media.output_files import disk_errors
 
 _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
@@ -51,10 +50,7 @@ _BACKLOG = 4096
 
 
 class RankHello(NamedTuple):
-    """The first message of a rank: who it is, and which of rank 0's probes its host lacks.
-
-    `error` says why the rank cannot start, as `error_to_dict` gives it.
-    """
+    """The first message of a rank: who it is, and which of rank 0's probes its host lacks."""
 
     rank: int
     local_rank: int
@@ -62,6 +58,7 @@ class RankHello(NamedTuple):
     shared_settings: dict[str, str]
     missing: list[str]
     error: dict[str, Any] | None
+    """Why the rank cannot start."""
 
 
 class Endpoint(NamedTuple):
@@ -140,7 +137,7 @@ class RankListener:
 def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, Endpoint]:
     """Connects this rank to rank 0, whose listener may open later.
 
-    The store may still hold the endpoint of an earlier attempt, to which no connection succeeds.
+    Until then the store may hold the endpoint of an earlier attempt.
     """
     deadline = time.monotonic() + terms.start_timeout
     while time.monotonic() < deadline:
@@ -226,8 +223,7 @@ _TIMES = struct.Struct("<dd")
 def compare_clocks(connection: Connection, deadline: float) -> Clock:
     """Measures the offset to the clocks of rank 0, which runs `answer_clock`.
 
-    Cristian's algorithm: the fastest of several round trips counts, and the other end is assumed to
-    have read its clocks halfway through it.
+    Cristian's algorithm: in the fastest round trip the other end read its clocks halfway through.
     """
     rounds: list[tuple[float, Clock]] = []
     for _ in range(_NUM_ROUNDS):
@@ -252,10 +248,7 @@ def answer_clock(connection: Connection, deadline: float) -> None:
 
 
 def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
-    """Joins the ranks of a launcher's world, and has them begin; `entry` is that of rank 0.
-
-    It runs in a thread of this process.
-    """
+    """Joins the ranks of a launcher's world; `entry` of rank 0 runs in a thread of this process."""
     process_lifetime.end_with_parent()
     address, store = process_group.open_store(terms.world, terms.start_timeout)
     joined: dict[int, Member] = {}
@@ -299,8 +292,7 @@ def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms)
         while missing := [r for r in range(1, terms.world.size) if r not in joined]:
             if time.monotonic() > deadline:
                 raise RankError(
-                    f"rank {missing[0]} never started within {terms.start_timeout:.0f} s"
-                    + (f", nor did {len(missing) - 1} others" if missing[1:] else ""),
+                    f"rank {missing[0]} never started within {terms.start_timeout:.0f} s",
                     "check that its host is up and can reach this one, or raise --start-timeout",
                 )
             if (accepted := listener.accept()) is not None:
@@ -360,10 +352,8 @@ def _probes(paths: Sequence[str]) -> Iterator[list[str]]:
             if os.path.isfile(path):
                 probes.append(path)
                 continue
-            try:
+            with disk_errors(f"{path!r} cannot be written"):
                 os.makedirs(path, exist_ok=True)
                 probe = made.enter_context(NamedTemporaryFile(prefix=".svdpp-probe-", dir=path))
-            except OSError as error:
-                raise OutputError(f"{path!r} cannot be written: {error.strerror}") from error
             probes.append(probe.name)
         yield probes

@@ -33,24 +33,18 @@ def choose_backend(
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
     if backend not in ("gloo", "nccl"):
         raise RequestError(f"PIPELINE_BACKEND must be gloo or nccl, got {backend!r}")
-    if backend == "nccl" and device == "cpu":
-        raise RequestError(
-            "PIPELINE_BACKEND=nccl cannot transfer latents between CPU ranks",
-            "unset PIPELINE_BACKEND, or use --device cuda",
-        )
-    if backend == "nccl" and not own_device and world_size > 1:
+    if backend == "nccl" and not own_device and (device == "cpu" or world_size > 1):
         raise RequestError(
             f"PIPELINE_BACKEND=nccl cannot join {world_size} ranks that share {device}",
-            "unset PIPELINE_BACKEND: ranks on a shared device use gloo",
+            "unset PIPELINE_BACKEND: such ranks use gloo",
         )
     return backend
 
 
 def device_of_rank(device: str, world: World) -> str:
-    """The device of a rank: `cuda` becomes `cuda:N`; any other device is returned unchanged.
+    """The device of a rank: `cuda` becomes `cuda:N`, where N is the local rank.
 
-    N is the local rank. It is 0 if this process sees only one GPU: Slurm with `--gpus-per-task=1`
-    shows each task its own GPU as cuda:0.
+    It is 0 if this process sees one GPU: Slurm with `--gpus-per-task=1` shows each task its own.
     """
     if device != "cuda":
         return device
@@ -61,8 +55,7 @@ def device_of_rank(device: str, world: World) -> str:
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
     """Joins ranks on this machine through a store file, in a folder that only this user can open.
 
-    So all sockets listen on loopback only. A TCP store would listen on every interface even if
-    GLOO_SOCKET_IFNAME is set. Each run needs a new file, because gloo fails on a used one.
+    A TCP store would listen on every interface. Each run needs a new file for gloo.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -71,21 +64,18 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 
 
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
-    """This host's address, and the store through which the ranks find each other.
+    """This host's address, and the store, the launcher's or rank 0's, where ranks find each other.
 
-    It is the launcher's, or one that rank 0 creates. It stays open for later groups of the process.
-    Only one thread at a time may use it.
+    It stays open for later groups of the process. Only one thread at a time may use it.
     """
     host, port = store_address()
     address = choose_interface(host, spans_hosts=world.spans_hosts)
     wait, key = timedelta(seconds=timeout), (world, host, port)
     try:
-        if key not in _stores:
-            is_own = world.owns_store and world.rank == 0
-            if is_own:
-                _stores[key] = _own_store(address, port, wait)
-            else:
-                _stores[key] = dist.TCPStore(host, port, timeout=wait)
+        if key not in _stores and world.owns_store and world.rank == 0:
+            _stores[key] = _own_store(address, port, wait)
+        elif key not in _stores:
+            _stores[key] = dist.TCPStore(host, port, timeout=wait)
         _stores[key].set_timeout(wait)
         return address, _stores[key]
     except (OSError, RuntimeError) as error:
@@ -120,11 +110,6 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
-    if dist.is_initialized():
-        raise RankError(
-            "this process is still in a process group, that of its work before",
-            "set PIPELINE_BACKEND=gloo, which does not use NCCL's communicators",
-        )
     try:
         # Headers are CPU tensors under both backends: one group, each tensor by its own device.
         dist.init_process_group(
@@ -142,9 +127,8 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
     """Leaves the process group. Call it when every rank has received what was sent to it.
 
-    Only a process that joins another group needs it. `ncclCommDestroy` may wait for the other end
-    of each pair, and ranks may close their pairs in different orders (vllm-project/vllm#39846). So
-    it has a deadline, after which that is only logged: the work is done by then.
+    `ncclCommDestroy` may wait for the other end of each pair, and ranks may close their pairs in
+    different orders (vllm-project/vllm#39846): after a deadline that is only logged.
     """
     if not dist.is_initialized():
         return
@@ -183,8 +167,7 @@ def choose_interface(
 ) -> str:
     """The address of this host to listen on, whose interface is set for gloo and NCCL.
 
-    It is an address of the interface in GLOO_SOCKET_IFNAME; without that, the one from which this
-    host reaches `peer`.
+    It is of the interface in GLOO_SOCKET_IFNAME, or else the one from which it reaches `peer`.
     """
     known = _addresses()
     others = ", ".join(dict.fromkeys(name for name, _ in known if name != "lo"))

@@ -65,19 +65,15 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         # Transformers and diffusers print messages while they are imported.
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
-        # Transformers imports torch._dynamo, which creates Inductor's cache folder at once. Nothing
-        # here compiles, so a folder that exists will do.
+        # An import creates Inductor's cache folder. Nothing here compiles: one that exists will do.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TMPDIR", "/tmp"),
-        # By default libgomp's threads spin for milliseconds at the end of every parallel region.
-        # Where ranks have more threads than there are free cores, that is most of the time.
+        # By default threads spin at the end of a parallel region: on few cores most of the time.
         "OMP_WAIT_POLICY": "passive",
-        # Reduces fragmentation: the tensors of a clip have many sizes. The name before torch 2.9 is
-        # PYTORCH_CUDA_ALLOC_CONF.
+        # Reduces fragmentation. The name before torch 2.9 is PYTORCH_CUDA_ALLOC_CONF.
         "PYTORCH_ALLOC_CONF": environment.get(
             "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
         ),
-        # The parent monitors the ranks and names the one that fails. NCCL's watchdog would first
-        # abort the neighbours of that rank, or a rank that holds the GIL for long.
+        # The parent names the rank that fails; NCCL's watchdog would first abort its neighbours.
         _NCCL_ERRORS: "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
@@ -90,8 +86,7 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
 def collect_rarely() -> None:
     """Saves a sixth of the time that the imports of torch and diffusers and their end take.
 
-    These imports create a million objects that stay. By default Python searches them for garbage
-    again and again, and several times more while it exits.
+    They create a million objects that stay, which Python would search again and again for garbage.
     """
     gc.set_threshold(10_000, 20, 100)
     atexit.register(gc.freeze)
@@ -112,8 +107,7 @@ def helper_environment() -> dict[str, str]:
 def signals_blocked() -> Iterator[None]:
     """Blocks INT, TERM and HUP in this thread, and in the processes that it starts in the block.
 
-    Ctrl-C reaches the whole process group, and a process that is still importing would print a
-    traceback. Started processes block the signals until they call `exit_on_signals`.
+    They stay blocked there until `exit_on_signals`: an import ended by Ctrl-C prints a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -123,10 +117,9 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Makes this process and those that it starts survive INT, TERM and HUP.
+    """Makes this process and those that it starts survive INT, TERM and HUP; for its main thread.
 
-    The signals are blocked, because a program such as ffmpeg handles again what is only ignored.
-    Call it in the main thread, before other threads start.
+    They are blocked, because a program such as ffmpeg handles again what is only ignored.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -137,10 +130,8 @@ def ignore_signals() -> None:
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
     """Makes the kernel send this process a signal when the thread that started it ends.
 
-    If the process goes on after that, the same holds for its next parent: another thread of the
-    starter or, once the starter has ended, another process.
-
-    By default `parent` is the current one, so a starter that has already ended is not noticed.
+    If the process goes on after that, the same holds for its next parent. By default `parent` is
+    the current one, so a starter that has already ended is not noticed.
     """
     if parent is None:
         parent = os.getppid()
@@ -154,8 +145,7 @@ def kill_with_children(pids: Collection[int]) -> None:
 
     Children are listed before the kill, because afterwards they have another parent, and killed
     after their parent, which would otherwise report their end as a failed clip. A child that starts
-    in between ends by itself, because its input is closed. Processes are not stopped first: if this
-    process were killed then, they would stay stopped.
+    in between ends by itself, because its input is closed.
     """
     for pid in [*pids, *_children(pids)]:
         with contextlib.suppress(ProcessLookupError):
@@ -165,9 +155,8 @@ def kill_with_children(pids: Collection[int]) -> None:
 def kill_descendants() -> None:
     """Kills this process's children and theirs. Call it directly before this process ends.
 
-    This thread then keeps the GIL until it blocks, instead of for 5 ms: otherwise another thread
-    may run before this process ends, and report a killed ffmpeg as a lost clip. `os.kill` does not
-    release the GIL.
+    This thread then keeps the GIL, which `os.kill` does not release, instead of for 5 ms: another
+    thread could report a killed ffmpeg as a lost clip.
     """
     sys.setswitchinterval(1000)
     kill_with_children(_children([os.getpid()]))
@@ -175,11 +164,10 @@ def kill_descendants() -> None:
 
 @functools.cache
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
-    """Makes INT, TERM and HUP end this process at once, also during a call into a library.
+    """Makes INT, TERM and HUP end this process at once. Call it once, in the main thread.
 
-    A thread calls `end` with the signal's number: Python's own handlers run only after the library
-    call returns, and a call that waits for another host may never return. Call it once, in the main
-    thread.
+    A thread calls `end` with the signal's number: Python's own handlers run only after a call into
+    a library returns, and one that waits for another host may never return.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -211,10 +199,7 @@ def exit_with_signal_code(number: int) -> NoReturn:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Kills this process's children and exits at once, without waiting for threads.
-
-    A normal exit would wait for threads that wait for another rank.
-    """
+    """Kills this process's children and exits, without waiting for threads that wait for ranks."""
     remove_temp_files()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -261,8 +246,7 @@ def temp_folder(prefix: str) -> Iterator[Path]:
 def remove_temp_files() -> None:
     """Removes multiprocessing's folder, with its sockets and what `make_folder` has created there.
 
-    Python does so at a normal exit, and the fork server if its starter is killed; this is for a
-    process that exits by `os._exit`, or whose starter has been killed.
+    Python does so at a normal exit; this is for `os._exit`, and if the starter has been killed.
     """
     if "multiprocessing.util" in sys.modules:
         with contextlib.suppress(OSError):  # get_temp_dir creates the folder if there is none

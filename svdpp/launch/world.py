@@ -15,8 +15,7 @@ from svdpp.errors import RequestError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-# torch's default port. The job id is added modulo _NUM_PORTS, so that two jobs on one host use
-# different ports.
+# torch's default port, to which the job id is added: two jobs on one host use different ports.
 _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 
 
@@ -91,10 +90,9 @@ def was_launched() -> bool:
 
 
 def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port of the store through which the ranks find each other.
+    """Host and port of the store: MASTER_ADDR and MASTER_PORT, which torchrun sets.
 
-    They are MASTER_ADDR and MASTER_PORT, which torchrun sets. Under Slurm the defaults are the
-    job's first host and a port that depends on the job id.
+    Under Slurm the defaults are the job's first host and a port that depends on the job id.
     """
     host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
     if not host:

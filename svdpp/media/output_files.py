@@ -150,7 +150,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """The error's `strerror`, else its text, else its type."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 

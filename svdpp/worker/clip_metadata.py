@@ -55,8 +55,7 @@ def clip_metadata(
 ) -> dict[str, Any]:
     """The request as a clip's JSON records it; the clip writer adds hashes and times.
 
-    Paths are relative to the JSON's folder or to the user's home, so that the JSON does not reveal
-    the user's name.
+    Paths are relative to the JSON's folder or the user's home, to hide the user's name.
     """
     folder, photo, sampling = Path(output.path).parent, made_from.photo, config.sampling
     metadata = {

@@ -28,13 +28,9 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
-        streams.use_device(device)
+        with out_of_memory_named(None):
+            streams.use_device(device)
     except (AssertionError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise OutOfMemoryError(
-                f"{name} has too little free memory for a CUDA context (about 0.5 GB)",
-                "nvidia-smi shows which processes hold its memory",
-            ) from error
         raise RequestError(
             f"{name} cannot be used: {first_line(error)}", "svdpp doctor shows which devices work"
         ) from error
@@ -143,9 +139,7 @@ _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
 
 
 @contextmanager
-def out_of_memory_named(
-    doing: Action | Literal["reference"] | None, decode_chunk_size: int | None = None
-) -> Iterator[None]:
+def out_of_memory_named(doing: Action | Literal["reference"] | None) -> Iterator[None]:
     """Raises `OutOfMemoryError` for any error that reports a lack of memory.
 
     `doing` is the current work, None while the model loads.
@@ -159,27 +153,20 @@ def out_of_memory_named(
             raise
         kind = doing.kind if isinstance(doing, Action) else doing
         part, knob = _MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
-        if kind is Kind.DECODE and decode_chunk_size is not None:
-            part += f", {decode_chunk_size} at a time"
         raise OutOfMemoryError(f"out of memory while {part}: {first_line(error)}", knob) from error
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
     """Sets what the bits depend on in this process. Call it before any work on the device.
 
-    By default torch keeps its own settings, so that a clip equals the one of a plain diffusers
-    script on that device with `torch.set_num_threads(num_threads)`: their number determines the
-    order in which sums are rounded.
-
-    Args:
-        deterministic: torch's strict mode. Operations without a deterministic kernel raise an error
-            (https://docs.pytorch.org/docs/stable/notes/randomness.html), and TF32 is off.
+    By default torch keeps its own settings but the number of threads, which determines the order in
+    which sums are rounded. With `deterministic`, torch's strict mode, operations without a
+    deterministic kernel raise an error, and TF32 is off.
     """
     torch.set_num_threads(num_threads)
     if not deterministic:
         return
-    # As `use_deterministic_algorithms(True)`, which also imports Inductor: seconds in each rank,
-    # and a folder among the temporary files.
+    # `use_deterministic_algorithms(True)` would import Inductor: seconds, and a folder.
     torch.set_deterministic_debug_mode("error")
     # Strict mode would fill fresh memory with NaN, at the price of a write; nothing reads it unset.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -213,8 +200,7 @@ def _gpu_conditions(device: str) -> dict[str, Any]:
 class ClipProfiler:
     """Profiles this rank's compute actions of one clip, and writes the trace.
 
-    It takes the second clip that the rank denoises, because the first meets cold caches; the first
-    if there is only one. The profiler slows this clip down.
+    Of the second clip that the rank denoises, if there is one: the first meets cold caches.
     """
 
     def __init__(self, path: Path, device: str) -> None:

@@ -58,11 +58,7 @@ from svdpp.worker.stage import PipelineStage, RankTools
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
 
 _POLL_SECONDS = 1.0
-# The only rank that is on the parent's machine even under torchrun.
-_PROFILED_RANK = 0
-
-# A launcher shows the output of the rank that fails first. That should be rank 0, which prints the
-# error, so other ranks wait this long before they exit.
+# A launcher shows the output of the rank that fails first: rank 0, which prints the error.
 _EXIT_DELAY_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
 _SIGNAL_REPORT_SECONDS = 1.0
@@ -149,18 +145,16 @@ def _prepared_stage(
     ahead = context.clock.monotonic_ahead
     reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
     reporter.at(None)
-    tensor_store = None
+    tensor_store = checkpoint_writer = profiler = None
     if setup.tensor_folder is not None:
         # A rank that may be on another host sends its tensors.
         send = reporter.tensor if is_member(context.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
-    checkpoint_writer = None
     # The second rank of a pair has the latents of the first.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
         folder = LatentCheckpoints(Path(setup.latents_folder), conditions)
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
-    profiler = None
-    if setup.profile_path is not None and rank == _PROFILED_RANK:
+    if setup.profile_path is not None and rank == 0:  # the only one on the parent's machine
         profiler = ClipProfiler(Path(setup.profile_path), name)
     tools = RankTools(
         rank=rank,
@@ -220,9 +214,8 @@ def load_model(
 class ActionQueue(deque[Action]):
     """One rank's actions, in the order in which it performs them.
 
-    A list that begins with a RECV is added as `build_schedule` would have built one list of both:
-    that RECV moves before the work of the last clip, if this work has not begun. So clips that are
-    submitted one at a time overlap like those of one list.
+    A RECV at the start of a list moves before the work of the last clip, if that has not begun: so
+    clips that are submitted one at a time overlap like those of one list.
     """
 
     def holds(self, clip: int) -> bool:
@@ -315,11 +308,10 @@ def serve_joined(
     say: Callable[[str, bool], None],
     ignores_signals: bool = False,
 ) -> None:
-    """Runs `entry` as a rank other than 0 of a launcher's world.
+    """Runs `entry` as a rank other than 0 of a launcher's world; exits unless all work succeeded.
 
-    Returns only if all work succeeded; otherwise the process exits. `observers` get this rank's
-    events. For `say` see `Pipeline.serve`. With `ignores_signals` the rank survives signals that
-    its launcher also sends to rank 0, which ends the run in its own time.
+    `observers` get this rank's events. For `say` see `Pipeline.serve`. With `ignores_signals` it
+    survives them: rank 0, which gets the same ones, ends the run in its own time.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -411,8 +403,7 @@ class _ParentLink(Channel):
             try:
                 super().send(message)
             except OSError as error:
-                # The kernel says once that nothing reaches the other host; after that, a read only
-                # finds the end of the data.
+                # The kernel tells one call of a timeout; after it, reads find the end of the data.
                 self._has_timed_out |= not isinstance(error, ConnectionError)
                 raise
 

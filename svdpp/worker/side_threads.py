@@ -255,8 +255,7 @@ class ClipWriter(BoundedExecutor):
         }
         output = job.request.output
         if output is not None and frames is not None:
-            # The JSON marks the clip as complete, so it is written last. Only the JSON can hold
-            # the hash of the video file.
+            # The JSON marks the clip as complete, and alone can hold the hash of the video file.
             assert job.request.sampling is not None
             fps = job.request.sampling.fps
             sound = None if audio is None else (audio.samples.numpy(), audio.rate)
@@ -267,11 +266,7 @@ class ClipWriter(BoundedExecutor):
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Writes latent checkpoints.
-
-    One that cannot be written, because the disk is full, ends nothing: its clip goes on. The first
-    one is reported, and again the first one after one that could be written.
-    """
+    """Writes latent checkpoints; reports the first that cannot be written, whose clip goes on."""
 
     def __init__(self, folder: LatentCheckpoints, device: torch.device, reporter: Reporter) -> None:
         super().__init__("checkpoints", device, reporter)

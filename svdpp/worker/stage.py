@@ -138,8 +138,7 @@ class PipelineStage:
         self._reporter.at(action)
         profiler = self._tools.profiler
         profiled = nullcontext() if profiler is None else profiler.over(action)
-        chunk = self._sampling_of(action).decode_chunk_size
-        with out_of_memory_named(action, chunk), profiled:
+        with out_of_memory_named(action), profiled:
             self._performers[action.kind](action)
 
     def rest(self) -> None:
@@ -346,7 +345,6 @@ class Denoising:
         self._is_paired = action.peer >= 0
         self.branch = int(self._is_paired and tools.rank > action.peer)
         self._next: int | None = action.start
-        self._pending: PendingPacket | None = None
 
     def run(self, model: VideoModel) -> None:
         """Does the steps, each of them checked; the packet then has the result."""
@@ -370,7 +368,7 @@ class Denoising:
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
         """The other rank's prediction of `step`, for this rank's, which `evaluate` computes."""
         tools, clip = self._tools, self._action.clip
-        pending = self._expected(step)  # before this rank's own evaluation
+        pending = self._expected(step)  # the receive is posted before this rank's own evaluation
         tensors = evaluate()
         self._packet.memory_pressure |= tools.memory_pressure.rose()
         self._send(step, tensors)
@@ -394,17 +392,13 @@ class Denoising:
         self._arrived(self._next, pending)
 
     def _expected(self, step: int) -> PendingPacket:
-        """The message of `step`; begins to receive it, unless an evaluation that failed has."""
-        if self._pending is None:
-            clip, peer = self._action.clip, self._action.peer
-            self._pending = self._tools.transport.post_receive(clip, step, peer, "predictions")
-        return self._pending
+        clip, peer = self._action.clip, self._action.peer
+        return self._tools.transport.post_receive(clip, step, peer, "predictions")
 
     def _arrived(self, step: int, pending: PendingPacket) -> Packet:
         self._tools.reporter.at(self._action, step, waiting=True)  # part of the step's time
         packet = pending.wait()
         self._tools.reporter.at(self._action, step)
-        self._pending = None
         return packet
 
     def _send(self, step: int, tensors: Tensors | None) -> None:

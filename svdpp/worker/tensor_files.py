@@ -28,8 +28,8 @@ _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 class LatentCheckpoints:
     """A folder of packets, each named by the number of steps done, and by a key.
 
-    The key is a hash of everything in the request that bits depend on. `conditions` are what they
-    depend on besides: `load` refuses a packet written under other ones.
+    The key is a hash of what bits depend on in the request; `conditions` are what they depend on
+    besides: `load` refuses a packet written under other ones.
     """
 
     def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
@@ -62,8 +62,9 @@ class LatentCheckpoints:
                 if step < packet.next_step:
                     path_of(self._folder, key, step).unlink(missing_ok=True)
         except (OutputError, SafetensorError, OSError) as error:
+            reason = output_files.reason(error.__cause__ or error)
             raise OutputError(
-                f"no latent checkpoints in {str(self._folder)!r}: {_reason(error)}",
+                f"no latent checkpoints in {str(self._folder)!r}: {reason}",
                 "clips go on without them, but cannot be resumed",
             ) from error
 
@@ -78,18 +79,13 @@ class LatentCheckpoints:
             raise InputError(
                 f"the latent checkpoint {path.name!r} cannot be read: {reason}", hint
             ) from error
-        pairs = {
-            "conditions": (metadata["conditions"], self._conditions),
-            "sha256": (_sha256(tensors), metadata["sha256"]),
-        }
-        for name, (found, needed) in pairs.items():
-            if found != needed:
-                unfit = f"does not fit: its {name} are {found}, not {needed}"
+        expected = {"conditions": self._conditions, "sha256": _sha256(tensors)}
+        for name, value in expected.items():
+            if metadata[name] != value:
+                unfit = f"does not fit: its {name} are {metadata[name]}, not {value}"
                 raise InputError(f"the latent checkpoint {path.name!r} {unfit}", hint)
         stays = metadata["in_host_memory"]
-        placed = {
-            name: tensor if name in stays else tensor.to(device) for name, tensor in tensors.items()
-        }
+        placed = {name: t if name in stays else t.to(device) for name, t in tensors.items()}
         packet = Packet(clip, step, float(metadata["begun_at"]), placed)
         packet.memory_pressure = bool(metadata["memory_pressure"])
         packet.compute_seconds = float(metadata["compute_seconds"])
@@ -125,11 +121,6 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if metadata["schema_version"] != _SCHEMA_VERSION:
             raise ValueError(f"schema version {metadata['schema_version']}")
         return {name: file.get_tensor(name).clone() for name in file.keys()}, metadata  # noqa: SIM118
-
-
-def _reason(error: Exception) -> str:
-    cause = error.__cause__ if isinstance(error, OutputError) else error
-    return output_files.reason(cause if isinstance(cause, Exception) else error)
 
 
 def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -1,17 +1,184 @@
-"""Fixtures for all rows of the fault table: a folder, and the check that nothing is left."""
+"""Commands under test: started, observed by their ranks' events, ended by a fault.
+
+After each test nothing of them may be left.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.commands import Command
-from tests.faults.processes import adopting_orphans
+from svdpp.media.video import read_frames
+from tests.cli.shell import DEMO, PHOTO, PYTHONPATH
+from tests.faults.processes import (
+    MARK,
+    adopting_orphans,
+    allowing_for_others,
+    collected,
+    command_line,
+    is_there,
+    marked,
+    process_ids,
+    ranks_below,
+    wait_until,
+)
+
+WORLD_SIZE = 3
+NUM_FRAMES = 2
+
+#: Clips of the dummy model, whose latents take no time.
+SIMULATE = (
+    *("simulate", "--world", str(WORLD_SIZE), "--steps", "6", "--threads", "1"),
+    *("--latent-shape", "1", "4", "2", "8", "8", "--clips", "4", "--quiet"),
+)
+#: A plan's `stop`: while rank 1 hangs at clip 2, the others wait for it.
+STANDING = {"kind": "hang", "rank": 1, "clip": 2, "place": "step2"}
+#: Four small clips of the demo model; append the output folder.
+RUN = (
+    *("run", PHOTO, *DEMO, "--world", str(WORLD_SIZE), "--steps", "3", "--threads", "1"),
+    *("--frames", str(NUM_FRAMES), "--height", "64", "--width", "64", "--seeds", "0-3"),
+    *("--skip-existing", "--quiet", "--out"),
+)
+_START_SECONDS = 300.0  # for a loaded machine; not a bound of the fault table
+
+
+class Command:
+    """One command in its own session, with its own temporary folder.
+
+    Args:
+        arguments: of `svdpp`; or of `python`, with `{plan}` for the plan's file and `{home}`.
+        out: where it writes clips, if it does.
+        plan: of `tests.faults.injected`, without `events`; None runs `svdpp` unchanged.
+    """
+
+    def __init__(
+        self, home: Path, *arguments: str, out: Path | None = None, plan: Any = None
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self.home = Path(tempfile.mkdtemp(prefix="t", dir=home))
+        self.out = out
+        self._events = home / f"{self.mark}.events"
+        self._stderr = home / f"{self.mark}.err"
+        self._seen: set[int] = set()
+        self._older = frozenset(process_ids())  # which `pids`, called often, need not read
+        program = ["-m", "svdpp"]
+        if plan is not None:
+            plan_file = home / f"{self.mark}.json"
+            plan_file.write_text(json.dumps({"events": str(self._events), **plan}))
+            program = ["-m", "tests.faults.injected", str(plan_file)]
+            arguments = tuple(word.format(plan=plan_file, home=home) for word in arguments)
+        environment = {
+            **os.environ,
+            **{"PYTHONPATH": PYTHONPATH, "TMPDIR": str(self.home), MARK: self.mark},
+            **{"COLUMNS": "80", "TERM": "dumb", "HF_HUB_OFFLINE": "1"},
+        }
+        # An import of diffusers has set it, but a folder that the command creates must be noticed.
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        with self._stderr.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *(() if "-m" in arguments else program), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def errors(self) -> str:
+        return self._stderr.read_text()
+
+    def event(self, **wanted: Any) -> None:
+        """Waits for an event of a rank with these fields."""
+
+        def is_heard() -> bool:
+            has_ended = self.process.poll() is not None
+            with contextlib.suppress(FileNotFoundError):
+                written, _, _ = self._events.read_text().rpartition("\n")
+                # The rest is a line that is being written.
+                events = map(json.loads, written.splitlines())
+                if any(wanted.items() <= event.items() for event in events):
+                    return True
+            assert not has_ended, f"ended before {wanted}: {self.errors}"
+            return False
+
+        wait_until(is_heard, _START_SECONDS, f"{wanted} in {self.mark}")
+
+    def ranks(self) -> dict[int, int]:
+        wait_until(lambda: len(ranks_below(self.home)) == WORLD_SIZE, _START_SECONDS, "ranks")
+        return ranks_below(self.home)
+
+    def pids(self) -> list[int]:
+        found = marked(self.mark, self._older)
+        self._seen.update(found)
+        return found
+
+    def process_with(self, words: str) -> int:
+        """Waits for a process of the run whose command line contains `words`."""
+
+        def there() -> list[int]:
+            assert self.process.poll() is None, f"ended before {words!r}: {self.errors}"
+            return [pid for pid in self.pids() if words in command_line(pid)]
+
+        return wait_until(there, _START_SECONDS, words)[0]
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> float:
+        """Sends a signal to the command or its process group; returns the time."""
+        self.pids()
+        now = time.monotonic()
+        if group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        return now
+
+    def end(self, fault: float, bound: float) -> int:
+        """Waits until `bound` seconds after the fault for the command's end; returns its code."""
+        bound = allowing_for_others(bound)
+        try:
+            self.process.wait(max(0.0, fault + bound - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {bound} s: {self.errors}") from None
+        print(f"{time.monotonic() - fault:.2f} s of {bound} s")
+        return self.process.returncode
+
+    def assert_gone(self, seconds: float = 1.0) -> None:
+        """Checks that no process, zombie or temporary file is left, and that clips are complete."""
+        self._seen.update(self.pids())
+        seconds = allowing_for_others(seconds)
+        orphans = self._seen - {self.process.pid}
+        who = lambda: str({pid: command_line(pid) for pid in filter(is_there, orphans)})  # noqa: E731
+        wait_until(lambda: collected(orphans), seconds, who)
+        assert not marked(self.mark)
+        left = os.listdir(self.home)
+        assert not left, left
+        if self.out is not None and self.out.exists():
+            left = [name for name in os.listdir(self.out) if name.startswith(".")]
+            assert not left, left
+            for clip in self.out.glob("*.mp4"):
+                assert len(read_frames(clip, "mp4")) == NUM_FRAMES
+                assert clip.with_suffix(".mp4.json").exists()
+
+    def discard(self) -> None:
+        """Ends the processes that a failed test has left."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
 
 StartCommand = Callable[..., Command]
 

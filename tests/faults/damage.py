@@ -41,9 +41,9 @@ class Damage:
     sends; `skip` omits the rank's first step of the clip; `nan` fills the latent that enters the
     rank with NaN; `header` changes `field` of the header that the rank sends.
 
-    Places, of which the first three come before all clips: `start` (before the rank's first
-    report), `load` (of the model), `join` (before it connects to the other ranks), `step<k>` of the
-    clip, `step` (its first one on this rank), or another action by its name.
+    Places, of which the first two come before all clips: `start` (before the rank's first report),
+    `load` (of the model), `step<k>` of the clip, `step` (its first one on this rank), or another
+    action by its name.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Damage:
 
     def is_at(self, rank: int, clip: int, place: str) -> bool:
         """Whether this is the rank, clip and place at which it acts."""
-        own_clip = clip if place in ("start", "load", "join") else self.clip
+        own_clip = clip if place in ("start", "load") else self.clip
         is_place = place == self.place or (self.place == "step" and place.startswith("step"))
         return is_place and (rank, clip) == (self.rank, own_clip)
 
@@ -84,8 +84,6 @@ class Damage:
         phase, perform, before = Reporter.phase, PipelineStage.perform, Denoising._before_step
 
         def phase_watched(reporter: Reporter, name: str, peer: int = -1) -> None:
-            if name == "joining the other ranks":
-                self.reach(rank, -1, "join")
             phase(reporter, name, peer)
             if name == "loading the model":
                 self.reach(rank, -1, "load")
@@ -108,7 +106,7 @@ class Damage:
         run, exchange = Denoising.run, Denoising.exchange
 
         def damaged_run(denoising: Denoising, model: VideoModel) -> None:
-            denoise = partial(self._denoise, model, rank, denoising._action)
+            denoise = partial(self._denoise, model, (rank, denoising._action.clip))
             run(denoising, SimpleNamespace(denoise=denoise))  # type: ignore[arg-type]
 
         def damaged_exchange(
@@ -125,25 +123,18 @@ class Damage:
         Denoising.exchange = damaged_exchange  # type: ignore[method-assign]
 
     def _denoise(
-        self,
-        model: VideoModel,
-        rank: int,
-        action: Action,
-        tensors: Tensors,
-        start: int,
-        end: int,
-        *rest: Any,
+        self, model: VideoModel, place: Any, tensors: Tensors, start: int, end: int, *rest: Any
     ) -> Tensors:
-        if self.strikes("nan", rank, action.clip):
+        if self.strikes("nan", *place):
             tensors = {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
-        if self.strikes("skip", rank, action.clip):
+        if self.strikes("skip", *place):
             # An encoded packet must be stepped from its first step on.
             start, end = (start + 1, end) if start else (start, end - 1)
         tensors = model.denoise(tensors, start, end, *rest)
         name = LATENTS
-        if self.strikes("state", rank, action.clip):
+        if self.strikes("state", *place):
             name = next(iter(solver_history(tensors)))
-        elif not self.strikes("ulp", rank, action.clip):
+        elif not self.strikes("ulp", *place):
             return tensors
         return {**tensors, name: one_ulp_off(tensors[name])}
 

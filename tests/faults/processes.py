@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -80,16 +81,6 @@ def collected(pids: Iterable[int]) -> bool:
     return not any(map(is_there, pids))
 
 
-def described(pids: Iterable[int]) -> str:
-    """State and arguments of the existing ones of `pids`, one per line."""
-    lines = []
-    for pid in filter(is_there, pids):
-        with contextlib.suppress(OSError):
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            lines.append(f"{stat.rpartition(')')[2].split()[0:2]} {stat[:40]} {command_line(pid)}")
-    return "\n".join(lines)
-
-
 def command_line(pid: int) -> str:
     """The process's arguments; empty once it has ended."""
     with contextlib.suppress(OSError):
@@ -110,19 +101,15 @@ def allowing_for_others(seconds: float) -> float:
     return seconds * max(1.0, load) * (3 if "JITTER_SEED" in os.environ else 1)
 
 
+Happened = TypeVar("Happened")
+
+
 def wait_until(
-    happens: Callable[[], object], seconds: float, what: str | Callable[[], str]
-) -> float:
-    """Waits until `happens()` and returns the seconds; fails the test after too long."""
+    happens: Callable[[], Happened], seconds: float, what: str | Callable[[], str]
+) -> Happened:
+    """Waits until `happens()` and returns what it gives; fails the test after too long."""
     begun = time.monotonic()
-    while not happens():
-        waited = time.monotonic() - begun
-        assert waited < seconds, f"{what() if callable(what) else what}: not within {seconds} s"
+    while not (happened := happens()):
+        assert time.monotonic() - begun < seconds, f"{what() if callable(what) else what}: too late"
         time.sleep(0.005)
-    return time.monotonic() - begun
-
-
-def listening(pids: list[int]) -> set[str]:
-    """Addresses on which any of `pids` listens."""
-    sockets = psutil.net_connections("tcp")
-    return {s.laddr.ip for s in sockets if s.pid in pids and s.status == psutil.CONN_LISTEN}
+    return happened

@@ -14,7 +14,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import util
 from pathlib import Path
@@ -25,17 +25,12 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.plan.costs import Costs
-from svdpp.worker.messages import ClipDone, Event, Failed, Heartbeat
+from svdpp.worker.messages import ClipDone, Event, Heartbeat
+from svdpp.worker.tensor_files import saved_steps
 from tests.cli.shell import PHOTO
-from tests.faults.commands import NUM_FRAMES, RUN, WORLD_SIZE
-from tests.faults.conftest import StartCommand
+from tests.faults.conftest import NUM_FRAMES, RUN, WORLD_SIZE, StartCommand
 from tests.faults.damage import Damage
-from tests.faults.processes import (
-    allowing_for_others,
-    is_there,
-    ranks_below,
-    wait_until,
-)
+from tests.faults.processes import allowing_for_others, is_there, ranks_below, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
 
@@ -52,7 +47,6 @@ DEMO = replace(
     ),
 )
 FIRST, MIDDLE, LAST = range(WORLD_SIZE)
-Happens = Callable[[int, Event], bool]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,125 +82,21 @@ def _temporary_names() -> set[str]:
     return {*os.listdir(os.environ["TMPDIR"]), *os.listdir(_folder_of_runs())}
 
 
-class Faulty:
-    """A pipeline in which the first event that is one of `when` makes `act` do its harm.
-
-    `act` gets the ranks' process ids; `stop` is a fault to inject before.
-    """
-
-    def __init__(
-        self,
-        config: PipelineConfig,
-        stop: Damage | None,
-        when: Happens,
-        act: Callable[[dict[int, int]], None],
-    ) -> None:
-        self.finished: list[int] = []
-        self._when, self._act, self._world_size = when, act, config.world_size
-        self._fault: float | None = None
-        self._pids: dict[int, int] = {}
-        self._pipeline = Pipeline(config, fault=stop)
-        self._pipeline.observe(self._see)
-
-    def run(self, requests: list[ClipRequest]) -> tuple[RankError, float]:
-        """The error that ends the run, and the seconds from the fault to the end."""
-        with pytest.raises(RankError) as caught, self._pipeline:
-            self._pipeline.run(requests)
-        assert self._fault is not None, f"it ended before its fault: {caught.value}"
-        seconds = time.monotonic() - self._fault
-        assert not any(map(is_there, self._pids.values()))
-        assert caught.value.exit_code == 6
-        print(f"{seconds:.2f} s: {caught.value}")
-        return caught.value, seconds
-
-    def _see(self, rank: int, event: Event) -> None:
-        if isinstance(event, ClipDone):
-            self.finished.append(event.clip)
-        happens = self._when(rank, event)
-        if self._fault is None and happens:
-            wait_until(lambda: len(_ranks()) == self._world_size, 60, "ranks")
-            self._pids = _ranks()
-            self._fault = time.monotonic()
-            self._act(self._pids)
-
-
 def _clips(image: str | None = None) -> list[ClipRequest]:
     return [ClipRequest(seed=seed, image=image) for seed in range(3)]
 
 
-def _kill(rank: int, number: signal.Signals) -> Callable[[dict[int, int]], None]:
-    return lambda pids: os.kill(pids[rank], number)
-
-
-def _stands(stop: Damage) -> Happens:
-    """Whether the parent knows that the rank has reached the place of the stop."""
-
-    def happens(rank: int, event: Event) -> bool:
-        if not isinstance(event, Heartbeat) or stop.place == "start":
-            return isinstance(event, Heartbeat)  # that of another rank: this one sends nothing
-        if rank != stop.rank:
-            return False
-        action = str(event.action)
-        if stop.place.startswith("step"):
-            at_clip = action.startswith(f"DENOISE c{stop.clip} ")
-            return at_clip and event.step == int(stop.place.removeprefix("step"))
-        return stop.place == "load" or action.startswith(f"{stop.place.upper()} c{stop.clip}")
-
-    return happens
-
-
-@pytest.mark.parametrize("victim", [FIRST, pytest.param(MIDDLE, marks=pytest.mark.full)])
-def test_a_rank_killed_while_the_ranks_connect(victim: int, temporary_files: Path) -> None:
-    """The killed rank is named even if a neighbour's failed connection is reported first."""
-    for attempt in range(12):
-        gate = temporary_files / "gate"
-        gate.unlink(missing_ok=True)
-        error, failed = _killed_while_connecting(victim, gate)
-        assert re.match(rf"rank {victim} \(cpu of .*\) was killed by SIGKILL", error.message)
-        if failed:
-            return
-        print(f"attempt {attempt}: by gloo's order of ports both neighbours waited for the victim")
-    pytest.fail("no neighbour ever failed to connect")
-
-
-def _killed_while_connecting(victim: int, gate: Path) -> tuple[RankError, list[int]]:
-    """Kills a rank whose address the others know; the run's error, and the ranks that failed."""
-    late = Damage("hang", LAST, 0, place="join", until=str(gate))
-    failed: list[int] = []
-
-    def others_have_published(rank: int, event: Event) -> bool:
-        if isinstance(event, Failed):
-            failed.append(rank)
-        stores = [store.read_bytes() for store in _folder_of_runs().glob("svdpp-*/store")]
-        is_published = bool(stores) and stores[0].count(b"/cpu/") == WORLD_SIZE - 1
-        return is_published and rank == LAST and isinstance(event, Heartbeat)
-
-    def kill_and_let_the_last_connect(pids: dict[int, int]) -> None:
-        """Waits until a neighbour has ended, or waits for a connection from the victim."""
-        killed = pids.pop(victim)
-        os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: not is_there(killed), 30, "end of the victim")
-        gate.touch()
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: not all(map(is_there, pids.values())), 8, "end of a neighbour")
-
-    faulty = Faulty(DUMMY, late, others_have_published, kill_and_let_the_last_connect)
-    return faulty.run(_clips())[0], failed
-
-
-def test_a_rank_that_raises(temporary_files: Path) -> None:
-    """At the second clip, after the first is done."""
-    gate = temporary_files / "gate"
-    stop = Damage("raise", MIDDLE, 1, place="step3", until=str(gate))
-    clip_is_done = lambda _, event: isinstance(event, ClipDone)  # noqa: E731
-    faulty = Faulty(DUMMY, stop, clip_is_done, lambda _: gate.touch())
-    error, seconds = faulty.run(_clips())
-    assert seconds <= allowing_for_others(6)
-    assert re.match(r"rank 1 \(cpu of .*\) failed at clip 1, step 3 \(DENOISE c1", error.message)
-    assert "an injected fault" in error.message
-    assert "in reach" in error.trace, "the rank's own traceback"
-    assert "<-- rank 1 failed here" in error.picture
-    assert faulty.finished == [0]
+def _is_at(stop: Damage, rank: int, event: Event) -> bool:
+    """Whether this event of `rank` says that the rank of the stop has reached its place."""
+    if not isinstance(event, Heartbeat) or stop.place == "start":
+        return isinstance(event, Heartbeat)  # that of another rank: this one sends nothing
+    if rank != stop.rank:
+        return False
+    action = str(event.action)
+    if stop.place.startswith("step"):
+        at_clip = action.startswith(f"DENOISE c{stop.clip} ")
+        return at_clip and event.step == int(stop.place.removeprefix("step"))
+    return stop.place == "load" or action.startswith(f"{stop.place.upper()} c{stop.clip}")
 
 
 DECODING = replace(
@@ -221,11 +111,8 @@ KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 STRUCK = [
     *((DEMO, MIDDLE, "start", KILLED), (DEMO, LAST, "load", KILLED)),
     *((DEMO, FIRST, "step0", KILLED), (DUMMY, FIRST, "step0", STOPPED)),
-    *(
-        (DUMMY, MIDDLE, "step2", signal.SIGINT),
-        (PAIRS, 1, "step2", KILLED),
-        (PAIRS, 3, "step5", STOPPED),
-    ),
+    (DUMMY, MIDDLE, "step2", signal.SIGINT),
+    *((PAIRS, 1, "step2", KILLED), (PAIRS, 3, "step5", STOPPED)),
     *((DECODING, FIRST, "decode", KILLED), (DECODING, LAST, "decode", STOPPED)),
 ]
 OTHERS_STRUCK = [
@@ -253,11 +140,26 @@ def test_a_rank_is_named_and_no_other(
     if number is STOPPED:
         limit, bound = allowing_for_others(2.5), 5
         config = replace(config, heartbeat_timeout_seconds=limit)
-    faulty = Faulty(config, stop, _stands(stop), _kill(rank, number))
-    error, seconds = faulty.run(_clips(PHOTO if config.model == DEMO.model else None))
-    assert seconds <= limit + allowing_for_others(bound)
+    pids: dict[int, int] = {}
+    struck_at: list[float] = []
+
+    def strike(of_rank: int, event: Event) -> None:
+        if not struck_at and _is_at(stop, of_rank, event):
+            wait_until(lambda: len(_ranks()) == config.world_size, 60, "ranks")
+            pids.update(_ranks())
+            struck_at.append(time.monotonic())
+            os.kill(pids[rank], number)
+
+    pipeline = Pipeline(config, fault=stop)
+    pipeline.observe(strike)
+    with pytest.raises(RankError) as caught, pipeline:
+        pipeline.run(_clips(PHOTO if config.model == DEMO.model else None))
+    error = caught.value
+    assert time.monotonic() - struck_at[0] <= limit + allowing_for_others(bound)
+    assert not any(map(is_there, pids.values()))
     how = "has sent no heartbeat for" if number is STOPPED else f"was killed by {number.name}"
     assert re.match(rf"rank {rank} \(cpu of .*\) {how}", error.message)
+    assert error.exit_code == 6
     if number is KILLED:
         assert "memory" in error.hint
     if place.startswith("step"):
@@ -273,28 +175,24 @@ def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int
     """A rank is killed, stopped or interrupted at any event; another layout makes the rest."""
     dice = random.Random(attempt)
     left = dice.randrange(10, 150)
-    rank, number = dice.randrange(4), dice.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGINT))
+    rank, number = dice.randrange(4), dice.choice((KILLED, STOPPED, signal.SIGINT))
     latents = temporary_files / "out"
-    latents.mkdir(exist_ok=True)
+    latents.mkdir()
     requests = [replace(each, latents_key=f"{each.seed:064x}") for each in _clips()]
+    found: dict[int, str] = {}
+    struck: list[int] = []
 
-    def happens(*_: object) -> bool:
+    def see(_: int, event: Event) -> None:
         nonlocal left
         left -= 1
-        return left < 0 and len(_ranks()) == PAIRS.world_size
-
-    config = replace(PAIRS, heartbeat_timeout_seconds=allowing_for_others(2.5))
-    found: dict[int, str] = {}
-    struck = []
-
-    def see(of_rank: int, event: Event) -> None:
         if isinstance(event, ClipDone):
             found[event.clip] = event.metadata["latents_sha256"]
-        if not struck and happens(of_rank, event):
+        if left < 0 and not struck and len(_ranks()) == PAIRS.world_size:
             struck.append(rank)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(_ranks()[rank], number)
 
+    config = replace(PAIRS, heartbeat_timeout_seconds=allowing_for_others(2.5))
     pipeline = Pipeline(config, latents_folder=str(latents))
     pipeline.observe(see)
     with contextlib.suppress(RankError), pipeline:
@@ -302,8 +200,8 @@ def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int
     error = pipeline.run_error
     assert error is None or (struck and f"rank {rank} " in str(error)), error
     rest = [clip for clip in range(len(requests)) if clip not in found]
-    done = {clip: [p for p in latents.iterdir() if f"{clip:064x}" in p.name] for clip in rest}
-    again = [replace(requests[clip], done_steps=3 if done[clip] else 0) for clip in rest]
+    begun = [clip for clip in rest if saved_steps(latents, f"{clip:064x}")]
+    again = [replace(requests[clip], done_steps=3 * (clip in begun)) for clip in rest]
     with Pipeline(dice.choice((DECODING, PAIRS)), latents_folder=str(latents)) as other:
         for clip, result in zip(rest, other.run(again), strict=True):
             found[clip] = result.metadata["latents_sha256"]
@@ -375,15 +273,17 @@ def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -
     assert "memory" in command.errors
 
 
-def test_an_exception_is_reported_by_the_command(start: StartCommand, home: Path) -> None:
+def test_a_rank_that_raises(start: StartCommand, home: Path) -> None:
+    """At the second clip, after the first is done."""
     gate = home / "gate"
     stop = {"kind": "raise", "rank": MIDDLE, "clip": 1, "place": "step1", "until": str(gate)}
-    command = start(*RUN, str(home / "out"), out=home / "out", plan={"stop": stop})
+    command = start(*RUN, str(home / "out"), "--debug", out=home / "out", plan={"stop": stop})
     command.event(kind="ClipDone", clip=0)
     fault = time.monotonic()
     gate.touch()
     assert command.end(fault, 6) == 6
-    failed = command.event(kind="Failed")
-    assert (failed["rank"], failed["action"], failed["step"]) == (1, "DENOISE c1 1:2", 1)
-    assert "failed at clip 1, step 1" in command.errors
+    place = r"rank 1 \(cpu of .*\) failed at clip 1, step 1 \(DENOISE c1 1:2\): .*injected fault"
+    assert re.search(place, command.errors.replace("\n", " "))
+    assert "in reach" in command.errors, "the rank's own traceback"
+    assert "<-- rank 1 failed here" in command.errors
     assert (home / "out" / "rocket_0.mp4").exists()

@@ -1,19 +1,33 @@
-"""The world in a launcher's environment variables; incomplete or invalid ones are errors."""
+"""A launcher's world by its variables; the GPUs in CUDA's order, read without CUDA; backends."""
 
 from __future__ import annotations
 
+import threading
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pynvml
 import pytest
+import torch
+import torch.distributed as dist
 
 from svdpp.errors import RequestError
-from svdpp.launch.world import World, find_world, is_member, store_address, was_launched
+from svdpp.launch import gpus
+from svdpp.launch.process_group import (
+    check_devices,
+    choose_backend,
+    choose_interface,
+    destroy,
+    device_of_rank,
+)
+from svdpp.launch.world import World, find_world, is_member, store_address
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
-    **{
-        "GROUP_RANK": "1",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    },
+    **{"GROUP_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"},
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 SLURM = {
     **{"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "7"},
@@ -21,11 +35,6 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "2",
     **{"SLURM_STEP_NODELIST": "gpu[07-09,12],login1", "SLURM_JOB_NODELIST": "other1"},
 }
-
-
-def test_there_is_no_world_without_variables() -> None:
-    assert find_world({}) is None
-    assert not was_launched()
 
 
 def test_world_of_torchrun() -> None:
@@ -78,6 +87,7 @@ def test_torchrun_takes_precedence_inside_srun() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
+        dict.fromkeys(SLURM),
         {"SLURM_STEP_ID": None},  # a batch script: sbatch also sets SLURM_PROCID
         {"SLURM_NTASKS": None},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
@@ -93,11 +103,9 @@ def test_outside_srun_and_alone_in_it_a_command_starts_its_own_ranks(
 @pytest.mark.parametrize(
     "environment",
     [
-        {"RANK": "0"},
         {"RANK": "0", "WORLD_SIZE": "2"},
         {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
         {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-        {"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
         {**TORCHRUN, "LOCAL_RANK": "4"},
         {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
         {**SLURM, "SLURM_PROCID": "7"},
@@ -132,3 +140,140 @@ def test_store_address(environment: dict[str, str], expected: tuple[str, int]) -
 def test_a_missing_or_invalid_store_address_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(RequestError, match="MASTER_"):
         store_address(environment)
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33", "GPU-dd44"]
+EQUAL = ["A100"] * 4
+MIXED = ["A100", "H100", "A100", "A100"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "order"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("2,0", [2, 0]),
+        ("GPU-cc33,GPU-aa", [2, 0]),
+        ("1, 3", [1, 3]),
+        ("", []),
+        ("0,9,1", [0]),
+        ("GPU-a,0", []),  # two UUIDs have this prefix
+        ("1,1,2", [1]),
+    ],
+)
+def test_visible_gpus_are_in_cudas_order(visible: str | None, order: list[int]) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpus._visible_order(UUIDS, EQUAL, environment) == order
+
+
+def test_mixed_gpus_need_an_explicit_order() -> None:
+    with pytest.raises(RequestError, match="CUDA's order is unknown") as caught:
+        gpus._visible_order(UUIDS, MIXED, {})
+    assert caught.value.hint == "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert gpus._visible_order(UUIDS, MIXED, by_bus) == [0, 1, 2, 3]
+    by_uuid = {"CUDA_VISIBLE_DEVICES": "GPU-ab22,GPU-aa11"}
+    assert gpus._visible_order(UUIDS, MIXED, by_uuid) == [1, 0]
+
+
+def test_mig_slices_are_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="MIG slice 'MIG-1'"):
+        gpus._visible_order(UUIDS, EQUAL, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver with two GPUs, of which CUDA shows the second one first."""
+    functions: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": UUIDS.__getitem__,
+        "nvmlDeviceGetUUID": lambda uuid: uuid,
+        "nvmlDeviceGetName": lambda _: "A100",
+        "nvmlDeviceGetCudaComputeCapability": lambda _: (8, 0),
+        "nvmlDeviceGetMemoryInfo": lambda uuid: types.SimpleNamespace(
+            total=100, free=10 + UUIDS.index(uuid)
+        ),
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(pynvml, name, function)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_free_memory_follows_cudas_numbering() -> None:
+    assert [gpus.free_bytes(f"cuda:{index}") for index in (0, 1)] == [11, 10]
+    assert [gpu.uuid for gpu in gpus.visible_gpus()] == ["GPU-ab22", "GPU-aa11"]
+    assert gpus.driver_version() == "580.1"
+    with pytest.raises(RequestError, match="device cuda:2 asked for, 2 GPUs found"):
+        gpus.free_bytes("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "chosen", "backend"),
+    [
+        ("cpu", 4, "", "gloo"),
+        ("cuda", 4, "", "nccl"),
+        ("cuda:0", 4, "", "gloo"),
+        ("cuda", 4, "gloo", "gloo"),
+        ("cuda:0", 1, "nccl", "nccl"),
+        *((device, 2, "nccl", None) for device in ("cpu", "cuda:0")),
+        ("cuda", 2, "ucc", None),
+    ],
+)
+def test_the_backend_follows_the_device_or_is_refused(
+    device: str, world_size: int, chosen: str, backend: str | None
+) -> None:
+    with nullcontext() if backend else pytest.raises(RequestError, match="PIPELINE_BACKEND"):
+        assert choose_backend(device, world_size, {"PIPELINE_BACKEND": chosen}) == backend
+
+
+@pytest.mark.parametrize(("visible", "own"), [(4, "cuda:3"), (1, "cuda:0")])
+def test_ranks_use_the_gpu_of_their_local_rank_or_the_only_one_they_see(
+    monkeypatch: pytest.MonkeyPatch, visible: int, own: str
+) -> None:
+    """Slurm with --gpus-per-task=1 shows each task its own GPU as cuda:0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    fourth = World(rank=3, local_rank=3, size=4, local_size=4)
+    devices = [device_of_rank(device, fourth) for device in ("cuda", "cuda:0", "cpu")]
+    assert devices == [own, "cuda:0", "cpu"]
+    check_devices("cuda", 4, launched=True)
+
+
+def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices("cuda", 2)
+    check_devices("cuda:1", 7)
+    check_devices("cpu", 99)
+    with pytest.raises(RequestError, match="3 CUDA devices asked for, 2 found"):
+        check_devices("cuda", 3)
+    with pytest.raises(RequestError, match="device cuda:2 asked for, 2 found"):
+        check_devices("cuda:2", 1)
+
+
+def test_leaving_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ncclCommDestroy may wait for a peer without end."""
+    never = threading.Event()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", never.wait)
+    destroy(0.05)
+    assert not never.is_set()
+    never.set()
+
+
+@pytest.mark.parametrize(
+    ("peer", "given"), [("10.0.0.1", {"GLOO_SOCKET_IFNAME": "lo"}), ("127.0.0.1", {})]
+)
+def test_gloo_and_nccl_use_the_interface_that_is_chosen_or_leads_to_the_store(
+    peer: str, given: dict[str, str]
+) -> None:
+    environment = dict(given)
+    assert choose_interface(peer, spans_hosts=False, environment=environment) == "127.0.0.1"
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    with pytest.raises(RequestError, match=r"127\.0\.0\.1, which other hosts cannot reach"):
+        choose_interface("127.0.0.1", spans_hosts=True, environment=given)
+    with pytest.raises(RequestError, match="GLOO_SOCKET_IFNAME names 'none0'"):
+        choose_interface(peer, spans_hosts=False, environment={"GLOO_SOCKET_IFNAME": "none0"})

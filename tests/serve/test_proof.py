@@ -143,8 +143,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         wait_until(lambda: _temporary_files() > begun, HANG_SECONDS, "no recomputation")
         (child,) = _children()
         proving.idle.clear()
-        seconds = wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
-        print(f"stopped after {1000 * seconds:.0f} ms")
+        wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
         wait_until(lambda: proving.prover.running is None, HANG_SECONDS, "it runs")
         assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -24,11 +23,7 @@ CONFIG = PipelineConfig(world_size=2, model=ModelConfig(name="dummy"), device="c
     [
         (AssertionError("Torch not compiled with CUDA enabled"), RequestError, "cuda:1 cannot be"),
         (RuntimeError("CUDA error: invalid device ordinal\nmore"), RequestError, "invalid device"),
-        (
-            RuntimeError("CUDA error: out of memory\nmore"),
-            OutOfMemoryError,
-            "cuda:1 has too little free memory for a CUDA context",
-        ),
+        (RuntimeError("CUDA error: out of memory\nmore"), OutOfMemoryError, "loading the model"),
     ],
 )
 def test_a_device_that_cannot_be_taken(
@@ -51,11 +46,9 @@ def test_memory_pressure_is_what_came_since_it_was_last_asked(
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: dict(stats))
     pressure = MemoryPressure(GPU)
     assert not pressure.rose()
-    stats["num_alloc_retries"] = 2
-    assert pressure.rose()
-    assert not pressure.rose()
-    stats["num_ooms"] = 1
-    assert pressure.rose()
+    for name in stats:
+        stats[name] += 1
+        assert [pressure.rose(), pressure.rose()] == [True, False]
     assert not MemoryPressure(torch.device("cpu")).rose()
 
 
@@ -71,31 +64,21 @@ CUDNN = RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
 ENCODE, DENOISE, DECODE = map(Action.parse, ("ENCODE c0 @0", "DENOISE c0 0:4", "DECODE c0 @4"))
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 @pytest.mark.parametrize(
-    ("error", "doing", "chunk", "words", "knob"),
+    ("error", "doing", "words", "knob"),
     [
-        (CUDA, ENCODE, None, "encoding the image", "--height"),
-        (CUDA, DENOISE, None, "a denoising step", "--memory-opt"),
-        (CUDA, DECODE, None, "decoding the frames", "--decode-chunk-size"),
-        (CUDA, DECODE, 14, "decoding the frames, 14 at a time", "--decode-chunk-size"),
-        (CUDA, None, None, "loading the model", "fewer ranks"),
-        (MemoryError(), ENCODE, None, "encoding the image", "--height"),
-        (MemoryError(), "reference", None, "computing a clip in one process", "--frames"),
-        *((error, DENOISE, None, "a denoising step", "") for error in (PINNED, CUBLAS, CUDNN)),
+        (CUDA, ENCODE, "encoding the image", "--height"),
+        (CUDA, DENOISE, "a denoising step", "--memory-opt"),
+        (CUDA, DECODE, "decoding the frames", "--decode-chunk-size"),
+        (CUDA, None, "loading the model", "fewer ranks"),
+        (MemoryError(), "reference", "computing a clip in one process", "--frames"),
+        *((error, DENOISE, "a denoising step", "") for error in (PINNED, CUBLAS, CUDNN)),
     ],
 )
 def test_a_lack_of_memory_names_part_cause_and_knob(
-    error: Exception,
-    doing: Action | Literal["reference"] | None,
-    chunk: int | None,
-    words: str,
-    knob: str,
+    error: Exception, doing: Action | Literal["reference"] | None, words: str, knob: str
 ) -> None:
-    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(doing, chunk):
+    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(doing):
         raise error
     assert str(caught.value) == f"out of memory while {words}: {first_line(error)}"
     assert knob in caught.value.hint
@@ -108,13 +91,6 @@ def test_the_host_allocators_refusal_is_a_lack_of_memory() -> None:
         torch.empty(2**58, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("work", "error"),
-    [
-        (lambda: torch.zeros(2, 3) @ torch.zeros(2, 3), RuntimeError),
-        (lambda: _raise(OutOfMemoryError("said already", "a knob")), OutOfMemoryError),
-    ],
-)
-def test_other_errors_pass_through(work: Callable[[], Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"mat1 and mat2|^said already$"), out_of_memory_named(None):
-        work()
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), out_of_memory_named(None):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)

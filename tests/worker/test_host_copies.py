@@ -49,7 +49,7 @@ class DeviceTensor(torch.Tensor):
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dummy model computes on the device; files are only written from host memory."""
-    encode, decode = DummyModel.encode, DummyModel.decode
+    encode, decode, save = DummyModel.encode, DummyModel.decode, tensor_files.save
 
     def encode_there(model: DummyModel, *arguments: Any) -> Tensors:
         return {LATENTS: encode(model, *arguments)[LATENTS].as_subclass(DeviceTensor)}
@@ -57,15 +57,13 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def decode_there(model: DummyModel, *arguments: Any) -> torch.Tensor:
         return decode(model, *arguments).as_subclass(DeviceTensor)
 
-    def save(tensors: Tensors, **options: Any) -> bytes:
+    def save_from_host(tensors: Tensors, **options: Any) -> bytes:
         assert {type(tensor) for tensor in tensors.values()} == {torch.Tensor}
-        data: bytes = safetensors_save(tensors, **options)
-        return data
+        return save(tensors, **options)
 
-    safetensors_save = tensor_files.save
     monkeypatch.setattr(DummyModel, "encode", encode_there)
     monkeypatch.setattr(DummyModel, "decode", decode_there)
-    monkeypatch.setattr(tensor_files, "save", save)
+    monkeypatch.setattr(tensor_files, "save", save_from_host)
 
 
 @pytest.fixture(autouse=True)
@@ -115,14 +113,12 @@ def test_the_reference(tmp_path: Path) -> None:
 
 def test_a_rank(tmp_path: Path) -> None:
     """Its tensor store, its latent checkpoint and its clip writer."""
-    reporter, link = Mock(), Mock()
-    written = Mock()
-    kept = TensorStore(tmp_path)
+    reporter, written, kept = Mock(), Mock(), TensorStore(tmp_path)
     checkpoints = LatentCheckpoints(tmp_path / "checkpoints", {})
     tools = RankTools(
         rank=0,
         device=CPU,
-        transport=link,
+        transport=Mock(),
         reporter=reporter,
         clip_writer=ClipWriter(written, {}, CPU, kept),
         checkpoint_writer=LatentCheckpointWriter(checkpoints, CPU, reporter),

@@ -1,4 +1,4 @@
-"""One rank's stage alone: times, what it keeps of a clip, checked steps, predictions of a pair."""
+"""One rank's stage alone: times, what it keeps of a clip, predictions of a pair."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ import torch
 
 from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, LatentSpec, SvdSampling
-from svdpp.errors import NotFiniteError
 from svdpp.models.base import Tensors
 from svdpp.models.dummy import DummyModel
-from svdpp.plan.actions import Action
+from svdpp.plan.actions import Action, Kind
 from svdpp.worker import stage
 from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, Event, Work
-from svdpp.worker.stage import Denoising, NotWantedError, RankTools, StepChecks
+from svdpp.worker.stage import Denoising, NotWantedError, RankTools
+
+CPU = torch.device("cpu")
 
 
 class _Clock:
-    """A clock that advances only while a clip writer waits."""
-
-    now = 0.0
-    said: list[Event]
+    """A clock that advances only while a clip writer waits; also the transport and the reporter."""
 
     def __init__(self) -> None:
-        self.said = []
+        self.now = 0.0
+        self.said: list[Event] = []
+        self.send = self.said.append
+        self.at = Mock()
 
     def monotonic(self) -> float:
         return self.now
@@ -38,25 +39,17 @@ class _Clock:
     def put(self, *_: object) -> None:
         self.now += 50.0
 
-    def send(self, event: Event) -> None:
-        self.said.append(event)
 
-    def at(self, *_: object, **__: object) -> None:
-        pass
-
-
-def _stage(doubles: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineStage:
-    spec = LatentSpec(shape=(1, 4, 2, 8, 8))
-    model = DummyModel(spec, 1, torch.device("cpu"))
-    tools = RankTools(
-        rank=0,
-        device=model.device,
-        transport=doubles,
-        reporter=doubles,
-        clip_writer=doubles,
-        is_cancelled=is_cancelled,
-    )
+def _stage(clock: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineStage:
+    model = DummyModel(LatentSpec(shape=(1, 4, 2, 8, 8)), 1, CPU)
+    doubles = {"transport": clock, "reporter": clock, "clip_writer": clock}
+    tools = RankTools(rank=0, device=CPU, is_cancelled=is_cancelled, **doubles)
     return stage.PipelineStage(tools, model, SvdSampling())
+
+
+def _work(clip: int) -> Work:
+    texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"DECODE c{clip} @1", f"FINISH c{clip} @1"
+    return Work(actions=texts, jobs=(ClipJob(clip=clip, request=ClipRequest(seed=0)),))
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,33 +58,29 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     times = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
     monkeypatch.setattr(stage, "time", times)
     alone = _stage(clock, lambda _: False)
-    for clip in range(2):
-        texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"FINISH c{clip} @1"
-        job = ClipJob(clip=clip, request=ClipRequest(seed=0))
-        alone.expect(Work(actions=texts, jobs=(job,)))
-        for text in texts:
-            alone.perform(Action.parse(text))
+    for work in (_work(0), _work(1)):
+        alone.expect(work)
+        for action in work.actions:
+            alone.perform(action)
         alone.rest()
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
-    assert waits == [0.0] * 4
+    assert waits == [0.0] * 6
     assert clock.now == 100.0
 
 
 def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
     clock, cancelled = _Clock(), set[int]()
     alone = _stage(clock, cancelled.__contains__)
-    texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DECODE c0 @1", "FINISH c0 @1"
-    alone.expect(Work(actions=texts, jobs=(ClipJob(clip=0, request=ClipRequest(seed=0)),)))
-    for text in texts:
-        if text.startswith("FINISH"):
+    work = _work(0)
+    alone.expect(work)
+    for action in work.actions:
+        if action.kind is Kind.FINISH:
             assert alone._frames.keys() == {0}
             cancelled.add(0)
-        alone.perform(Action.parse(text))
+        alone.perform(action)
     assert isinstance(clock.said[-1], ClipDropped)
     assert not any((alone._frames, alone._audio, alone._packets, alone._jobs))
 
-
-# --- the steps of a clip --------------------------------------------------------------------------
 
 THEIRS = {"prediction": torch.ones(1)}
 
@@ -105,57 +94,45 @@ class _Links:
         self.memory_pressure = False
         self._dropped = dropped
 
-    def post_receive(self, clip: int, step: int, *_: Any) -> _Links:
+    def post_receive(self, clip: int, step: int, *_: object) -> Mock:
         self.calls.append(("receive", step))
         is_lost = step == self._dropped
-        self._packet = Packet(clip, step, 0.0, {} if is_lost else THEIRS, is_lost)
-        self._packet.memory_pressure = self.memory_pressure
-        return self
+        packet = Packet(clip, step, 0.0, {} if is_lost else THEIRS, is_lost)
+        packet.memory_pressure = self.memory_pressure
+        return Mock(wait=lambda: packet)
 
-    def wait(self) -> Packet:
-        return self._packet
-
-    def send(self, packet: Packet, *_: Any) -> None:
+    def send(self, packet: Packet, *_: object) -> None:
         self.pressures.append(packet.memory_pressure)
         self.calls.append(("tombstone" if packet.tombstone else "send", packet.next_step))
 
 
-def _pair(links: Any, clip: Packet | None = None) -> Denoising:
+def _pair(links: Any, clip: Packet) -> Denoising:
     doubles = {"transport": links, "reporter": Mock(), "clip_writer": Mock()}
-    tools = RankTools(rank=0, device=torch.device("cpu"), **doubles)
-    return Denoising(tools, Action.parse("DENOISE c0 2:4 =1"), clip or Packet(0, 2, 0.0, {}))
+    tools = RankTools(rank=0, device=CPU, **doubles)
+    return Denoising(tools, Action.parse("DENOISE c0 2:4 =1"), clip)
 
 
 def _predict() -> Tensors:
     return {"prediction": torch.zeros(1)}
 
 
-def _fail() -> Tensors:
-    raise NotFiniteError("no prediction")
-
-
 @pytest.mark.parametrize(
-    ("dropped", "evaluations", "error", "calls"),
+    ("dropped", "num_steps", "calls"),
     [
         # A drop after the last step is too late: the other rank expects no more.
-        (None, [_predict, _predict], None, "receive 2, send 2, receive 3, send 3"),
-        (None, [_predict], None, "receive 2, send 2, receive 3, tombstone 3"),
-        (2, [_predict], NotWantedError, "receive 2, send 2"),
-        # An evaluation that fails takes one message of the other rank.
-        (None, [_fail], NotFiniteError, "receive 2, tombstone 2"),
+        (None, 2, "receive 2, send 2, receive 3, send 3"),
+        (None, 1, "receive 2, send 2, receive 3, tombstone 3"),
+        (2, 1, "receive 2, send 2"),
     ],
 )
 def test_both_ranks_send_one_message_for_each_step_until_one_drops_the_clip(
-    dropped: int | None,
-    evaluations: list[Callable[[], Tensors]],
-    error: type[Exception] | None,
-    calls: str,
+    dropped: int | None, num_steps: int, calls: str
 ) -> None:
     links = _Links(dropped)
-    pair = _pair(links)
-    for step, evaluate in enumerate(evaluations, 2):
-        with pytest.raises(error) if error else nullcontext():
-            assert pair.exchange(step, evaluate) == THEIRS
+    pair = _pair(links, Packet(0, 2, 0.0, {}))
+    for step in range(2, 2 + num_steps):
+        with pytest.raises(NotWantedError) if dropped else nullcontext():
+            assert pair.exchange(step, _predict) == THEIRS
     pair.drop()
     assert ", ".join(f"{kind} {step}" for kind, step in links.calls) == calls
 
@@ -169,28 +146,3 @@ def test_the_memory_pressure_of_one_rank_is_known_to_both() -> None:
     assert clip.memory_pressure
     pair.exchange(3, _predict)
     assert links.pressures == [False, True]
-
-
-CPU = torch.device("cpu")
-FINE = torch.zeros(3)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_the_first_bad_step_is_named(bad: float) -> None:
-    done: list[tuple[int, float]] = []
-    checks = StepChecks(CPU, 2, lambda step, seconds: done.append((step, seconds)))
-    checks.add(4, FINE)
-    checks.add(5, FINE)
-    with pytest.raises(NotFiniteError, match="not finite after step 6, done by rank 2"):
-        checks.add(6, torch.tensor([0.0, bad, 0.0]))
-    assert [step for step, _ in done] == [4, 5]
-    assert all(seconds >= 0 for _, seconds in done)
-
-
-def test_all_steps_are_reported_when_it_finishes() -> None:
-    done: list[int] = []
-    checks = StepChecks(CPU, 0, lambda step, _: done.append(step))
-    for step in range(3):
-        checks.add(step, FINE)
-    checks.finish()
-    assert done == [0, 1, 2]

@@ -1,0 +1,227 @@
+"""How processes start and end: the fork server, ranks on CUDA, variables, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from svdpp.launch import process_lifetime
+from svdpp.launch.group import RankContext, start_ranks
+from svdpp.media.inputs import example_photos
+from tests.faults.processes import is_there, wait_until
+
+PHOTO = str(example_photos()[0])
+
+pytestmark = pytest.mark.processes
+
+
+_START_AND_DIE = """
+import os, signal
+from multiprocessing import forkserver
+from svdpp.launch import group
+group.start_fork_server(["sleeps"])
+print(forkserver._forkserver._forkserver_pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Path) -> None:
+    """By then it has another parent, and must not wait for that one to end. It leaves no file."""
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")
+    output, temporary = tmp_path / "pid", tmp_path / "t"
+    temporary.mkdir()
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": path}
+    with output.open("w") as file:  # the server would hold a pipe open as long as it runs
+        command = [sys.executable, "-c", _START_AND_DIE]
+        subprocess.run(command, stdout=file, env=environment, check=False)
+    wait_until(lambda: not is_there(int(output.read_text())), 30, "end of the server")
+    assert not os.listdir(temporary)
+
+
+_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO = """
+import os, threading
+from svdpp import ModelConfig, Pipeline, PipelineConfig, SvdSampling
+from svdpp.launch import group
+
+if __name__ == "__main__":
+    before = dict(os.environ)
+    os.mkdir("gone")
+    os.chdir("gone")
+    starter = threading.Thread(target=group.start_fork_server, args=[group.modules_for("svd")])
+    starter.start()
+    starter.join()
+    os.chdir("..")
+    os.rmdir("gone")
+    sampling = SvdSampling(height=64, width=64, num_frames=2, num_inference_steps=2)
+    with Pipeline(PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)):
+        assert dict(os.environ) == before
+"""
+
+
+def test_ranks_started_from_python(tmp_path: Path) -> None:
+    """They outlive their starter's thread, leave no files, and do not spin while they wait."""
+    script, temporary = tmp_path / "script.py", tmp_path / "t"
+    script.write_text(_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO)
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.getcwd()}
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"):  # the program has to set them
+        environment.pop(name, None)
+    environment |= {"OMP_DISPLAY_ENV": "verbose"}  # libgomp prints its settings as it is loaded
+    command = [sys.executable, str(script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, timeout=600, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not os.listdir(temporary)
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr, done.stderr
+
+
+def _print_and_fail(context: RankContext, _argument: object) -> None:
+    print(f"printed by rank {context.world.rank}")
+    os.write(2, b"written without Python\n")
+    raise ValueError("on purpose")
+
+
+def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    group = start_ranks(_print_and_fail, None, world_size=2, backend="gloo")
+    assert not group.end(60)
+    output = group.output_tail(1) or ""
+    group.kill()
+    assert group.exited() == {0: 1, 1: 1}
+    assert "printed by rank 1" in output
+    assert "written without Python" in output
+    assert "ValueError: on purpose" in output
+    captured = capfd.readouterr()
+    assert "printed by" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", PHOTO, "--device", "cuda", "--out", "out"),
+        ("verify", "--device", "cuda"),
+        pytest.param(("doctor", "--device", "cuda", "--out", "out"), marks=pytest.mark.full),
+    ],
+    ids=lambda command: command[0],
+)
+def test_cuda_ranks_are_not_forked(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Importing diffusers initialises CUDA, which a fork server's ranks could not use any more."""
+    record, box = tmp_path / "record", Path(__file__).parent / "fake_gpu_box"
+    path = os.pathsep.join([str(box), os.getcwd()])
+    answer = subprocess.run(
+        [sys.executable, "-m", "svdpp", *command, "--gpus", "2", "--model", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "FAKE_GPU_RECORD": str(record)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert "this is a fake GPU" in answer.stdout + answer.stderr, answer.stderr
+    lines = [line.split(" ", 1) for line in record.read_text().splitlines()]
+    ranks = {pid for pid, call in lines if call.startswith("sets cuda:")}
+    assert ranks, "no rank set its device"
+    assert "bad fork" not in {call for _, call in lines}
+    assert "creates a context" not in {call for _, call in lines}
+    for pid in ranks:
+        first = next(call for other, call in lines if other == pid and "counts" not in call)
+        assert first.startswith("sets cuda:")
+
+
+# --- variables, children and temporary files ----------------------------------------------------
+
+NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({"DIFFUSERS_VERBOSITY": "info"}, "DIFFUSERS_VERBOSITY", "info"),
+        ({}, "PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split:128"}, "PYTORCH_ALLOC_CONF", "max_split:128"),
+        ({NCCL: "1"}, NCCL, "1"),
+        ({NCCL: "1", "TORCHELASTIC_RUN_ID": "x"}, NCCL, "0"),  # torchrun's own default
+        ({}, NCCL, "0"),
+    ],
+)
+def test_defaults_do_not_replace_the_users_values(
+    given: dict[str, str], name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    with process_lifetime.environment_defaults():
+        assert os.environ[name] == expected
+    assert os.environ == given
+    process_lifetime.set_environment_defaults(given)
+    assert given[name] == expected
+
+
+def _run(folder: Path, code: str, *arguments: str) -> int:
+    """Runs a program whose temporary files lie in `folder`; returns its exit code."""
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, timeout=60, check=False).returncode
+
+
+_WRITER = """
+import subprocess, sys, threading
+from svdpp.launch import process_lifetime
+
+def wait(child):
+    child.stdout.read()
+    open(sys.argv[1], "a").write("a thread noticed the end of a killed child")
+
+for _ in range(100):  # so many that the kills take longer than Python lets a thread run
+    child = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
+    threading.Thread(target=wait, args=[child], daemon=True).start()
+for _ in range(20):
+    process_lifetime.make_folder("svdpp-test-")
+getattr(process_lifetime, sys.argv[2])(15)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("exit_by_signal", -15), ("exit_with_signal_code", 128 + 15)]
+)
+def test_a_process_that_ends_does_not_report_what_it_kills(
+    tmp_path: Path, end: str, code: int
+) -> None:
+    report = tmp_path / "report"  # beside its folders, which are its starter's to remove
+    assert _run(tmp_path, _WRITER, str(report), end) == code
+    assert not report.exists(), report.read_text()
+
+
+_MAKER = """
+import threading
+from svdpp.launch import process_lifetime
+
+def make():
+    while True:
+        process_lifetime.make_folder("svdpp-test-")
+        made.set()
+
+made = threading.Event()
+threading.Thread(target=make, daemon=True).start()
+made.wait()
+process_lifetime.exit_process(0)
+"""
+
+_CLEANED = """
+import shutil
+from multiprocessing import util
+from svdpp.launch import process_lifetime
+
+process_lifetime.make_folder("svdpp-test-")
+shutil.rmtree(util.get_temp_dir())
+made = process_lifetime.make_folder("svdpp-test-")
+assert made.parent.stat().st_mode & 0o777 == 0o700
+"""
+
+
+@pytest.mark.parametrize("code", [_MAKER, _CLEANED], ids=["a thread makes one", "a cleaner came"])
+def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
+    assert _run(tmp_path, code) == 0
+    assert not list(tmp_path.iterdir())
