@@ -1,4 +1,4 @@
-"""Every check at the door: one sentence, exit code 2; and the defaults are diffusers'."""
+"""What cannot be done is refused in one sentence with exit code 2; defaults are diffusers'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from svdpp.config import (
     limits,
     params_of,
 )
-from svdpp.config.limits import SMALL_FILE_BYTES
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.plan.split import MAX_PLANNED_STEPS, MAX_RANKS
 from tests.cli.shell import ROOT
@@ -39,38 +38,33 @@ def pipeline(**given: Any) -> PipelineConfig:
     return PipelineConfig(**{"world_size": 2, **given}, model=model, sampling=sampling)
 
 
-DEVICES_REFUSED = ("tpu", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "cpu:0", "cuda0")
+# tests/cli/test_refused.py has more, by their command lines.
+DEVICES = ("", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "cpu:0", "cuda0", "cuda:1024")
 REFUSED = [
     (LatentSpec, {"shape": (1, 4, 8, 8)}, "latent shape 1 4 8 8 needs 5 positive sizes"),
     (LatentSpec, {"shape": (1, 14, 4, -8, 8)}, "latent shape 1 14 4 -8 8 needs 5 positive sizes"),
-    (LatentSpec, {"shape": ()}, "in the order B C F H W"),
+    (LatentSpec, {"shape": (1, 4, True, 8, 8)}, "in the order B C F H W"),
+    (LatentSpec, {"shape": (1, 4, 2**12, 2**7, 2**8)}, "has more than 268435456 elements"),
     (ModelConfig, {"dtype": "float64"}, "--dtype must be one of fp32, fp16, bf16, got 'float64'"),
-    (ModelConfig, {"name": ""}, "--model is empty"),
     (ModelConfig, {"name": "  "}, "--model is empty"),
     *[
         (SvdSampling, {name: value}, f"{param.option} must be ")
         for name, param in params_of(SvdSampling).items()
-        for value in (param.lowest - 1, param.highest + 1, INF, -INF, NAN)
+        for value in (param.lowest - 1, param.highest + 1, INF)
     ],
-    *[
-        (SvdSampling, {side: 577}, f"--{side} must be a multiple of 8 from 8 to 4096, got ")
-        for side in ("height", "width")
-    ],
-    (SvdSampling, {"fps": 241}, "--fps must be 1 to 240, got 241"),
+    (SvdSampling, {"width": 577}, "--width must be a multiple of 8 from 8 to 4096, got 577"),
     (
         SvdSampling,
         {"min_guidance_scale": 2.0, "max_guidance_scale": 1.0},
         "--min-guidance-scale 2.0 is above 1 but --max-guidance-scale 1.0 is not",
     ),
     (SvdSampling, {"num_frames": 1}, "one frame uses only --min-guidance-scale"),
-    (SvdSampling, {"fit": "zoom"}, "--fit must be one of crop, pad, stretch, got 'zoom'"),
-    (pipeline, {"world_size": 0}, "--world must be 1 to 65536, got 0"),
     (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
     (pipeline, {"num_threads": 0}, f"--threads must be 1 to {THREADS} on this machine, got 0"),
     (pipeline, {"num_threads": THREADS + 1}, f"must be 1 to {THREADS} on this machine, got"),
     *[
         (pipeline, {"device": device}, f"--device must be cpu, cuda or cuda:N, got {device!r}")
-        for device in ("", *DEVICES_REFUSED, "cuda:1024")
+        for device in DEVICES
     ],
     *[
         (pipeline, {name: value}, f"{option} must be above 0 and at most 604800 s, got {value!r}")
@@ -79,12 +73,10 @@ REFUSED = [
             ("start_timeout_seconds", "--start-timeout"),
             ("heartbeat_timeout_seconds", "--heartbeat-timeout"),
         )
-        for value in (0.0, -1.0, 604801, INF, NAN, True, "9")
+        for value in (0.0, 604801, NAN)
     ],
     (OutputConfig, {"path": "x", "format": "avi"}, "--format must be one of mp4, gif, webp, frame"),
-    (OutputConfig, {"path": "x", "crf": -1}, "--crf must be 0 to 51, got -1"),
     (OutputConfig, {"path": "x", "crf": 52}, "--crf must be 0 to 51, got 52"),
-    (ClipRequest, {"seed": -1}, f"a seed must be 0 to {2**63 - 1}, got -1"),
     (ClipRequest, {"seed": 2**63}, f"a seed must be 0 to {2**63 - 1}, got {2**63}"),
 ]
 
@@ -105,14 +97,10 @@ def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words:
     assert len(caught.value.hint.splitlines()) <= 1
 
 
-_KNOBS = ("num_inference_steps", "height", "width", "num_frames", "fps", "motion_bucket_id")
-_SCALES = ("noise_aug_strength", "min_guidance_scale", "max_guidance_scale")
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        *((SvdSampling, name) for name in (*_KNOBS, *_SCALES, "decode_chunk_size", "fit")),
+        *((SvdSampling, name) for name in (*params_of(SvdSampling), "fit")),
         *((pipeline, name) for name in ("world_size", "num_threads", "device", "timeout_seconds")),
         *((ModelConfig, name) for name in ("name", "dtype")),
         *((partial(OutputConfig, path="x"), name) for name in ("format", "crf")),
@@ -132,7 +120,6 @@ def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name:
 
 
 def test_a_clip_has_a_limit_of_pixels_whatever_its_frames() -> None:
-    SvdSampling(height=2304, width=4096, num_frames=25)
     with pytest.raises(RequestError, match="29 frames of 2304 x 4096 are 273678336 pixels, more"):
         SvdSampling(height=2304, width=4096, num_frames=29)
     unresolved = SvdSampling(height=4096, width=4096)
@@ -140,16 +127,9 @@ def test_a_clip_has_a_limit_of_pixels_whatever_its_frames() -> None:
         unresolved.resolved(model_frames=25)
 
 
-def test_the_dummys_latent_has_a_limit() -> None:
-    LatentSpec(shape=(1, 4, 2**12, 2**7, 2**7))
-    with pytest.raises(RequestError, match=r"latent shape .* has more than 268435456 elements"):
-        LatentSpec(shape=(1, 4, 2**12, 2**7, 2**8))
-    with pytest.raises(RequestError, match="needs 5 positive sizes"):
-        LatentSpec(shape=(1, 4, True, 8, 8))
-
-
 def test_the_last_that_can_be_done_is_accepted() -> None:
-    LatentSpec(shape=(1, 14, 4, 64, 64))
+    LatentSpec(shape=(1, 4, 2**12, 2**7, 2**7))
+    SvdSampling(height=2304, width=4096, num_frames=25)
     SvdSampling(height=8, width=8, fps=1, motion_bucket_id=0, noise_aug_strength=0.0)
     SvdSampling(fps=240, motion_bucket_id=1023, min_guidance_scale=0.0, max_guidance_scale=0.0)
     SvdSampling(num_frames=1, max_guidance_scale=1.0)
@@ -191,28 +171,15 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
     }
 
 
-def test_a_dummy_that_sleeps_computes_next_to_nothing() -> None:
-    """Its computation is part of the time that it is to take."""
-    latents = [
-        ModelConfig(name="dummy", dummy_sleeps=sleeps, dummy_latent_shape=shape).dummy_latent.shape
-        for sleeps in (False, True)
-        for shape in (None, (1, 4, 3, 5, 7))
-    ]
-    assert latents == [(1, 4, 14, 64, 64), (1, 4, 3, 5, 7), (1, 4, 2, 8, 8), (1, 4, 3, 5, 7)]
-
-
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 
 
-def test_the_table_names_every_limit_and_its_value() -> None:
+def test_the_documentation_has_every_limit_and_its_value() -> None:
     rows = re.findall(r"^\| [^|]+ \| ([0-9]+) \| `(MAX_[A-Z_]+)` \|$", SECURITY, re.MULTILINE)
     documented = {name: float(value) for value, name in rows}
     known = {name: float(value) for name, value in vars(limits).items() if name.startswith("MAX_")}
     assert documented == known
-
-
-def test_so_are_those_of_plans_and_files() -> None:
     assert MAX_RANKS == MAX_PLANNED_STEPS == 65536
     assert "may have 65536 ranks" in SECURITY
-    assert SMALL_FILE_BYTES == 1_000_000
+    assert limits.SMALL_FILE_BYTES == 1_000_000
     assert "are read up to 1 MB" in SECURITY

@@ -13,14 +13,12 @@ import yaml
 
 from svdpp.cli.serve import serve
 
-ROOT = Path(__file__).resolve().parents[1]
-DEPLOY = ROOT / "deploy"
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 UNIT = (DEPLOY / "svdpp.service").read_text(encoding="utf-8").replace("\\\n", "")
 
 
-def _services(name: str) -> dict[str, Any]:
-    services: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text("utf-8"))["services"]
-    return services
+def _services(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text("utf-8"))["services"]
 
 
 def _manifests(name: str) -> dict[str, Any]:
@@ -34,24 +32,21 @@ SERVERS |= {name: FLEET[name] for name in ("first", "second")}
 KUBERNETES = {name: _manifests(f"{name}.yaml") for name in ("kubernetes", "kubernetes-fleet")}
 
 
-def _pod(manifests: dict[str, Any]) -> dict[str, Any]:
-    pod: dict[str, Any] = manifests["Deployment"]["spec"]["template"]["spec"]
-    return pod
+def _pod(manifests: dict[str, Any]) -> Any:
+    return manifests["Deployment"]["spec"]["template"]["spec"]
 
 
-def _container(manifests: dict[str, Any]) -> dict[str, Any]:
+def _container(manifests: dict[str, Any]) -> Any:
     (container,) = _pod(manifests)["containers"]
-    assert isinstance(container, dict)
     return container
 
 
-def _only(pattern: str) -> str:
-    (found,) = re.findall(pattern, UNIT, re.MULTILINE)
-    return str(found)
-
-
+_START, _STOP = (
+    re.findall(pattern, UNIT, re.MULTILINE)[0]
+    for pattern in (r"^ExecStart=\S+/svdpp (.*)$", r"^TimeoutStopSec=(\d+)$")
+)
 COMMANDS = {
-    "systemd": (_only(r"^ExecStart=\S+/svdpp (.*)$").split(), _only(r"^TimeoutStopSec=(\d+)$")),
+    "systemd": (_START.split(), _STOP),
     **{
         f"compose {name}": (server["command"], server["stop_grace_period"].removesuffix("s"))
         for name, server in SERVERS.items()
@@ -111,13 +106,10 @@ def test_the_servers_of_a_fleet_share_queue_and_folder() -> None:
     assert first["depends_on"] == {"database": {"condition": "service_healthy"}}
     assert first["volumes"] == second["volumes"]
     assert "healthcheck" in FLEET["database"]
-    devices = [
-        device
-        for server in (first, second)
-        for each in server["deploy"]["resources"]["reservations"]["devices"]
-        for device in each["device_ids"]
-    ]
-    assert len(set(devices)) == len(devices)
+    (one,), (other,) = (
+        server["deploy"]["resources"]["reservations"]["devices"] for server in (first, second)
+    )
+    assert not set(one["device_ids"]) & set(other["device_ids"])
     fleet = KUBERNETES["kubernetes-fleet"]
     assert fleet["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
     (variable,) = (each for each in _container(fleet)["env"] if each["name"] == "SVDPP_QUEUE")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from svdpp.config import ClipRequest, Fit, PipelineConfig, SamplingConfig
@@ -137,13 +136,10 @@ def sift_inputs(
 ) -> tuple[list[Photo], list[InputError]]:
     """The images that can be used, each once, and an error for each input that cannot.
 
-    With `video_frames` they are videos that have as many frames.
-
-    Args:
-        inputs: each is a file (with any suffix), a folder (its files with a suffix of an image or a
-            video, by name, without hidden ones) or, if no file has that literal name, a glob
-            pattern (files with such a suffix, by name).
-        recursive: whether to search subfolders, except hidden ones and links.
+    With `video_frames` they are videos that have as many frames. Each input is a file (with any
+    suffix), a folder (its files with a suffix of an image or a video, without hidden ones) or, if
+    no file has that literal name, a glob pattern (files with such a suffix). `recursive` searches
+    subfolders, except hidden ones and links.
     """
     photos: list[Photo] = []
     problems: list[InputError] = []
@@ -342,8 +338,11 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "F" or image.mode.startswith("I"):
-        return Image.fromarray(_grey_to_8_bits(image)).convert("RGB")
+    if image.mode in ("F", "I"):
+        raise InputError("has grey of 32 bits, whose white is not defined: save it with 16 bits")
+    if image.mode.startswith("I;16"):  # Pillow would clip it
+        grey = (np.asarray(image).astype(np.uint32) + 128) // 257
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")
     over_white = Image.new("RGB", image.size)
@@ -353,23 +352,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", rgba.size, "white")
         over_white.paste(Image.alpha_composite(white, rgba).convert("RGB"), box)
     return over_white
-
-
-def _grey_to_8_bits(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """Scale grey of more than 8 bits to shape (H, W) with white at 255; Pillow would clip it."""
-    grey = np.asarray(image)
-    low, high = float(grey.min()), float(grey.max())
-    if image.mode == "F":
-        if not 0 <= low <= high <= 1:  # also false for NaN
-            raise InputError(f"has float pixels from {low:g} to {high:g}: they must be 0 to 1")
-        return np.asarray(np.rint(grey * 255), dtype=np.uint8)
-    # Mode I has 32 bits. It commonly holds 16-bit values; for others white is not defined.
-    if image.mode == "I" and not (low >= 0 and 255 < high <= 65535):
-        raise InputError(f"has 32-bit pixels from {low:g} to {high:g}: only 16 bits can be read")
-    eight = np.asarray((grey.astype(np.uint32) + 128) // 257, dtype=np.uint8)
-    if isinstance(key := image.info.get("transparency"), int):
-        eight[grey == key] = 255
-    return eight
 
 
 def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:

@@ -54,8 +54,6 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             continue
         if os.path.isdir(path) and not _is_frames_folder(path):
             clips = _clips_in(path)
-            if not clips and (path / MANIFEST).exists():
-                raise InputError(f"there is no clip in the folder {str(path)!r}")
             found += map(_preferred, clips)
             images += [] if clips else [path]
         elif path.suffix in (".json", ".mp4") or _is_clip(path):  # also if it is missing
@@ -77,7 +75,7 @@ def read_clip(path: Path) -> ClipOnDisk:
     """The clip whose JSON or file is at `path`."""
     if path.suffix == ".json":
         return _of_json(path)
-    if path.name == MANIFEST or not os.path.exists(path):
+    if not os.path.exists(path):
         raise InputError(f"{str(path)!r} does not exist")
     raw = video.read_metadata(path)
     metadata = checked_clip_metadata(raw, f"the metadata in {str(path)!r} is not a clip's")

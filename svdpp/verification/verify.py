@@ -145,9 +145,9 @@ def verify(
 ) -> VerificationResult:
     """Runs `requests` through the ranks, then sequentially, and compares the latents.
 
+    The outputs are not written.
+
     Args:
-        config: of the pipelined run; the reference has the same model, options and threads.
-        requests: of the clips; their outputs are not written.
         fault: for tests; see `Pipeline`.
         observers: of the ranks.
         open_observer: opens an observer for each of the two runs, "pipelined" and "sequential".
@@ -186,11 +186,7 @@ def run_pipelined(
     fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
 ) -> dict[str, Any]:
-    """Runs `requests` through the ranks and keeps the latent after each range in `folder`.
-
-    Returns:
-        The conditions in the first clip's metadata, see `worker.device.conditions_of`.
-    """
+    """Runs `requests` through the ranks, keeps what is compared, and returns their conditions."""
     files = sorted({path for request in requests for path, _ in request.files.values()})
     pipeline = Pipeline(config, tensor_folder=str(folder), shared_paths=files, fault=fault)
     for observer in observers:
@@ -202,8 +198,7 @@ def run_pipelined(
         results = pipeline.run(requests)
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
         reset_peak()
-    conditions: dict[str, Any] = results[0].metadata["conditions"]
-    return conditions
+    return dict(results[0].metadata["conditions"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +225,6 @@ def run_reference(
     """Computes each clip by diffusers in a process of its own; returns the hashes of each.
 
     Args:
-        config: of the pipelined run; the reference ignores its number of ranks and layout.
-        requests: of the clips; none is written.
         steps: numbers of steps done after which the latent is kept.
         tensor_folder: for latents and frames; None keeps neither.
         observers: called with (0, event) for each event of the reference.

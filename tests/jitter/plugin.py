@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -57,27 +56,17 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def _stop_processes(chance: random.Random, over: threading.Event) -> None:
     sys.setprofile(None)
     while not over.wait(sitecustomize.seconds_between(chance) / 2):
-        if running := _running_descendants():
-            with contextlib.suppress(ProcessLookupError):
-                _stop(chance.choice(running), sitecustomize.seconds_of_pause(chance))
+        with contextlib.suppress(psutil.NoSuchProcess):  # one has just ended
+            _stop_one_of(psutil.Process().children(recursive=True), chance)
 
 
-def _stop(pid: int, seconds: float) -> None:
-    process = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(process, signal.SIGSTOP)
-        time.sleep(seconds)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGCONT)
-        os.close(process)
-
-
-def _running_descendants() -> list[int]:
-    """Processes below this one, in a fixed order; without stopped and ended ones."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
-                found.append(process.pid)
-    return sorted(found)
+def _stop_one_of(processes: list[psutil.Process], chance: random.Random) -> None:
+    asleep = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    running = [process for process in processes if process.status() not in asleep]
+    if running:
+        process = chance.choice(sorted(running, key=lambda each: each.pid))
+        process.suspend()
+        try:
+            time.sleep(sitecustomize.seconds_of_pause(chance))
+        finally:
+            process.resume()

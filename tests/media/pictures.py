@@ -1,4 +1,4 @@
-"""Owns test pictures: plain ones, and PNG files with any header."""
+"""Test pictures: plain ones, and PNG files with any header."""
 
 from __future__ import annotations
 
@@ -26,18 +26,15 @@ def encoded(image: Image.Image, format: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def png(
-    width: int, height: int, depth: int, colour_type: int, rows: bytes, trns: bytes = b""
-) -> bytes:
+def png(width: int, height: int, depth: int, colour_type: int, rows: bytes) -> bytes:
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         )
 
     header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
-    middle = chunk(b"tRNS", trns) if trns else b""
     body = chunk(b"IDAT", zlib.compress(rows, 9))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + middle + body + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
 def ffmpeg(*arguments: str | Path) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from PIL import Image
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.errors import InputError, OutputError
 from svdpp.media import video
-from svdpp.media.output_files import write_json
 from svdpp.media.video import (
     clip_path,
     file_sha256,
@@ -28,36 +26,31 @@ from svdpp.media.video import (
     write_clip,
 )
 from tests.media.pictures import ffmpeg
-from tests.small_disk import small_disk
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}
 ODD_NAMES = [
-    "-y.mp4",
-    "%03d.mp4",
-    "concat:x.mp4",
-    "pipe:1.mp4",
-    "a\nb.mp4",
-    "é 你 [1]?*#.mp4",
-    os.fsdecode(b"\xff.mp4"),
-    "x" * 250 + ".mp4",
+    *("-y.mp4", "%03d.mp4", "concat:x.mp4", "pipe:1.mp4", "a\nb.mp4", "é 你 [1]?*#.mp4"),
+    *(os.fsdecode(b"\xff.mp4"), "x" * 250 + ".mp4"),
 ]
 
 
 def smooth(count: int = 6, height: int = 48, width: int = 64) -> video.Frames:
     """Different frames with saturated red, which shows a wrong colour matrix."""
-    y, x = np.mgrid[:height, :width]
-    pictures = [np.stack([x * 0 + 230, y * 3, x * 2 + i * 8], -1) for i in range(count)]
-    return np.stack(pictures).clip(0, 255).astype(np.uint8)
+    index, y, x = np.mgrid[:count, :height, :width]
+    pictures = np.stack([x * 0 + 230, y * 3, x * 2 + index * 8], -1)
+    return pictures.clip(0, 255).astype(np.uint8)
 
 
 def noise(count: int = 6, side: int = 128) -> video.Frames:
     return np.random.default_rng(0).integers(0, 256, (count, side, side, 3), np.uint8)
 
 
-def write(path: Path | str, format: VideoFormat, frames: video.Frames, crf: int = 18) -> None:
+def write(
+    path: Path | str, format: VideoFormat, frames: video.Frames, crf: int = 18, fps: int = 7
+) -> None:
     output = OutputConfig(path=str(path), format=format, crf=crf)
-    write_clip(frames, output, fps=7, metadata=METADATA)
+    write_clip(frames, output, fps=fps, metadata=METADATA)
 
 
 def distance(one: video.Frames, other: video.Frames) -> float:
@@ -83,12 +76,6 @@ def test_the_sound_of_an_mp4_comes_back(tmp_path: Path, channels: int) -> None:
     assert spectrum.argmax() == 440  # in Hz, as it is one second
     assert len(read_frames(path, "mp4")) == 7
     assert read_metadata(path) == METADATA
-
-
-def test_a_silent_mp4_has_no_sound(tmp_path: Path) -> None:
-    write(tmp_path / "a.mp4", "mp4", smooth())
-    with pytest.raises(InputError, match="cannot be read as mp4"):
-        read_sound(tmp_path / "a.mp4")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -139,15 +126,17 @@ def test_equal_neighbours_are_counted(tmp_path: Path, format: VideoFormat) -> No
     assert len(read_frames(path, format)) == (5 if format in ("mp4", "frames") else 1)
 
 
-def test_animations_run_for_ever_at_their_speed(tmp_path: Path) -> None:
-    for format, milliseconds in (("gif", 140), ("webp", 143)):
-        write(tmp_path / "x", format, smooth(5))
-        with Image.open(tmp_path / "x") as image:
-            assert image.n_frames == 5
-            assert image.info["loop"] == 0
-            image.load()
-            assert image.info["duration"] == milliseconds
-    assert video._frame_ms("gif", 240) == 20
+@pytest.mark.parametrize(
+    ("format", "fps", "milliseconds"), [("gif", 7, 140), ("gif", 240, 20), ("webp", 7, 143)]
+)
+def test_animations_run_for_ever_at_their_speed(
+    tmp_path: Path, format: VideoFormat, fps: int, milliseconds: int
+) -> None:
+    write(tmp_path / "x", format, smooth(5), fps=fps)
+    with Image.open(tmp_path / "x") as image:
+        assert (image.n_frames, image.info["loop"]) == (5, 0)
+        image.load()
+        assert image.info["duration"] == milliseconds
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
@@ -171,14 +160,12 @@ def test_clip_path_is_one_valid_name() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_old_clip_stays_when_the_new_one_fails(
+def test_a_clip_that_lost_a_frame_takes_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: VideoFormat
 ) -> None:
-    path = tmp_path / "x"
+    path, check, more = tmp_path / "x", video._check_whole, smooth(7)
     write(path, format, smooth())
     before = contents(path)
-
-    check, more = video._check_whole, smooth(7)
     monkeypatch.setattr(
         video, "_check_whole", lambda path, format, _, fps: check(path, format, more, fps)
     )
@@ -186,64 +173,54 @@ def test_the_old_clip_stays_when_the_new_one_fails(
         write(path, format, smooth())
     assert contents(path) == before
     assert os.listdir(tmp_path) == ["x"]
-    monkeypatch.undo()
-    write(path, format, smooth(2))
-    assert len(read_frames(path, format)) == 2
-    assert os.listdir(tmp_path) == ["x"]
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "size=64k") as disk:
-        yield disk
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_full_disk(full_disk: Path, format: VideoFormat) -> None:
-    with pytest.raises(OutputError, match=r"x' cannot be written: .*No space left on device"):
-        write(full_disk / "x", format, noise(12), crf=0)
-    assert os.listdir(full_disk) == []
-    write(full_disk / "x", format, smooth(2))  # the disk has space again
 
 
 @pytest.fixture
 def fake_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty script, which has a second to write six frames."""
     script = tmp_path / "fake"
+    script.touch(0o755)
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(script))
+    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # and one for each frame
     return script
 
 
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
-        (
-            "echo first >&2; echo 'the cause' >&2; echo >&2; exit 3",
-            "ffmpeg ended with 3: the cause",
-        ),
-        ("exit 4", "ffmpeg ended with 4: no reason given"),
+        ("echo first >&2; echo 'the cause' >&2; exit 3", "ffmpeg ended with 3: the cause"),
         ("echo what followed >&2; exit 228", "ffmpeg failed: No space left on device"),
-        ("kill -9 $$", "ffmpeg was ended by SIGKILL"),
+        ("kill -9 $$", "ffmpeg was ended by SIGKILL"),  # as by the kernel for lack of memory
         ("cat > /dev/null", "it has no frames"),
         ("exec sleep 60", "ffmpeg did not end within 1 s"),
     ],
 )
-def test_an_ffmpeg_that_fails(
-    tmp_path: Path, fake_ffmpeg: Path, monkeypatch: pytest.MonkeyPatch, body: str, cause: str
-) -> None:
+def test_an_ffmpeg_that_fails(tmp_path: Path, fake_ffmpeg: Path, body: str, cause: str) -> None:
     fake_ffmpeg.write_text(f"#!/bin/sh\n{body}\n")
-    fake_ffmpeg.chmod(0o755)
-    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # and one for each of six frames
-    (tmp_path / "x.mp4").write_text("old")
+    clip = tmp_path / "x.mp4"
+    clip.write_text("old")
     with pytest.raises(OutputError) as caught:
-        write(tmp_path / "x.mp4", "mp4", noise(6, 256))  # more than a pipe's buffer
+        write(clip, "mp4", noise(6, 256))  # more than a pipe's buffer
     assert cause in caught.value.message
-    assert repr(str(tmp_path / "x.mp4")) in caught.value.message
+    assert repr(str(clip)) in caught.value.message
     assert sorted(os.listdir(tmp_path)) == ["fake", "x.mp4"]
-    assert (tmp_path / "x.mp4").read_text() == "old"
+    assert clip.read_text() == "old"
+
+
+def test_a_decoder_that_is_killed_was_not_slow(
+    fake_ffmpeg: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ffmpeg.write_text("#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(InputError, match="ended by SIGKILL"):
+        read_frames(Path("clip.mp4"), "mp4")
+    fake_ffmpeg.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(video, "_READ_SECONDS", 0.4)
+    with pytest.raises(InputError, match="within 0 s"):
+        read_frames(Path("clip.mp4"), "mp4")
 
 
 def test_no_ffmpeg_says_how_to_get_one(fake_ffmpeg: Path) -> None:
+    fake_ffmpeg.unlink()
     with pytest.raises(OutputError, match=r"x\.mp4' cannot be written: mp4 needs ffmpeg") as caught:
         write(fake_ffmpeg.with_name("x.mp4"), "mp4", smooth())
     assert caught.value.hint == "pip install imageio-ffmpeg"
@@ -276,9 +253,6 @@ def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
 
 def test_frames_sha256_is_of_the_bytes_in_order() -> None:
     frames = smooth()
-    for wrong in (frames[0], frames.astype(np.float32), frames[..., :2], frames[:0]):
-        with pytest.raises(ValueError, match="frames must be uint8"):
-            frames_sha256(wrong)
     assert frames_sha256(frames) == hashlib.sha256(frames.tobytes()).hexdigest()
     assert frames_sha256(np.asfortranarray(frames)) == frames_sha256(frames)
     assert frames_sha256(frames[::-1]) != frames_sha256(frames)
@@ -336,13 +310,8 @@ def test_bytes_reach_the_disk_before_the_name(
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_replace)
     write(tmp_path / "x.mp4", "mp4", smooth(2))
-    assert done == ["file", "name", "folder"]
-    done.clear()
     write(tmp_path / "x", "frames", smooth(2))
-    assert done == ["file", "file", "folder", "name", "folder"]
-    done.clear()
-    write_json(tmp_path / "x.json", {})
-    assert done == ["file", "name", "folder"]
+    assert done == ["file", "name", "folder", "file", "file", "folder", "name", "folder"]
 
 
 def test_a_playlist_called_mp4_is_not_followed(tmp_path: Path) -> None:
@@ -352,30 +321,29 @@ def test_a_playlist_called_mp4_is_not_followed(tmp_path: Path) -> None:
         read_frames(tmp_path / "x.mp4", "mp4")
 
 
-def test_clips_of_very_many_frames_are_refused(tmp_path: Path) -> None:
+def test_a_time_that_stands_for_very_many_frames_is_refused(tmp_path: Path) -> None:
     first, *rest = (Image.fromarray(frame) for frame in smooth(3))
     times = [10, 600_000, 10]
     first.save(tmp_path / "x.gif", save_all=True, append_images=rest, duration=times)
     with pytest.raises(InputError, match="more than 1024 frames"):
         read_frames(tmp_path / "x.gif", "gif")
-    source = ["-f", "lavfi", "-i", "color=size=16x16:rate=100:duration=11", "-c:v", "libx264"]
-    for kind, frames in (("x.mp4", []), ("whole.mp4", ["-frames:v", "1024"])):
-        ffmpeg(*source, *frames, "-pix_fmt", "yuv420p", tmp_path / kind)
-    with pytest.raises(InputError, match="more than 1024 frames"):
-        read_frames(tmp_path / "x.mp4", "mp4")
-    assert read_frames(tmp_path / "whole.mp4", "mp4").shape == (1024, 16, 16, 3)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_clip_of_very_many_pixels_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: VideoFormat
+@pytest.mark.parametrize(("limit", "largest"), [("MAX_FRAMES", 6), ("MAX_CLIP_PIXELS", 18_432)])
+def test_a_clip_beyond_the_limits_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    format: VideoFormat,
+    limit: str,
+    largest: int,
 ) -> None:
     path = tmp_path / f"x{video.SUFFIXES[format]}"
     write(path, format, smooth(6))
+    monkeypatch.setattr(video, limit, largest)
     assert len(read_frames(path, format)) == 6
-    monkeypatch.setattr(video, "MAX_CLIP_PIXELS", 5 * 48 * 64)
-    monkeypatch.setattr(video, "MAX_FRAMES", 8)
-    with pytest.raises(InputError, match="or 15360 pixels, the limit of a clip"):
+    monkeypatch.setattr(video, limit, largest - 1)
+    with pytest.raises(InputError, match=rf"more than .*\b{largest - 1} .*the limit of a clip"):
         read_frames(path, format)
 
 
@@ -385,20 +353,11 @@ def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat
     output = OutputConfig(path=str(path), format=format)
     written = write_clip(smooth(3), output, fps=7, metadata=METADATA)
     assert file_sha256(path) == written
-    by_hand = subprocess.run(
-        ["sh", "-c", "sha256sum x.*" if path.is_file() else "cd x && sha256sum * | sha256sum"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env={**os.environ, "LC_ALL": "C"},
-    )
-    assert by_hand.stdout.split()[0] == written
+    by_hand = "sha256sum x.*" if path.is_file() else "cd x && sha256sum * | sha256sum"
+    assert subprocess.check_output(by_hand, shell=True, cwd=tmp_path).decode().split()[0] == written
     with (path / "00001.png" if path.is_dir() else path).open("ab") as file:
         file.write(b"junk")
     assert file_sha256(path) != written
-    with pytest.raises(InputError):
-        file_sha256(tmp_path / "absent")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="is not a regular file"):
         file_sha256(tmp_path / "pipe")
@@ -414,19 +373,3 @@ def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:
     for path in (tmp_path / "x.gif", tmp_path / "x.webp", tmp_path, plain):
         with pytest.raises(InputError, match="has no metadata"):
             read_metadata(path)
-
-
-@pytest.mark.parametrize(
-    ("script", "words"), [("kill -9 $$", "ended by SIGKILL"), ("exec sleep 60", "within 0 s")]
-)
-def test_a_decoder_that_is_killed_was_not_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
-) -> None:
-    """As by the kernel, when memory runs out."""
-    decoder = tmp_path / "ffmpeg"
-    decoder.write_text(f"#!/bin/sh\n{script}\n")
-    decoder.chmod(0o700)
-    monkeypatch.setattr(video, "find_ffmpeg", lambda: str(decoder))
-    monkeypatch.setattr(video, "_READ_SECONDS", 0.4)
-    with pytest.raises(InputError, match=words):
-        read_frames(tmp_path / "clip.mp4", "mp4")

@@ -78,7 +78,7 @@ def text_bomb() -> bytes:
 
 @pytest.mark.long
 def test_a_hostile_file_is_refused(photos: PhotoFolder) -> None:
-    """More kinds are in tests/media/test_image.py."""
+    """More kinds are in tests/media/test_inputs.py."""
     many_pixels = png(100_000, 100_000, 8, 2, bytes(10**6))
     for data, reason in ((many_pixels, "is too large"), (text_bomb(), "is damaged")):
         error = refusal(photos, data, "my 'cat'.png")

@@ -1,30 +1,118 @@
-"""The proof by real processes: equal without a fault, and every injected fault is located."""
+"""The proof: a difference of one bit is found and measured, and each fault of a rank located."""
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.media.inputs import example_photos
 from svdpp.models.dummy import DummyModel
-from svdpp.verification.verify import Check, run_pipelined, verify
-from tests.faults.damage import Damage
+from svdpp.verification.verify import (
+    Check,
+    Place,
+    VerificationResult,
+    compare_tensors,
+    run_pipelined,
+    verify,
+)
+from svdpp.worker.tensor_files import TensorStore, tensor_sha256
+from tests.faults.damage import Damage, one_ulp_off
 from tests.models.builders import save_tiny_checkpoint
 
-pytestmark = pytest.mark.processes
-
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DUMMY = PipelineConfig(
     world_size=2,
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
     sampling=SvdSampling(num_inference_steps=6),
 )
+
+
+def _compare(ours: torch.Tensor, theirs: torch.Tensor, what: Any = "latent") -> Check:
+    return compare_tensors(what, ours, theirs, Place(clip=2, step=8, rank=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_ulp_is_found_and_placed(dtype: torch.dtype) -> None:
+    latent = torch.randn(1, 2, 4, 3, 3).to(dtype)
+    same = _compare(latent, latent.clone())
+    assert (same.equal, same.max_abs_diff, same.max_ulp, same.first_index) == (True, 0.0, 0, None)
+    check = _compare(one_ulp_off(latent), latent)
+    # The fault is injected in the middle of 72 elements, at index 36.
+    assert (check.equal, check.max_ulp, check.first_index) == (False, 1, (0, 1, 0, 0, 0))
+    assert 0 < check.max_abs_diff < 0.1
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    zero = _compare(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert (zero.equal, zero.max_abs_diff, zero.max_ulp) == (False, 0.0, 0)
+    nan = _compare(torch.tensor([torch.nan]), torch.tensor([1.0]))
+    assert (nan.equal, nan.max_abs_diff) == (False, float("inf"))
+
+
+@given(st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False))
+def test_ulps_count_the_numbers_between(a: float, b: float) -> None:
+    distance = _compare(torch.tensor([a]), torch.tensor([b])).max_ulp
+    ordered = sorted((np.float32(a), np.float32(b)))
+    if distance < 50:
+        for _ in range(distance):
+            ordered[0] = np.nextafter(ordered[0], np.float32(np.inf))
+        assert ordered[0] == ordered[1]
+    else:
+        assert a != b
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype", "most"), [("frames", torch.uint8, 255), ("audio", torch.int16, 32767)]
+)
+def test_levels_are_compared(what: Any, dtype: torch.dtype, most: int) -> None:
+    levels = torch.zeros((2, 4, 4, 3), dtype=dtype)
+    other = levels.clone()
+    other[1, 2, 3, 0] = 5
+    assert _compare(levels, levels.clone(), what).equal
+    for ours, theirs in ((other, levels), (levels, other)):
+        check = _compare(ours, theirs, what)
+        assert (check.equal, check.max_ulp, check.first_index) == (False, 5, (1, 2, 3, 0))
+        assert check.distance == f"5 of {most} levels"
+        assert (check.max_abs_diff, check.psnr_db) == (5 / most, None)
+
+
+def test_verdict_names_the_first_difference() -> None:
+    latent = torch.ones(3)
+    good, bad = _compare(latent, latent), _compare(latent, latent + 1)
+    verdict = VerificationResult((good, bad, bad))
+    assert verdict.first_difference is bad
+    report = verdict.to_json()
+    assert (report["schema_version"], report["equal"], report["max_abs_diff"]) == (1, False, 1.0)
+    assert report["checks"][0].keys() >= {"clip", "what", "step", "rank", "equal", "sha256"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sha256_is_of_the_contiguous_bytes(dtype: torch.dtype) -> None:
+    latent = torch.randn(2, 3, 5).to(dtype)
+    raw = bytes(latent.view(torch.uint8).reshape(-1).tolist())
+    assert tensor_sha256(latent) == hashlib.sha256(raw).hexdigest()
+    turned = latent.transpose(0, 2)
+    assert tensor_sha256(turned) == tensor_sha256(turned.contiguous())
+    assert tensor_sha256(turned) != tensor_sha256(latent)
+
+
+def test_another_host_names_no_file_outside_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not the name"):
+        TensorStore(tmp_path).put("../clip3_step7", b"")
+
+
+# --- by real processes ----------------------------------------------------------------------------
 
 
 def _places(checks: tuple[Check, ...]) -> list[tuple[int, str, int, int]]:
@@ -48,6 +136,7 @@ def _requests(num_clips: int) -> list[ClipRequest]:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "fp32"), (4, "bf16")])
 def test_svd_through_ranks_is_bitwise_diffusers(
     tiny: PipelineConfig, world_size: int, dtype: str
@@ -68,12 +157,7 @@ def test_svd_through_ranks_is_bitwise_diffusers(
     assert len(set(hashes)) == len(hashes), "clips and steps must not be the same thing twice"
 
 
-def test_the_dummy_is_the_plain_loop() -> None:
-    verdict = verify(replace(DUMMY, world_size=3), [ClipRequest(seed=s) for s in (4, 5)])
-    assert verdict.bitwise
-    assert len(verdict.checks) == 2 * 3
-
-
+@pytest.mark.processes
 def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -99,18 +183,17 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     assert emptied == [True]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["ulp", "skip"])
 def test_a_planted_fault_is_caught_where_it_was_planted(kind: str) -> None:
-    config = replace(DUMMY, world_size=3)
     requests = [ClipRequest(seed=seed) for seed in range(3)]
-    verdict = verify(config, requests, fault=Damage(kind, 1, 1))
+    verdict = verify(replace(DUMMY, world_size=3), requests, fault=Damage(kind, 1, 1))
     assert not verdict.bitwise
     first = verdict.first_difference
     assert first is not None
     assert (first.clip, first.step, first.rank) == (1, 4, 1)
     if kind == "ulp":
-        assert first.max_ulp == 1
-        assert first.first_index == (0, 2, 0, 0, 0)
+        assert (first.max_ulp, first.first_index) == (1, (0, 2, 0, 0, 0))
     # Everything of this clip after the fault differs, and nothing else.
     assert [check.equal for check in verdict.checks] == [
         *(True, True, True),
@@ -119,10 +202,8 @@ def test_a_planted_fault_is_caught_where_it_was_planted(kind: str) -> None:
     ]
 
 
+@pytest.mark.processes
 def test_a_fault_in_svd_reaches_the_frames_check(tiny: PipelineConfig) -> None:
     verdict = verify(tiny, _requests(1), fault=Damage("skip", 0, 0))
-    assert [check.what for check in verdict.checks if not check.equal] == [
-        "latent",
-        "final_latent",
-        "frames",
-    ]
+    differing = [check.what for check in verdict.checks if not check.equal]
+    assert differing == ["latent", "final_latent", "frames"]
