@@ -113,6 +113,9 @@ def read_keys(path: Path) -> Keys:
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
     lines = [line.groups() for line in _read(path, "API key file", _KEY_LINE, form)]
+    names = {(sha256, name) for name, sha256, _ in lines}
+    if len(names) > len({sha256 for sha256, _ in names}):
+        raise InputError(f"API key file {str(path)!r} has one hash under two names")
     limits = {name: int(limit) for name, _, limit in lines if limit}
     return Keys({sha256: Owner(name, limits.get(name)) for name, sha256, _ in lines})
 

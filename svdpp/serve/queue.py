@@ -241,10 +241,7 @@ class JobQueue:
             self._check_limits(database, job.owner, max_open, max_open_of_owner)
             if time.time() > until:
                 raise OutputError("the server was stopped for too long during a request")
-            values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
-            insert = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
-            database.execute(insert, tuple(values.values()))
-            database.execute(_NEW_OWNER, (job.owner,))
+            _insert(database, job)
             self._tell(database, QUEUED)
         return job
 
@@ -538,6 +535,13 @@ class JobQueue:
 
 def _marks(values: Iterable[Any]) -> str:
     return ", ".join("?" for _ in values)
+
+
+def _insert(database: Statements, job: Job) -> None:
+    values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
+    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
+    database.execute(query, tuple(values.values()))
+    database.execute(_NEW_OWNER, (job.owner,))
 
 
 def _same_request(known: Job, job: Job) -> Job:
