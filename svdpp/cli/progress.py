@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
     from svdpp.driver.pipeline import Pipeline
 
+# Without a live picture, a line this often shows that the run goes on.
+_LINE_SECONDS = 60.0
 # A log of a server that runs for months: at most this size, and so many older ones beside it.
 _FILE_BYTES = 50_000_000
 _OLD_FILES = 4
@@ -94,6 +96,7 @@ class Progress(Bars):
         self._ended: float | None = None
         self._makespan: float | None = None
         self._next_forecast = 0.0
+        self._next_line = self._started + _LINE_SECONDS
         is_live = console.err.is_terminal and not console.err.is_dumb_terminal
         state = Column(no_wrap=True, overflow="ellipsis")
         super().__init__(  # it asks for what is to be shown
@@ -132,6 +135,9 @@ class Progress(Bars):
                 self._say(f"{event.error['message']}: {event.error['hint']}")
             case _:
                 pass
+        if self.disable and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+            self._remarks.info(self._summary())
 
     @property
     def closing(self) -> str:

@@ -371,11 +371,3 @@ class Feeder:
                     logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:
                     self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))
-
-
-def _died_again(error: BaseException) -> RankError:
-    return RankError(
-        f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}",
-        getattr(error, "hint", ""),
-        details=getattr(error, "details", {}),
-    )

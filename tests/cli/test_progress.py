@@ -136,6 +136,13 @@ def test_elsewhere_every_clip_is_a_plain_line_and_the_closing_line_counts(term: 
     assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.closing)
 
 
+def test_elsewhere_a_line_now_and_then_shows_that_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("svdpp.cli.progress._LINE_SECONDS", 0.0)
+    assert watch(EVENTS[:1], term="none")[1] == ["run: 0 of 2 clips, starting, 0:00"]
+
+
 @pytest.mark.processes
 def test_an_interrupt_leaves_a_clean_terminal() -> None:
     """Ctrl-C in a real terminal of 80 columns: one sentence at the start of a line, the cursor."""
