@@ -93,11 +93,16 @@ class Panel(str):
         return self.setting("", help, *names, default=default, **more)
 
 
-_PANELS = [
-    *map(Panel, ("Service", "Video", "Prompts", "Model and precision", "Layout", "Costs")),
-    *map(Panel, ("Memory", "Recovery", "Diagnostics")),
-]
-SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS = _PANELS
+VIDEO = Panel("Video")
+PROMPTS = Panel("Prompts")
+MODEL = Panel("Model and precision")
+LAYOUT = Panel("Layout")
+COSTS = Panel("Costs")
+MEMORY = Panel("Memory")
+SERVICE = Panel("Service")
+RECOVERY = Panel("Recovery")
+DIAGNOSTICS = Panel("Diagnostics")
+_PANELS = (SERVICE, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS)
 
 
 def argument(metavar: str, help: str, **more: Any) -> Any:
