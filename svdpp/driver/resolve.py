@@ -287,12 +287,17 @@ class ClipWork:
         if request.sampling is not None and not self._can_take(layout, route):
             route = layout.route(clip, all_stages=True)
             if not self._can_take(layout, route):
-                own, num_steps = self._config.sampling.num_inference_steps, layout.num_steps
+                own = self._config.sampling.num_inference_steps
+                if layout.num_steps == own:
+                    raise RequestError(
+                        "with these parameters the model changes its expert at another step, and "
+                        "some ranks have not loaded the expert that they would need",
+                        "use the pipeline's --param flow_shift",
+                    )
                 raise RequestError(
-                    f"the ranks were started with --steps {own}, and some have not loaded what a "
-                    f"clip of {num_steps} steps with these parameters needs",
-                    f"use {own} steps and the pipeline's --param flow_shift, or start svdpp with "
-                    f"--steps {num_steps}",
+                    f"the ranks were started with --steps {own}, and some have not loaded what "
+                    f"clips of {layout.num_steps} steps need",
+                    f"use {own} steps, or start svdpp with --steps {layout.num_steps}",
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 
