@@ -104,7 +104,7 @@ def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixtu
     "command",
     [
         ("run", PHOTO, "--device", "cuda", "--out", "out"),
-        ("verify", "--device", "cuda"),
+        pytest.param(("verify", "--device", "cuda"), marks=pytest.mark.full),
         pytest.param(("doctor", "--device", "cuda", "--out", "out"), marks=pytest.mark.full),
     ],
     ids=lambda command: command[0],

@@ -131,7 +131,7 @@ SIZES = {
     "skyreels-v2": (160, 13, 256),
     "framepack": (96, 37, 8),
 }
-IN_CI = {*FIRST, "wan-image-bf16", "ltx-image"}
+IN_CI = {"svd", "wan-image-bf16", "ltx-image", "ltx2", "wan-animate", "mochi"}
 
 
 @pytest.mark.long

@@ -35,7 +35,7 @@ def store(tmp_path: Path, bucket: str) -> FileStore:
 def test_servers_share_a_bucket_outlive_it_and_one_of_them_is_killed(
     start: Callable[..., HttpServer], bucket: str, store: FileStore, swift: Swift
 ) -> None:
-    options = (*DEMO, "--steps", "30", "--grace", "0", "--lease", "3", "--files", bucket)
+    options = (*DEMO, "--steps", "12", "--grace", "0", "--lease", "3", "--files", bucket)
     first = start(*options, folder="first")
     _clips_survive_the_store(first, swift)
     pair = first, start(*options, folder="second")
@@ -65,7 +65,7 @@ def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
         error_of(answer, 503, "storage_failed")
         assert int(answer.headers["Retry-After"]) > 0
         assert server.client.get("/health").status_code == 200
-        wait(lambda: server.video(id)["step"] == 30)
+        wait(lambda: server.video(id)["step"] == 12)
         assert server.video(id)["status"] == "in_progress"
     finally:
         swift.start()
@@ -81,7 +81,7 @@ def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
 
 def _any_server_makes_and_serves_a_clip(pair: Pair, store: FileStore) -> None:
     first, second = pair
-    ids = [*first.add(steps=4), *second.add(steps=4)]
+    ids = [*first.add(steps=2), *second.add(steps=2)]
     for id in ids:
         first.wait_for(id, "completed")
         clip = _content(first, id)
@@ -99,7 +99,7 @@ def _any_server_makes_and_serves_a_clip(pair: Pair, store: FileStore) -> None:
 
 
 def _another_server_goes_on_with_the_clip_of_a_killed_one(pair: Pair, store: FileStore) -> None:
-    (id,) = pair[0].add(steps=40)
+    (id,) = pair[0].add(steps=20)
     wait(lambda: store.objects("latents"), lambda: f"{pair[0].video(id)}")
     claims = [server.client.get("/v1/servers").json()["data"][0]["claims"] for server in pair]
     killed, other = pair if claims[0] else reversed(pair)
