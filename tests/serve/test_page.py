@@ -170,7 +170,7 @@ def test_the_page_asks_no_other_server_and_needs_no_inline_code() -> None:
     files = {path.name: path.read_text() for path in PAGE.iterdir()}
     scripts = {name: text for name, text in files.items() if name.endswith(".js")}
 
-    assert set(files) == {"index.html", "page.css", *scripts}
+    assert set(files) == {"index.html", "page.css", "icon.svg", *scripts}
     for text in files.values():
         links = re.findall(r"https?://[^\s\"'<]+", text)
         assert set(links) <= {"http://www.w3.org/2000/svg"}, "a request to another server"
