@@ -67,16 +67,15 @@ class Transfer(NamedTuple):
     waited: float
     """Sender: seconds until the receiver took the header. Receiver: 0."""
     end: float
-    channel: Channel = "clips"
 
 
 @dataclass(eq=False)
 class Transport:
     """All links of one rank; received tensors end up on its `device`.
 
-    `on_transfer` is called from the links' threads after each transfer. With `checksum` payloads
-    carry a crc32, which the receiver compares. `wall_ahead` are the seconds by which this host's
-    clock is ahead of rank 0's, by which the times in packets are.
+    `on_transfer` is called from the links' threads after each transfer of a clip. With `checksum`
+    payloads carry a crc32, which the receiver compares. `wall_ahead` are the seconds by which this
+    host's clock is ahead of rank 0's, by which the times in packets are.
     """
 
     rank: int
@@ -230,9 +229,9 @@ class Transport:
             work.wait()
 
     def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
-        if ends[1] != _HELLO_CLIP:
+        if ends[1] != _HELLO_CLIP and link.channel == "clips":  # steps and decodes include others
             end = time.monotonic()
-            self.on_transfer(Transfer(*ends, size, end - begun, waited, end, link.channel))
+            self.on_transfer(Transfer(*ends, size, end - begun, waited, end))
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,10 @@ class PipelineConfig:
         # Both ranks of a pair go on from the same bits.
         wrong = "--cfg-parallel 2 cannot be used with --allow-mixed-devices"
         require(self.cfg_parallel == 1 or not self.allow_mixed_devices, wrong)
-        _check_device(self.device)
+        device = self.device if isinstance(self.device, str) else ""
+        known = re.fullmatch(r"cpu|cuda(?::([0-9]{1,9}))?", device)
+        wrong = f"--device must be cpu, cuda or cuda:N, got {shown(self.device)}"
+        require(known is not None and int(known[1] or 0) <= MAX_CUDA_INDEX, wrong)
         check_seconds("--timeout", self.timeout_seconds)
         check_seconds("--start-timeout", self.start_timeout_seconds)
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout_seconds)
@@ -246,14 +249,6 @@ class PipelineConfig:
     def data_parallel(self) -> PipelineConfig:
         """The same configuration with whole clips on each rank."""
         return replace(self, replicas=self.world_size, **_WHOLE)
-
-
-def _check_device(device: object) -> None:
-    match = re.fullmatch(r"cpu|cuda(?::([0-9]{1,9}))?", device) if isinstance(device, str) else None
-    require(
-        match is not None and int(match[1] or 0) <= MAX_CUDA_INDEX,
-        f"--device must be cpu, cuda or cuda:N, got {shown(device)}",
-    )
 
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]

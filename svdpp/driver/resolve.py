@@ -131,7 +131,7 @@ _NCCL_BYTES = 200_000_000
 def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
     """The memory of each part of the model, for the clips of a resolved `config`."""
     if checkpoint is None:  # the dummy takes megabytes
-        return MemoryEstimate(encode=None, denoise=PartMemory(0, 0), decode=None)
+        return MemoryEstimate(*[PartMemory(0, 0)] * 3)
     with environment_defaults():
         from svdpp.models.memory import estimate  # diffusers: seconds
 

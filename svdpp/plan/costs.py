@@ -200,33 +200,28 @@ class PartMemory(NamedTuple):
         return self.weight_bytes + self.activation_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Memory of each part of a model; None for a part that the model does not have."""
+class MemoryEstimate(NamedTuple):
+    """Memory of each part of a model."""
 
-    encode: PartMemory | None
+    encode: PartMemory
     """Encoders of text and image, and the VAE's, at the clip's size; without the original image."""
     denoise: PartMemory
     """The denoiser, or one of two experts, for one step."""
-    decode: PartMemory | None
+    decode: PartMemory
     """The VAE's decoder, for `decode_chunk_size` frames at a time."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
         """Memory of a rank with these roles: the sum of the weights, the largest activations."""
-        loaded = [part for name in roles.held if (part := getattr(self, name)) is not None]
-        return PartMemory(
-            sum(part.weight_bytes for part in loaded),
-            max((part.activation_bytes for part in loaded), default=0),
-        )
+        held = [getattr(self, part) for part in roles.held]
+        activations = (part.activation_bytes for part in held)
+        return PartMemory(sum(part.weight_bytes for part in held), max(activations, default=0))
 
     def as_costs(self) -> dict[str, float]:
-        """The memory fields of `Costs` by name, in GiB; missing parts are omitted."""
-        parts = {"encode": self.encode, "denoise": self.denoise, "decode": self.decode}
+        """The memory fields of `Costs` by name, in GiB."""
         return {
             f"{name}_{kind}_gib": size / 2**30
-            for name, part in parts.items()
-            if part is not None
-            for kind, size in (("weights", part.weight_bytes), ("work", part.activation_bytes))
+            for name, part in self._asdict().items()
+            for kind, size in zip(("weights", "work"), part, strict=True)
         }
 
 

@@ -201,11 +201,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
 def sum_up(
     clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
 ) -> Forecast:
-    """As `summarise`, from the start and end of each clip.
-
-    Args:
-        clips: (first action or arrival, end) of each clip, in order; at least one.
-    """
+    """As `summarise`, from each clip's first action or arrival and its end, in order."""
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
     makespan = in_order[-1]

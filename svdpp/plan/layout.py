@@ -103,7 +103,6 @@ class Layout:
     """Frames of each part of a clip that is decoded at once; empty: one part for each rank."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "split", present_split(self.split))
         check_counts(self.num_steps, self.world_size)
         self._check_pairs()
         self._check_replicas()
@@ -143,7 +142,7 @@ class Layout:
         if boundary is not None and not 1 <= boundary < self.num_steps:
             raise RequestError(
                 "--expert-boundary must be 1 or more and less than the number of steps "
-                f"({self.num_steps}), got {boundary}",
+                f"({self.num_steps}), got {boundary}"
             )
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(

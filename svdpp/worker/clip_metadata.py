@@ -10,14 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from svdpp import __version__
 from svdpp.config import (

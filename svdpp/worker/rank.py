@@ -123,11 +123,7 @@ def wait_for_stop(channel: Channel) -> None:
 
 
 def _prepared_stage(
-    context: RankContext,
-    setup: RankSetup,
-    reporter: Reporter,
-    device: torch.device,
-    inbox: Inbox,
+    context: RankContext, setup: RankSetup, reporter: Reporter, device: torch.device, inbox: Inbox
 ) -> PipelineStage:
     """The rank's stage, once its model is loaded and its links are open."""
     config, rank, name = setup.config, context.world.rank, str(device)
@@ -195,11 +191,7 @@ def _connected_transport(
 
 
 def load_model(
-    config: PipelineConfig,
-    checkpoint: Checkpoint | None,
-    device: str,
-    roles: Roles,
-    rank: int = 0,
+    config: PipelineConfig, checkpoint: Checkpoint | None, device: str, roles: Roles, rank: int = 0
 ) -> VideoModel:
     """The model's parts that `roles` need, on `device`; the dummy sleeps by the costs of `rank`."""
     if checkpoint is None:

@@ -95,10 +95,8 @@ class Reporter:
         self.send(self._now)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Reports a clip's packet that was received or sent; steps and decodes include others."""
-        values = transfer._asdict()
-        if values.pop("channel") == "clips":
-            self.send(TransferDone(**values))
+        """Reports a clip's packet that was received or sent."""
+        self.send(TransferDone(**transfer._asdict()))
 
     def tensor(self, name: str, data: bytes) -> None:
         """Sends a file of the tensor store to the parent, which keeps it."""

@@ -33,12 +33,7 @@ from svdpp.worker.messages import (
     WaitCause,
     Work,
 )
-from svdpp.worker.side_threads import (
-    ClipWriter,
-    LatentCheckpointWriter,
-    PhotoReader,
-    Reporter,
-)
+from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter, PhotoReader, Reporter
 from svdpp.worker.tensor_files import TensorStore, solver_history
 
 _FRAMES = "frames"

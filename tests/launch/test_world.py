@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-import types
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from unittest.mock import Mock
 
-import pynvml
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,32 +179,17 @@ def test_mig_slices_are_refused_by_name() -> None:
         gpus._visible_order(UUIDS, EQUAL, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver with two GPUs, of which CUDA shows the second one first."""
-    functions: dict[str, Callable[..., Any]] = {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": UUIDS.__getitem__,
-        "nvmlDeviceGetUUID": lambda uuid: uuid,
-        "nvmlDeviceGetName": lambda _: "A100",
-        "nvmlDeviceGetCudaComputeCapability": lambda _: (8, 0),
-        "nvmlDeviceGetMemoryInfo": lambda uuid: types.SimpleNamespace(
-            total=100, free=10 + UUIDS.index(uuid)
-        ),
-        "nvmlSystemGetDriverVersion": lambda: "580.1",
-    }
-    for name, function in functions.items():
-        monkeypatch.setattr(pynvml, name, function)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_free_memory_follows_cudas_numbering() -> None:
-    assert [gpus.free_bytes(f"cuda:{index}") for index in (0, 1)] == [11, 10]
-    assert [gpu.uuid for gpu in gpus.visible_gpus()] == ["GPU-ab22", "GPU-aa11"]
-    assert gpus.driver_version() == "580.1"
+def test_free_memory_follows_cudas_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Mock()
+    nvml.nvmlDeviceGetCount.return_value = 4
+    nvml.nvmlDeviceGetHandleByIndex = int
+    nvml.nvmlDeviceGetUUID = UUIDS.__getitem__
+    nvml.nvmlDeviceGetCudaComputeCapability.return_value = (8, 0)
+    nvml.nvmlDeviceGetMemoryInfo = lambda index: Mock(total=100, free=10 + index)
+    monkeypatch.setattr(gpus, "open_nvml", lambda: nullcontext(nvml))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-cc,GPU-aa")
+    assert [gpu.uuid for gpu in gpus.visible_gpus()] == ["GPU-cc33", "GPU-aa11"]
+    assert [gpus.free_bytes(f"cuda:{index}") for index in (0, 1)] == [12, 10]
     with pytest.raises(RequestError, match="device cuda:2 asked for, 2 GPUs found"):
         gpus.free_bytes("cuda:2")
 

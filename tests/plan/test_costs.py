@@ -1,10 +1,9 @@
-"""Costs: refused values, the costs file written and read, and the published presets."""
+"""Costs: refused values, the costs file written and read, memory by roles, published presets."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,8 @@ def test_a_transfer_between_hosts_has_its_own_time() -> None:
 
 def test_an_estimate_becomes_costs_with_the_same_peaks() -> None:
     gib = 2**30
-    parts = MemoryEstimate(
-        encode=PartMemory(gib, 10 * gib),
-        denoise=PartMemory(2 * gib, 30 * gib),
-        decode=PartMemory(4 * gib, 20 * gib),
-    )
+    sizes = (1, 10), (2, 30), (4, 20)
+    parts = MemoryEstimate(*(PartMemory(held * gib, work * gib) for held, work in sizes))
     costs = Costs(**parts.as_costs())  # type: ignore[arg-type]
     for roles, peak in (
         (Roles(encode=True, denoise=True), 33),
@@ -51,8 +47,7 @@ def test_an_estimate_becomes_costs_with_the_same_peaks() -> None:
         (Roles(), 0),
     ):
         assert costs.peak_gib(roles) == parts.of_rank(roles).peak_bytes / gib == peak
-    less = Costs(**replace(parts, encode=None).as_costs())  # type: ignore[arg-type]
-    assert less.peak_gib(Roles(encode=True)) is None
+    assert Costs().peak_gib(Roles(denoise=True)) is None
 
 
 # --- the file -----------------------------------------------------------------------------------

@@ -70,25 +70,16 @@ def test_another_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_another_lora_is_another_clip(tmp_path: Path) -> None:
+def test_servers_with_other_loras_are_told_apart(tmp_path: Path) -> None:
     model = save_tiny_wan(tmp_path / "wan")
     files = [save_tiny_lora(model, tmp_path / f"{n}.safetensors", seed=n) for n in (1, 2)]
-    sampling = WanSampling(num_inference_steps=2, height=32, width=32, num_frames=5)
-    output, made_from = OutputConfig(path=str(tmp_path / "clip.mp4")), ClipInput(None, "sea", None)
     first, second = (Lora(name=str(file)) for file in files)
-    keys, parameters = set(), set()
+    weights = set()
     for loras in ((), (first,), (second,), (replace(first, weight=0.5),)):
-        config = PipelineConfig(
-            world_size=2, model=ModelConfig(name=str(model), loras=loras), sampling=sampling
-        )
-        checkpoint = find_checkpoint(config.model)
-        metadata = clip_metadata(made_from, 0, output, config, checkpoint)
-        assert [each["weight"] for each in metadata.get("lora", [])] == [x.weight for x in loras]
-        keys.add(latents_key(metadata, weights_identity(checkpoint)))
-        parameters.add(metadata["parameters_sha256"])
-        weights = Capabilities.of("wan", checkpoint, sampling=sampling, sizes=()).weights
-        assert weights.count(":transformer") == len(loras)
-    assert len(keys) == len(parameters) == 4
+        checkpoint = find_checkpoint(ModelConfig(name=str(model), loras=loras))
+        asked = Capabilities.of("wan", checkpoint, sampling=WanSampling(), sizes=())
+        weights.add(asked.weights)
+    assert len(weights) == 4
 
 
 def test_verify_finds_the_folder_and_notices_other_weights(
