@@ -36,7 +36,7 @@ NOT_RUN = {
     "srun ": "needs Slurm",
     "curl ": "tests/serve/test_serving_docs.py asks a server",
     "svdpp serve": "runs until it is stopped; tests/serve",
-    "svdpp bench": "takes minutes; tests/cli/test_bench_command.py",
+    "svdpp bench": "takes minutes; tests/cli/test_tools.py",
     "svdpp verify --model path/to/checkpoint": "any checkpoint",
     "svdpp verify --model demo --gpus 7": "seven ranks of the demo model on two cores",
     "svdpp run --model Wan-AI/": "downloads weights from the hub",

@@ -324,8 +324,6 @@ def run_command_line(arguments: Sequence[str]) -> int:
         refused = RequestError(sentence[:1].lower() + sentence[1:], hint)
         Console(as_json="--json" in arguments).error(refused)
         return refused.exit_code
-    except click.Abort:
-        return 1
     except SystemExit as error:  # after a completion, or if the reader of stdout has ended
         return 128 + signal.SIGPIPE if error.code else 0
 

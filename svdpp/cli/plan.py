@@ -122,7 +122,13 @@ class PlanOptions(PipelineOptions, ClipOptions):
         if ranks_per_host is not None:
             given["ranks_per_host"] = ranks_per_host
         costs = replace(self.assumed_costs(family=self.family), **given)
-        return replace(costs, **_memory(self)) if self.memory else costs
+        if not self.memory:
+            return costs
+        from svdpp.driver.resolve import memory_as_costs
+
+        sampling = self.sampling_config(from_image=self.needs_image)
+        needs = memory_as_costs(self.model_config(self.device), sampling, self.device)
+        return replace(costs, **needs)
 
 
 @command(
@@ -178,19 +184,6 @@ def plan(
         console.info(f"{lacking}; --memory adds it")
     if options.costs is None and None in (options.step_seconds, options.decode_seconds):
         console.info(remark_on(costs))
-
-
-def _memory(options: PipelineOptions) -> dict[str, Any]:
-    """The estimated memory of the model's parts, as fields of `Costs`."""
-    from svdpp.driver.resolve import estimate_parts, resolve
-
-    config = PipelineConfig(
-        world_size=1,
-        model=options.model_config(options.device),
-        sampling=options.sampling_config(from_image=options.needs_image),
-        device=options.device,
-    )
-    return estimate_parts(*resolve(config, weights="none")).as_costs()
 
 
 def _refuse_contradictions(context: click.Context, options: PlanOptions) -> None:
@@ -280,8 +273,6 @@ def _facts(layout: Layout) -> dict[str, Any]:
 def _print_forecasts(
     console: Console, rows: Sequence[Row], num_clips: int, world_size: int
 ) -> None:
-    if console.as_json:
-        return
     console.table([_compared(row) for row in rows])
     lines = (
         "",

@@ -41,11 +41,7 @@ class MeasureOptions(PipelineOptions, PromptOptions):
         *(*OF_LAYOUT, "costs", "share_experts"),
     ),
 )
-def profile(
-    console: Console,
-    launched: World | None,
-    options: MeasureOptions,
-) -> None:
+def profile(console: Console, launched: World | None, options: MeasureOptions) -> None:
     """Measure the costs that plans are based on.
 
     The costs are the times of encode, step, decode and transfer, and an estimate of the

@@ -52,7 +52,7 @@ _LINE_SECONDS = 60.0
 # A log of a server that runs for months: at most this size, and so many older ones beside it.
 _FILE_BYTES = 50_000_000
 _OLD_FILES = 4
-_FORMAT = "{time:HH:mm:ss.SSS} {level: <5} rank {extra[rank]} {message}"
+_FORMAT = "{time:HH:mm:ss.SSS} {level: <7} rank {extra[rank]} {message}"
 # All ranks report a disk that is full; one warning is enough.
 _WARNING_SECONDS = 3600.0
 _WORDS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
@@ -260,12 +260,9 @@ def open_log(
         # The lines of a traceback are indented, so that no name looks like another record.
         write(str(message).rstrip("\n").replace("\n", "\n    "))
 
-    if verbosity > 0:
-        level = "INFO" if verbosity == 1 else "DEBUG"
+    if verbosity > 0 or (warns and not quiet):
+        level = ("WARNING", "INFO", "DEBUG")[min(verbosity, 2)]
         logger.add(sink, level=level, format=_FORMAT, colorize=False)
-    elif warns and not quiet:
-        form = "{time:HH:mm:ss} {level: <7} {message}"
-        logger.add(sink, level="WARNING", format=form, colorize=False)
     if log_file is not None:
         level = "DEBUG" if verbosity else "INFO"
         logger.add(_LogFile(log_file, write), level=level, serialize=True, format="{message}")

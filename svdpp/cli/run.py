@@ -31,8 +31,7 @@ from svdpp.errors import (
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.figures import RunFigures
@@ -43,10 +42,10 @@ if TYPE_CHECKING:
 
 # Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
 _TRACE_CLIPS = 1000
+_FEW_CLIPS = 8  # checking these takes a second or two
 
 # Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
 _AT_ONCE = 1000
-_FEW_CLIPS = 8  # checking these takes a second or two
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
@@ -156,7 +155,6 @@ class Run:
             return options.combined([None], sampling, max_pixels), []
         found, problems = sift_inputs(
             options.inputs,
-            recursive=options.recursive,
             max_pixels=max_pixels,
             video_frames=sampling.video_frames,
         )
@@ -190,13 +188,12 @@ class Run:
         """The pipeline, and the clips that it is to make."""
         from svdpp.driver.jobs import check_outputs, plan_clips
 
-        policy = self.policy
-        num_there = check_outputs(found, self.seeds, policy)
-        if policy.keeps_finished and num_there > _FEW_CLIPS:
+        num_there = check_outputs(found, self.seeds, self.policy)
+        if self.policy.keeps_finished and num_there > _FEW_CLIPS:
             self.console.info(f"checking {num_there} existing clips frame by frame ...")
         pipeline = self.pipeline(config, found)
         assert pipeline.checkpoint is not None
-        clips = plan_clips(found, self.seeds, policy, pipeline.config, pipeline.checkpoint)
+        clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
         return pipeline, clips
 
     def make(self, pipeline: Pipeline, clips: ClipPlan, refused: Sequence[SvdppError]) -> None:
@@ -218,11 +215,36 @@ class Run:
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, report if limits else "")
         console.json([*clips.skipped, *made, *lost])
-        print_clips(console, policy.folder, clips.skipped, made, lost)
+        self._print(clips, made, lost)
         if lost:
             num_clips = counted(len(clips.skipped) + len(made) + len(lost), "clip")
             errors = [error_from_dict(clip["error"]) for clip in lost]
             raise worst_of(errors, f"{len(lost)} of {num_clips} lost")
+
+    def _print(
+        self, clips: ClipPlan, made: list[dict[str, Any]], lost: list[dict[str, Any]]
+    ) -> None:
+        """Prints a line for each clip, and says if it was finished before or lost."""
+        console, out = self.console, self.policy.folder
+        for metadata in clips.skipped:
+            console.result(f"{out / metadata['output']}  (was finished)")
+        for metadata in made:
+            console.result(f"{out / metadata['output']}")
+        for clip in lost:
+            name = out / clip["output"] if clip["output"] else "(no clip)"
+            console.result(f"{name}  (lost: {clip['error']['message']})")
+        if any(metadata.get("memory_pressure") for metadata in made):
+            console.info(
+                "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits "
+                "may differ; a smaller --decode-chunk-size or fewer --gpus lower memory"
+            )
+        if any(each.get("cfg_parallel", 1) > 1 and each["exact"] is not True for each in made):
+            console.info(
+                "not called exact: pairs divide a batch of two; svdpp verify --cfg-parallel 2"
+            )
+        if exact := [metadata for metadata in made if metadata["exact"] is True]:
+            path = shlex.quote(str(out / exact[0]["output"]))
+            console.info(f"to prove one: svdpp verify {path}")
 
     def _perform(
         self, pipeline: Pipeline, clips: ClipPlan, manifest: RunManifest
@@ -273,7 +295,7 @@ class Run:
         check_outputs(found, self.seeds, policy)
         clips = plan_clips(found, self.seeds, policy, config, checkpoint)
         console.info(why)
-        ranks = estimate_ranks(config, weights="none")
+        ranks = estimate_ranks(config)
         console.result(_in_words(config, clips.requests))
         console.answer(
             {
@@ -311,30 +333,3 @@ def results_of(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
             yield result
             if handles[0].done() and first + _AT_ONCE < len(clips.requests):
                 break
-
-
-def print_clips(
-    console: Console,
-    out: Path,
-    skipped: Sequence[Mapping[str, Any]],
-    made: Sequence[Mapping[str, Any]],
-    lost: Sequence[Mapping[str, Any]],
-) -> None:
-    """Prints a line for each clip, and says if it was finished before or lost."""
-    for metadata in skipped:
-        console.result(f"{out / metadata['output']}  (was finished)")
-    for metadata in made:
-        console.result(f"{out / metadata['output']}")
-    for clip in lost:
-        name = out / clip["output"] if clip["output"] else "(no clip)"
-        console.result(f"{name}  (lost: {clip['error']['message']})")
-    if any(metadata.get("memory_pressure") for metadata in made):
-        console.info(
-            "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits may "
-            "differ; a smaller --decode-chunk-size or fewer --gpus lower memory"
-        )
-    if any(each.get("cfg_parallel", 1) > 1 and each["exact"] is not True for each in made):
-        console.info("not called exact: pairs divide a batch of two; svdpp verify --cfg-parallel 2")
-    if exact := [metadata for metadata in made if metadata["exact"] is True]:
-        path = shlex.quote(str(out / exact[0]["output"]))
-        console.info(f"to prove one: svdpp verify {path}")

@@ -13,14 +13,7 @@ from svdpp.cli.command import COSTS, RECOVERY, SERVICE, VIDEO, command
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.files import ImageOptions, LogOptions
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
-from svdpp.config.limits import (
-    MAX_FRAMES,
-    MAX_STEPS,
-    check_seconds,
-    is_number,
-    require,
-    shown,
-)
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, require, shown
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
 

@@ -45,9 +45,7 @@ class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
         "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
         "folder or a hub id.",
     },
-    defaults={
-        "costs": "for --time-scale svd-xt-a100; else a step is 1, all else 0",
-    },
+    defaults={"costs": "for --time-scale svd-xt-a100; else a step is 1, all else 0"},
 )
 def simulate(
     console: Console,
@@ -126,8 +124,7 @@ def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> 
             "ranks": [_row(rank) for rank in figures.ranks],
         }
     )
-    if not console.as_json:
-        console.grid(pipeline.trace.spans, config.world_size)
+    console.grid(pipeline.trace.spans, config.world_size)
 
 
 def _row(rank: RankFigures) -> dict[str, Any]:

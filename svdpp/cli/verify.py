@@ -23,13 +23,9 @@ if TYPE_CHECKING:
     from svdpp.media.inputs import Photo
     from svdpp.verification.clip_proof import ClipProof
 
+_SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")
 # Parameters of `verify` that have an effect on finished clips.
-_EFFECTIVE = frozenset(
-    {
-        *("inputs", "image", "local_files_only", "timeout", "start_timeout"),
-        *("as_json", "verbose", "quiet", "debug", "log_file"),
-    }
-)
+_EFFECTIVE = {*_SETTINGS, "inputs", "as_json", "verbose", "quiet", "debug", "log_file"}
 _CONDITIONS = (
     "another machine or library version may give other bits; the metadata records the original ones"
 )
@@ -172,8 +168,7 @@ def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions
     from svdpp.cli.progress import Progress
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
-    given = ("image", "local_files_only", "timeout", "start_timeout")
-    settings = Settings(**{name: getattr(options, name) for name in given})
+    settings = Settings(**{name: getattr(options, name) for name in _SETTINGS})
     groups, proofs = plan_proofs(paths, settings)
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]

@@ -265,8 +265,6 @@ def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> boo
 
 # Often enough to follow a run, seldom enough for a network folder.
 _WRITE_SECONDS = 1.0
-# Of the time, the share that writes of a long manifest may take.
-_WRITE_SHARE = 0.02
 # Far above the size of a manifest with the largest allowed number of clips.
 _MAX_BYTES = 2**30
 
@@ -400,7 +398,6 @@ class RunManifest:
         begun = time.monotonic()
         try:
             output_files.write_json(self._path, self._content)
-        finally:
-            seconds = time.monotonic() - begun
-            self._next_write = begun + max(_WRITE_SECONDS, seconds / _WRITE_SHARE)
+        finally:  # a long manifest takes a fiftieth of the time
+            self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False

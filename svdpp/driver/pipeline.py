@@ -12,6 +12,7 @@ from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult
 from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import check_memory
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
+from svdpp.launch.world import is_member
 from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, replay
 from svdpp.worker.clip_metadata import divides_batches
@@ -49,18 +50,6 @@ class Pipeline(PipelineRanks):
         ranks_ignore_signals: whether ranks that this process starts survive INT, TERM and HUP. A
             service finishes its clips after such a signal, which often reaches all processes.
         fault: called with its number in each rank before all else, by tests that damage it.
-
-    Example:
-        >>> from svdpp import ClipRequest, ModelConfig, Pipeline, PipelineConfig, SvdSampling
-        >>> config = PipelineConfig(
-        ...     world_size=2,
-        ...     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
-        ...     sampling=SvdSampling(num_inference_steps=4),
-        ... )
-        >>> with Pipeline(config) as pipeline:
-        ...     results = pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
-        >>> [result.clip for result in results]
-        [0, 1, 2]
     """
 
     @property
@@ -170,7 +159,7 @@ class Pipeline(PipelineRanks):
         check_memory(self.config, self.checkpoint, self.config.layout.roles[:num_local])
 
     def __enter__(self) -> Pipeline:
-        if self.is_member:
+        if is_member(self.world):
             raise ClosedError("only rank 0 enters the block: the other ranks call serve()")
         with self._submitting:
             if self._is_entered:

@@ -17,7 +17,7 @@ from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.group import Group, modules_for, start_ranks
 from svdpp.launch.joined import Terms, join_ranks
-from svdpp.launch.world import find_world, is_member
+from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 from svdpp.worker.messages import Event, Started
@@ -96,11 +96,6 @@ class PipelineRanks:
         self._submitting = threading.RLock()
         # Whether it has begun, takes no more clips, and is over and cleaned up.
         self._is_entered = self._is_closing = self._is_closed = False
-
-    @property
-    def is_member(self) -> bool:
-        """Whether this process is a launched rank other than 0, and must call `serve`."""
-        return is_member(self.world)
 
     def observe(self, observer: Observer) -> None:
         """Calls `observer` with (rank, event) for every later event of the ranks.

@@ -144,13 +144,19 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     )
 
 
-def estimate_ranks(config: PipelineConfig, *, weights: Weights = "host") -> list[int]:
+def memory_as_costs(model: ModelConfig, sampling: SamplingConfig, device: str) -> dict[str, Any]:
+    """The memory of each part of the model as fields of `Costs`."""
+    asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
+    return estimate_parts(*resolve(asked, weights="none")).as_costs()
+
+
+def estimate_ranks(config: PipelineConfig) -> list[int]:
     """The peak bytes of each rank on its device, or on the host for a CPU rank, by estimate.
 
     Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
-    the files already have the requested dtype. `weights` must be present.
+    the files already have the requested dtype.
     """
-    config, checkpoint = resolve(config, weights=weights)
+    config, checkpoint = resolve(config, weights="none")
     parts = estimate_parts(config, checkpoint)
     return [
         parts.of_rank(roles).peak_bytes + _process_bytes(config.device)
@@ -172,13 +178,12 @@ def memory_of_devices(
     """
     if device == "cpu":
         return {}, ()
-    asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
-    needs = estimate_parts(*resolve(asked, weights="none")).as_costs()
     if device != "cuda":
         free = [free_bytes(device) / world_size] * world_size
     else:
         free = [free_bytes(f"cuda:{rank}") for rank in range(world_size)]
-    return needs, tuple((each - _process_bytes(device)) / 2**30 for each in free)
+    limits = tuple((each - _process_bytes(device)) / 2**30 for each in free)
+    return memory_as_costs(model, sampling, device), limits
 
 
 def _process_bytes(device: str) -> int:

@@ -89,8 +89,6 @@ class MeanCosts:
 
     def costs_like(self, assumed: Costs) -> Costs:
         """The measured costs; those not measured yet are scaled from `assumed` by the step time."""
-        if not self.has_stepped:
-            return assumed
         means = {kind: self._seconds[kind] / count for kind, count in self._counts.items()}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
 

@@ -130,7 +130,6 @@ def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list
 def sift_inputs(
     inputs: Sequence[str],
     *,
-    recursive: bool = False,
     max_pixels: int = MAX_PIXELS,
     video_frames: int | None = None,
 ) -> tuple[list[Photo], list[InputError]]:
@@ -138,15 +137,14 @@ def sift_inputs(
 
     With `video_frames` they are videos that have as many frames. Each input is a file (with any
     suffix), a folder (its files with a suffix of an image or a video, without hidden ones) or, if
-    no file has that literal name, a glob pattern (files with such a suffix). `recursive` searches
-    subfolders, except hidden ones and links.
+    no file has that literal name, a glob pattern (files with such a suffix).
     """
     photos: list[Photo] = []
     problems: list[InputError] = []
     seen: set[str] = set()
     for text in inputs:
         with _noted(problems):
-            for path in _expand(text, recursive=recursive, videos=video_frames is not None):
+            for path in _expand(text, videos=video_frames is not None):
                 real = os.path.realpath(path)
                 if real in seen:
                     continue
@@ -179,7 +177,7 @@ def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
         raise InputError("\n  ".join(lines), hint)
 
 
-def _expand(text: str, *, recursive: bool, videos: bool) -> Iterator[Path]:
+def _expand(text: str, *, videos: bool) -> Iterator[Path]:
     """The files that one input names, unchecked; InputError if it names none."""
     if not text:
         raise InputError("'' is an empty name")
@@ -187,9 +185,9 @@ def _expand(text: str, *, recursive: bool, videos: bool) -> Iterator[Path]:
         raise InputError(f"{text!r} cannot be read: a null byte is in its name")
     is_folder = os.path.isdir(text)
     if is_folder:
-        files = _files_in(Path(text), recursive=recursive)
+        files = _files_in(text)
     elif not os.path.lexists(text) and any(char in text for char in "*?["):
-        files = map(Path, sorted(glob.glob(text, recursive=True)))
+        files = [Path(name) for name in sorted(glob.glob(text, recursive=True))]
     else:
         yield Path(text)
         return
@@ -197,20 +195,18 @@ def _expand(text: str, *, recursive: bool, videos: bool) -> Iterator[Path]:
     fitting = [file for file in files if file.suffix.lower() in suffixes and not file.is_dir()]
     if not fitting:
         what = "is a folder without" if is_folder else "matches no"
-        hint = "--recursive includes its subfolders" if is_folder and not recursive else ""
+        hint = "the quoted pattern 'FOLDER/**/*' includes subfolders" if is_folder else ""
         raise InputError(f"{text!r} {what} {kind} ({' '.join(suffixes)})", hint)
     yield from fitting
 
 
-def _files_in(folder: Path, *, recursive: bool) -> Iterator[Path]:
-    """The folder's files by name, then those of its subfolders, without hidden ones."""
-
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename!r} cannot be read: {error.strerror}") from None
-
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if recursive and name[0] != ".")
-        yield from (Path(parent, name) for name in sorted(names) if name[0] != ".")
+def _files_in(folder: str) -> list[Path]:
+    """The files of a folder by name, without hidden ones."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise InputError(f"{folder!r} cannot be read: {error.strerror}") from None
+    return [Path(folder, name) for name in names if name[0] != "."]
 
 
 # --- examples -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -329,26 +329,22 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
     assert saved(tmp_path) == of_others
 
 
-@pytest.mark.parametrize("damage", ["cut", "bit", "text", "gone", "of another machine"])
+@pytest.mark.parametrize(
+    ("damage", "here", "words"),
+    [
+        (lambda data: data[:-5], "a CPU", "cannot be read"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "a CPU", "does not fit: its sha256"),
+        (lambda _: b"<html>", "a CPU", "cannot be read"),
+        (lambda data: data, "another", "its conditions are .*a CPU.* not .*another"),
+    ],
+)
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
-    damage: str, tmp_path: Path
+    damage: Callable[[bytes], bytes], here: str, words: str, tmp_path: Path
 ) -> None:
     packet = Packet(3, 7, 12.5, {"latents": torch.randn(2, 3)})
-    LatentCheckpoints(tmp_path, {"cpu_capability": "elsewhere"}).save(KEYS[0], packet)
+    LatentCheckpoints(tmp_path, {"cpu_capability": "a CPU"}).save(KEYS[0], packet)
     (path,) = tmp_path.iterdir()
-    data = path.read_bytes()
-    words, here = "the latent checkpoint .* cannot be read", "elsewhere"
-    if damage == "cut":
-        path.write_bytes(data[:-5])
-    elif damage == "bit":
-        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        words = "the latent checkpoint .* does not fit: its sha256"
-    elif damage == "text":
-        path.write_text("<html>")
-    elif damage == "gone":
-        path.unlink()
-    else:
-        words, here = "its conditions are .*elsewhere.* not .*here", "here"
+    path.write_bytes(damage(path.read_bytes()))
     checkpoints = LatentCheckpoints(tmp_path, {"cpu_capability": here})
     with pytest.raises(InputError, match=words) as caught:
         checkpoints.load(KEYS[0], 9, 7, torch.device("cpu"))

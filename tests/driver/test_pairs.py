@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import (
-    ClipRequest,
-    LtxSampling,
-    ModelConfig,
-    PipelineConfig,
-    WanSampling,
-)
+from svdpp.config import ClipRequest, LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import NotFiniteError, RankError, RequestError

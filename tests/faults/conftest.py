@@ -32,7 +32,6 @@ from tests.faults.processes import (
     is_there,
     marked,
     process_ids,
-    ranks_below,
     wait_until,
 )
 
@@ -116,10 +115,6 @@ class Command:
             return False
 
         wait_until(is_heard, _START_SECONDS, f"{wanted} in {self.mark}")
-
-    def ranks(self) -> dict[int, int]:
-        wait_until(lambda: len(ranks_below(self.home)) == WORLD_SIZE, _START_SECONDS, "ranks")
-        return ranks_below(self.home)
 
     def pids(self) -> list[int]:
         found = marked(self.mark, self._older)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json, save_tiny_checkpoint
 
 MODEL_INDEX = "model_index.json"
+CONFIG = "unet/config.json"
 UNET = "unet/diffusion_pytorch_model.safetensors"
 INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -60,6 +62,20 @@ def content(name: str, data: bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(data)
 
 
+def config(part: str, **changes: Any) -> Change:
+    return lambda folder: edit_json(folder / part, **changes)
+
+
+def instead(name: str, make: Change = lambda _: None) -> Change:
+    """Replaces a file by what `make` creates, by default by nothing."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return change
+
+
 def rename_to_variant(folder: Path) -> None:
     (folder / UNET).rename(folder / "unet/diffusion_pytorch_model.fp16.safetensors")
 
@@ -69,14 +85,35 @@ def shards(index: object) -> Change:
 
 
 NOT_JSON = f"{MODEL_INDEX} does not hold valid JSON"
-#: Those that no user of `tests/cli/test_strangers.py` has.
+DAMAGED = f"{UNET} is damaged or truncated"
 DEFECTS: dict[str, tuple[Change, str]] = {
     "index deeply nested": (content(MODEL_INDEX, b'{"a":' + b"[" * 100_000), NOT_JSON),
     "index not an object": (content(MODEL_INDEX, b"[]"), "does not hold a JSON object"),
     "index not UTF-8": (content(MODEL_INDEX, b'{"\xff": 1}'), NOT_JSON),
     "index huge": (content(MODEL_INDEX, b" " * (16 * 2**20) + b"{}"), NOT_JSON),
+    "index missing": (instead(MODEL_INDEX), f"{MODEL_INDEX} is missing"),
+    "another pipeline": (config(MODEL_INDEX, _class_name="Other"), "pipeline is 'Other'"),
+    "code by module": (
+        config(MODEL_INDEX, unet=["evil", "UNetSpatioTemporalConditionModel"]),
+        "is from the module 'evil'",
+    ),
+    "config missing": (instead("vae/config.json"), "is missing"),
+    "config endless": (
+        instead(CONFIG, lambda path: path.symlink_to("/dev/zero")),
+        f"{CONFIG} is missing",
+    ),
+    "no frames": (config(CONFIG, num_frames=0), "num_frames is 0"),
+    "a width for all memory": (
+        config(CONFIG, block_out_channels=[32, 10**9]),
+        "block_out_channels is [32, 1000000000]",
+    ),
     "code beside the index": (content("pipeline.py", b"1"), "'pipeline.py'"),
-    "weights empty": (content(UNET, b""), f"{UNET} is damaged or truncated"),
+    "weights missing": (instead(UNET), f"{UNET} is missing"),
+    "weights empty": (content(UNET, b""), DAMAGED),
+    "weights truncated": (lambda folder: os.truncate(folder / UNET, 100_000), DAMAGED),
+    "weights of endless header": (content(UNET, (2**62).to_bytes(8, "little") + b"{"), DAMAGED),
+    "weights a pipe": (instead(UNET, os.mkfifo), f"{UNET} is missing"),
+    "weights a link outside": (instead(UNET, lambda path: path.symlink_to("/etc/passwd")), DAMAGED),
     "weights of a variant": (rename_to_variant, "fp16.safetensors'\n--variant fp16 reads"),
     "shard with absolute path": (shards({"weight_map": {"a": "/x.safetensors"}}), "'/x.safe"),
     "shard a pickle": (shards({"weight_map": {"a": "part.bin"}}), "'part.bin'"),
@@ -221,10 +258,6 @@ def weight(file: str, name: str, tensor: torch.Tensor | None) -> Change:
     return change
 
 
-def config(part: str, **changes: Any) -> Change:
-    return lambda folder: edit_json(folder / part, **changes)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -243,7 +276,7 @@ def config(part: str, **changes: Any) -> Change:
         ),
         (config("image_encoder/config.json", hidden_act="none"), "image_encoder cannot be loaded"),
         (
-            config("unet/config.json", down_block_types=["Non\x1bsense", "Nonsense"]),
+            config(CONFIG, down_block_types=["Non\x1bsense", "Nonsense"]),
             "unet cannot be loaded: ",
         ),
         (

@@ -124,7 +124,6 @@ class InputOptions(ImageOptions):
     seeds: str | None = VIDEO.setting(
         "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
     )
-    recursive: bool = VIDEO.switch("Include images in subfolders.", "--recursive", "-r")
     keep_going: bool = RECOVERY.switch(
         "If some images cannot be used, make the clips of the others; the exit code is the highest."
     )

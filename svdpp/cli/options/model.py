@@ -169,11 +169,9 @@ class ModelOptions:
             **more,
         )
 
-    def sampling_config(
-        self, *, from_image: bool = True, family: str | None = None
-    ) -> SamplingConfig:
+    def sampling_config(self, *, from_image: bool = True) -> SamplingConfig:
         """The given values, else the model's defaults, else those of diffusers."""
-        family = family or self.family
+        family = self.family
         kind = SAMPLING_CLASSES[family]
         known = {field.name for field in fields(kind)}
         own = {**vars(self), "num_inference_steps": self.steps}

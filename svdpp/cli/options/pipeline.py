@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -202,25 +201,20 @@ class PipelineRequest:
             require(is_scale, f"--time-scale must be a finite number above 0, got {scale}")
         plan, why = self._plan()
         num_local = self.world_size if launched is None else launched.local_size
-        try:
-            config = PipelineConfig(
-                world_size=self.world_size,
-                model=self._model,
-                sampling=self._sampling,
-                device=self._device,
-                num_threads=options.threads_on(self._device, num_local),
-                timeout_seconds=options.timeout,
-                start_timeout_seconds=options.start_timeout,
-                checksum=options.checksum,
-                deterministic=options.deterministic,
-                allow_mixed_devices=options.allow_mixed_devices,
-                **plan,
-                **more,
-            )
-        except RequestError as error:
-            if launched is not None:  # which sets the number of ranks
-                error.hint = re.sub(r"or --world \d+, ", "", error.hint)
-            raise
+        config = PipelineConfig(
+            world_size=self.world_size,
+            model=self._model,
+            sampling=self._sampling,
+            device=self._device,
+            num_threads=options.threads_on(self._device, num_local),
+            timeout_seconds=options.timeout,
+            start_timeout_seconds=options.start_timeout,
+            checksum=options.checksum,
+            deterministic=options.deterministic,
+            allow_mixed_devices=options.allow_mixed_devices,
+            **plan,
+            **more,
+        )
         return config, why
 
     def with_a_step_each(self) -> PipelineRequest:

@@ -1,4 +1,4 @@
-"""The effect of options of `run`: layout and clip names before ranks start, and its last lines."""
+"""Options: their values, the variables that set them, and what they change of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from svdpp.cli.options.files import PromptOptions
+from svdpp.cli.options.model import ModelOptions, parse_params, parse_seeds
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
+from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling
 from svdpp.config.limits import read_costs
 from svdpp.driver import resolve
+from svdpp.errors import InputError, RequestError
 from svdpp.launch import group as fork_server
 from svdpp.plan.forecast import forecast_layout
 from svdpp.worker.device import MemoryPressure
@@ -27,23 +31,114 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "estimate_ranks", lambda *_, **__: [])
 
 
-def photograph(name: str) -> str:
-    """Copies a photograph to that name."""
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(PHOTO, name)
-    return name
+def test_seeds() -> None:
+    expected = {" 1 , 3,5-7": [1, 3, 5, 6, 7], "1-3,2-4,1": [1, 2, 3, 4], "4-4": [4]}
+    assert {text: parse_seeds(text) for text in expected} == expected
+    wrong = ("", "1,,2", "a", "1-", "-1", "1-2-3", "1.5", "٣", "1 2", "1\n2")
+    for text in (*wrong, "3-1", "0-100000", str(2**63), "9" * 5000):
+        with pytest.raises(RequestError) as caught:
+            parse_seeds(text)
+        assert caught.value.message.isprintable()
 
 
-def dry_run(*options: str) -> dict[str, Any]:
-    answer = svdpp_here("run", *options, *DEMO, *TINY, "--dry-run", "--json", "-q")
+@pytest.mark.parametrize(
+    ("text", "device", "family", "dtype"),
+    [
+        (None, "cpu", "wan", "fp32"),
+        (None, "cuda", "svd", "fp16"),
+        (None, "cuda:0", "ltx", "bf16"),
+        (None, "cuda", None, "fp16"),
+        ("bf16", "cpu", "svd", "bf16"),
+    ],
+)
+def test_dtypes(text: Dtype | None, device: str, family: str | None, dtype: str) -> None:
+    assert ModelOptions(model="demo", dtype=text).model_config(device, family).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "lora"),
+    [
+        ("fast.safetensors", Lora(name="fast.safetensors")),
+        ("a/b/c:0.5", Lora(name="a/b/c", weight=0.5)),
+        ("a:-1.5e-1:high", Lora(name="a", weight=-0.15, expert="high")),
+        ("a:low", Lora(name="a", expert="low")),
+        ("a:b:.5", Lora(name="a:b", weight=0.5)),
+    ],
+)
+def test_a_lora_is_a_file_a_weight_and_an_expert(text: str, lora: Lora) -> None:
+    assert ModelOptions(lora=[text]).model_config("cpu", "wan").loras == (lora,)
+
+
+def test_what_is_no_lora_and_what_takes_none_is_refused() -> None:
+    for text in ("", " ", "a:1000", "a:inf:low:1e999"):
+        with pytest.raises(RequestError, match="--lora"):
+            ModelOptions(lora=[text]).model_config("cpu", "wan")
+    with pytest.raises(RequestError, match="the dummy model takes no --lora"):
+        ModelOptions(model=DUMMY_MODEL, lora=["a"]).model_config("cpu", "svd")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "hint"),
+    [
+        ("stg_scal=1", "no parameter 'stg_scal'", "did you mean stg_scale?"),
+        ("zzz=1", "no parameter 'zzz'", "svdpp models ltx2"),
+        ("stg_scale", "NAME=VALUE", ""),
+        ("stg_block=1.5", "stg_block must be a whole number", ""),
+        ("stg_scale=x", "stg_scale must be a number", ""),
+        ("guidance_rescale=1.5", "--param guidance_rescale", ""),
+    ],
+)
+def test_parameters_have_names_types_and_limits(text: str, words: str, hint: str) -> None:
+    taken = parse_params(["stg_scale=2", "stg_block=5"], "ltx2")
+    assert taken == {"stg_scale": 2.0, "stg_block": 5}
+    with pytest.raises(RequestError, match=words) as error:
+        SAMPLING_CLASSES["ltx2"](**parse_params([text], "ltx2"))
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a cat\n\n" + b"x" * 20_001, "line 3: a prompt must be a text of at most 20000"),
+        (b"a cat\nthe \xff sea\n", "line 2: 'utf-8' codec can't decode"),
+        (b"a\0cat\n", "line 1: a prompt must be"),
+        (b"\n \n", "has no prompt"),
+    ],
+)
+def test_a_wrong_prompt_is_named_by_file_line_and_option(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "prompts.txt").write_bytes(content)
+    options = PromptOptions(prompts=tmp_path / "prompts.txt")
+    with pytest.raises(InputError, match=r"--prompts '.*prompts.txt'.* " + message):
+        options.combined([], SvdSampling())
+
+
+def _plan(*options: str, **env: str) -> dict[str, Any]:
+    answer = svdpp_here("plan", "--json", *options, env=env)
     assert answer.code == 0, answer
     result: dict[str, Any] = json.loads(answer.out)
     return result
 
 
-def names(*options: str) -> list[str]:
-    """The names of the clips that a run would make."""
-    return [clip["output"] for clip in dry_run(*options)["clips"]]
+def test_an_option_before_a_variable_before_what_is_built_in() -> None:
+    assert _plan()["world_size"] == 4
+    assert _plan(SVDPP_WORLD="7")["world_size"] == _plan(SVDPP_GPUS="7")["world_size"] == 7
+    assert _plan("--gpus", "14", SVDPP_WORLD="7")["world_size"] == 14
+    assert _plan("--world", "14", SVDPP_GPUS="7")["world_size"] == 14
+    assert "layouts" in _plan(SVDPP_COMPARE="1")
+    assert "layouts" not in _plan(SVDPP_COMPARE="off")
+    assert "layouts" not in _plan(SVDPP_COMPARE="")  # as if it was not set
+    wrong = svdpp_here("plan", env={"SVDPP_GPUS": "2.5"})
+    assert_error(wrong, 2, "'--gpus' / '--world': '2.5' is not a valid integer")
+
+
+def test_env_shows_what_is_set_without_passwords() -> None:
+    variables = {"SVDPP_FRAM": "2", "SVDPP_QUEUE": "postgresql://a:b@c/d"}
+    answer = svdpp_here("env", "--json", env=variables)
+    shown = {"SVDPP_FRAM": "2", "SVDPP_QUEUE": "postgresql://***@c/d"}
+    assert json.loads(answer.out)["defaults"] == shown
+    assert "a:b@" not in svdpp_here("env", env=variables).out
 
 
 # --- what plan prints is what run does ----------------------------------------------------------
@@ -100,7 +195,26 @@ def test_by_default_as_many_ranks_as_there_are_gpus_or_two(
     assert request.resolve()[0].world_size == world_size
 
 
-# --- inputs and outputs -------------------------------------------------------------------------
+# --- inputs and outputs of a run ----------------------------------------------------------------
+
+
+def photograph(name: str) -> str:
+    """Copies a photograph to that name."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(PHOTO, name)
+    return name
+
+
+def dry_run(*options: str) -> dict[str, Any]:
+    answer = svdpp_here("run", *options, *DEMO, *TINY, "--dry-run", "--json", "-q")
+    assert answer.code == 0, answer
+    result: dict[str, Any] = json.loads(answer.out)
+    return result
+
+
+def names(*options: str) -> list[str]:
+    """The names of the clips that a run would make."""
+    return [clip["output"] for clip in dry_run(*options)["clips"]]
 
 
 def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
@@ -113,16 +227,6 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     assert list(Path().iterdir()) == []
     assert [clip["seed"] for clip in result["clips"]] == [1, 2]
     assert (result["layout"], result["world_size"]) == ("1 replica of 2 ranks, uniform", 2)
-
-
-def test_subfolders_are_taken_where_that_is_asked_for() -> None:
-    for name in ("photos/a/b/deep.jpg", "photos/a/one.jpg", "photos/.hidden/no.jpg"):
-        photograph(name)
-    Path("photos/link").symlink_to("a")
-    refused = svdpp_here("run", "photos", *DEMO, *TINY)
-
-    assert_error(refused, 7, "'photos' is a folder without images", "--recursive")
-    assert names("photos", "--recursive") == ["one_0.mp4", "deep_0.mp4"]
 
 
 def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None:
@@ -201,7 +305,6 @@ def test_what_profile_and_run_suggest_next() -> None:
     made = svdpp_here("run", NASTY, *DEMO, *TINY, "--fit", "crop")
     assert made.code == 0, made
     line = made.err.splitlines()[-1]
-    assert shlex.split(line.removeprefix("to prove one: ")) == [
-        *("svdpp", "verify", "out/$(touch x); 'a' b_0.mp4"),
-    ]
+    assert line.startswith("to prove one: svdpp verify ")
+    assert shlex.split(line)[-1] == "out/$(touch x); 'a' b_0.mp4"
     assert not Path("x").exists()
