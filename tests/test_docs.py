@@ -1,22 +1,28 @@
 """The documentation: files and links exist; each command runs as written, or says here why not.
 
+The examples in docstrings run, and the types of the public names are in the stub.
 docs/scheduling.md, docs/api.md and docs/serving.md have tests of their own for what their commands
 print (tests/cli/test_cli_plan.py, tests/driver/test_requests.py, tests/serve/test_serving_docs.py).
 """
 
 from __future__ import annotations
 
+import ast
+import doctest
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
+import svdpp
 from svdpp.cli.command import COMMANDS, App
 from svdpp.media.inputs import example_photos
+from svdpp.verification import verify
 from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
 ALL_PAGES = sorted(
@@ -151,3 +157,27 @@ def test_links_lead_somewhere_and_source_files_exist(page: Path) -> None:
     # The changelog tells of files of earlier versions.
     named = [] if page.name == "CHANGELOG.md" else _SOURCE_FILE.findall(text)
     assert [n for n in named if not ((ROOT / n).exists() or (ROOT / "svdpp" / n).exists())] == []
+
+
+# --- the public names ---------------------------------------------------------------------------
+
+
+def test_each_public_name_is_there_and_in_the_stub() -> None:
+    stub = Path(svdpp.__file__).with_suffix(".pyi").read_text()
+    imported = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in ast.parse(stub).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {*map(str, imported)} == {*svdpp.__all__} - {"__version__"} <= {*dir(svdpp)}
+    for name, path in imported.items():
+        value, (module, _, original) = getattr(svdpp, str(name)), path.rpartition(".")
+        assert getattr(sys.modules[module], original) is value
+
+
+@pytest.mark.processes
+def test_an_example_in_a_docstring_runs() -> None:
+    found = doctest.testmod(verify)
+    assert found.attempted > 0
+    assert found.failed == 0

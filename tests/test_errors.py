@@ -1,13 +1,15 @@
-"""Every error has its exit code, and crosses a process boundary as the same type."""
+"""Errors have exit codes and cross to other processes; texts show no secret, paths lead back."""
 
 from __future__ import annotations
 
 import json
-import signal
+import os
+from pathlib import Path
 
 import pytest
 
 from svdpp import errors
+from svdpp.errors import located_path, recorded_name, recorded_path, redact, redact_all
 
 EXIT_CODES = {
     "SvdppError": 1,
@@ -39,11 +41,6 @@ def test_every_type_has_its_exit_code_and_its_meaning_in_the_help() -> None:
         assert f"{each.exit_code} {each.meaning};" in " ".join(EPILOG.split())
 
 
-def test_signals_end_as_in_a_shell() -> None:
-    error = errors.Interrupted(signal.SIGTERM)
-    assert (errors.exit_code_of(error), str(error)) == (128 + 15, "ended by SIGTERM")
-
-
 @pytest.mark.parametrize("cls", TYPES.values())
 def test_an_error_crosses_to_another_process(cls: type[errors.SvdppError]) -> None:
     message = "rank 3: 'é\n你' {x}"
@@ -62,12 +59,6 @@ def test_what_was_not_foreseen_is_unexpected_and_crosses_with_its_name(error: Ex
     assert crossed.message == f"{type(error).__name__}: {error}"
 
 
-def test_library_users_may_catch_builtins() -> None:
-    assert issubclass(errors.RequestError, ValueError)
-    assert issubclass(errors.OutOfMemoryError, MemoryError)
-    assert issubclass(errors.ClosedError, RuntimeError)
-
-
 @pytest.mark.parametrize(
     "error", [errors.RankError("no", "h", picture="rank 0 |"), OSError(28, "full")]
 )
@@ -78,8 +69,78 @@ def test_a_copy_for_another_thread_says_the_same(error: Exception) -> None:
     assert vars(copied) == vars(error)
 
 
-def test_several_errors_end_with_the_highest_code() -> None:
-    first = errors.InputError("a photograph")
-    several = [errors.RequestError("r"), first, errors.InputError("another")]
-    assert errors.worst_of(several, "2 lost").message == f"2 lost: {first}"
-    assert errors.worst_of([*several, errors.NotFiniteError("n")], "3 lost").exit_code == 9
+# Texts without what must not be shown.
+
+TOKEN = "hf_" + "aB3" * 11 + "x"
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/al")
+
+
+def test_tokens_and_passwords_are_taken_out_of_texts_but_not_of_keys() -> None:
+    value = {TOKEN: [f"--model {TOKEN}/x", 1, None, True, {"a": ("http://me:pass@host/x",)}]}
+    shown = {TOKEN: ["--model hf_***/x", 1, None, True, {"a": ["http://***@host/x"]}]}
+    assert redact_all(value) == shown
+    homes = ["'/home/al/out' is full", "file:/home/al/x"]
+    assert redact_all(homes) == ["'~/out' is full", "file:~/x"]
+    others = [
+        "/home/alice/x",
+        "/mnt/home/al/x",
+        "hf_internal",
+        "me@host, clip c0 @14",
+        "ftp://h/a@b",
+    ]
+    assert redact_all(others) == others
+
+
+def test_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "api_key", "DB_PASSWORD", "PGPASSWD"):
+        monkeypatch.setenv(name, f"correct {name}")
+        assert redact(f"a correct {name}!") == "a ***!"
+    monkeypatch.setenv("SHORT_TOKEN", "1")
+    monkeypatch.setenv("LONGER_TOKEN", "correct HF_TOKEN battery")
+    assert redact("1 correct HF_TOKEN battery") == "1 ***"
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "recorded"),
+    [
+        ("/home/al/pics/a.jpg", "/home/al/out", "../pics/a.jpg"),
+        ("/home/al/pics/a.jpg", "/home/al", "pics/a.jpg"),
+        ("/home/al/pics/a.jpg", "/data/out", "~/pics/a.jpg"),
+        ("/data/a.jpg", "/data/out", "../a.jpg"),
+        ("/data/a.jpg", "/home/al/out", "../../../data/a.jpg"),
+        ("/home/alice/a.jpg", "/home/al/out", "../../alice/a.jpg"),
+        ("/data/out/~/a.jpg", "/data/out", "./~/a.jpg"),
+        ("/data/out/~a.jpg", "/data/out", "./~a.jpg"),
+    ],
+)
+def test_recorded_paths_lead_back(path: str, folder: str, recorded: str) -> None:
+    assert recorded_path(path, folder) == recorded
+    assert os.path.normpath(located_path(recorded, folder)) == path
+
+
+def test_a_record_is_read_in_another_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/Users/eve")
+    assert located_path("~/pics/a.jpg", "/data/out") == Path("/Users/eve/pics/a.jpg")
+
+
+def test_recorded_models() -> None:
+    names = {
+        "/home/al/models/svd/": "~/models/svd",
+        "/data/svd": "/data/svd",
+        f"{TOKEN}/x": "hf_***/x",
+        "~/models/svd": "~/models/svd",
+    }
+    assert {name: recorded_name(name) for name in names} == names
+
+
+def test_a_home_behind_a_link_is_found_under_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk7").mkdir()
+    (tmp_path / "me").symlink_to(tmp_path / "disk7")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    assert {recorded_name(f"{tmp_path}/{name}/a") for name in ("me", "disk7")} == {"~/a"}

@@ -56,16 +56,9 @@ def _check_fields(event: _TraceEvent) -> None:
     phase = event["ph"]
     missing = {"pid", "tid", "name", *_REQUIRED[phase]} - event.keys()
     assert not missing, f"{phase} without {missing}"
-    for name in ("pid", "tid"):
-        assert type(event[name]) is int, f"{name} is no integer"
     assert isinstance(event.get("args", {}), dict)
     for name in {"ts", "dur"} & event.keys():
-        assert isinstance(event[name], int | float), f"{name} is no number"
         assert event[name] >= 0, f"{name} is negative"
-    if phase == "C":
-        assert all(isinstance(value, int | float) for value in event["args"].values())
-    elif phase == "i":
-        assert event["s"] in "gpt"
 
 
 def _check_nesting(slices: list[_Slice]) -> None:

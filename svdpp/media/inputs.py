@@ -353,9 +353,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
     """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
 
-    Args:
-        fit: `stretch` returns the image unchanged, and diffusers stretches it; `crop` keeps the
-            largest centred part with that ratio; `pad` adds black bars on both sides.
+    `stretch` leaves that to diffusers; `crop` keeps the largest centred part with that ratio; `pad`
+    adds black bars on both sides.
     """
     if fit == "stretch":
         return image
@@ -383,11 +382,7 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 
 
 def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None:
-    """All that a clip starts from besides a prompt; None if that is nothing.
-
-    Raises:
-        InputError: a file cannot be used, or is not the one whose SHA-256 the request has.
-    """
+    """All that a clip starts from besides a prompt, checked by its SHA-256; None: nothing."""
     found = {}
     for name, (path, sha256) in request.files.items():
         found[name], photo = source_of(read_bytes(Path(path)), Path(path), sampling, name)

@@ -29,13 +29,9 @@ _LOCK = ".svdpp-lock"
 def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
     """Yield an empty file or folder that replaces `name` if the block ends without an error.
 
-    Parent folders of `name` are created.
-
-    Args:
-        name: the final path; links are followed. An existing file stays until the block ends.
-        suffix: of the temporary name, for writers that choose the format by it.
-        files: None for a file. For a folder, a pattern of its file names: an existing folder with
-            other files is not replaced.
+    Parent folders of `name` are created, and links are followed. The temporary name has `suffix`,
+    by which writers choose the format. `files` is None for a file; for a folder, a pattern of its
+    files' names: an existing folder with others is not replaced.
     """
     temporary, lock = None, -1
     try:

@@ -62,19 +62,12 @@ def write_clip(
     metadata: Mapping[str, object],
     sound: Sound | None = None,
 ) -> str:
-    """Write one clip completely or not at all; an existing clip stays until then.
+    """Write one clip completely or not at all; returns its `file_sha256`.
 
-    It is read back, and its frames are counted, before it gets its name.
-
-    Args:
-        output: path and format. `mp4` is H.264, yuv420p, bt709; `gif` and `webp` loop forever (gif
-            has times in 1/100 s, at most 50 frames a second); `frames` is a folder of 00000.png and
-            so on, which replaces a folder only if that has no other files.
-        metadata: JSON values, stored in the file; `read_metadata` returns them.
-        sound: of an mp4, as AAC; the other formats are silent.
-
-    Returns:
-        `file_sha256` of the clip.
+    It is read back, and its frames are counted, before it gets its name. `mp4` is H.264, yuv420p,
+    bt709, with `sound` as AAC; `gif` and `webp` loop forever (gif has times in 1/100 s, at most 50
+    frames a second); `frames` is a folder of 00000.png and so on, which replaces a folder only if
+    that has no other files. `read_metadata` returns `metadata`, JSON values.
     """
     frames = _checked(frames)
     text = json.dumps(dict(metadata), allow_nan=False)
@@ -250,8 +243,6 @@ def _encode_mp4(
     path: Path, frames: Frames, fps: int, crf: int, text: str, sound: Sound | None
 ) -> None:
     count, height, width, _ = frames.shape
-    if height % 2 or width % 2:
-        raise MediaFailure(f"mp4 needs even sides, not {width}x{height}")
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
     source += ["-framerate", str(fps), "-i", "pipe:0"]
     filters = f"{_EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"

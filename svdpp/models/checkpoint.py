@@ -127,45 +127,31 @@ class Checkpoint:
         """The components of `weighted` that a rank with these roles loads."""
         return frozenset(filter(has_weights, self.parts_of(roles, sampling)))
 
-    def check_inputs(
-        self,
-        sampling: SamplingConfig,
-        *,
-        image: bool,
-        prompt: str | None,
-        negative_prompt: str | None,
-        videos: Collection[str] = (),
-    ) -> None:
-        """Checks that a clip has what the model needs, and nothing that it ignores; None: none."""
-        visual = "a video" if sampling.from_video else "an image"
+    def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
+        """Checks that a clip has what the model needs, and nothing that it ignores."""
+        visual, image = "a video" if sampling.from_video else "an image", request.image is not None
         for what, is_given, use, hint in (
             (visual, image, self.image_use, f"name {visual}"),
-            ("a prompt", prompt is not None, self.prompt_use, 'give --prompt "..."'),
+            ("a prompt", request.prompt is not None, self.prompt_use, 'give --prompt "..."'),
         ):
             if use == "needed" and not is_given:
                 raise RequestError(f"{self.label} needs {what}", hint)
             if use == "refused" and is_given:
                 raise RequestError(f"{self.label} takes no {what.split()[-1]}", "leave it out")
-        if self.prompt_use == "needed" and not (prompt or "").strip():
+        if self.prompt_use == "needed" and not (request.prompt or "").strip():
             raise RequestError("--prompt is empty", 'say what happens, as in --prompt "a wave"')
-        if negative_prompt is not None and not (prompt and sampling.guided):
+        if request.negative_prompt is not None and not (request.prompt and sampling.guided):
             raise RequestError(
                 "--negative-prompt has no effect without a prompt and guidance",
                 "leave it out, or use a --guidance-scale above 1",
             )
-        sampling.check_videos(videos)
+        sampling.check_videos(request.videos)
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
             raise RequestError(
                 f"the clip has {'an' if image else 'no'} image, but its sampling parameters "
                 f"have from_image={sampling.from_image}",
                 "set from_image accordingly",
             )
-
-    def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """`check_inputs` of a clip."""
-        prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
-        image = request.image is not None
-        self.check_inputs(sampling, image=image, videos=request.videos, **prompts)
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """`sampling` with the model's own values in place of None."""

@@ -58,15 +58,10 @@ class Admission:
         error = self._no_route(sampling)
         return None if error is None else error.message
 
-    def check_inputs(self, sampling: SamplingConfig, **inputs: Any) -> None:
-        """Refuses a clip that lacks an input that the model needs, or has one that it ignores.
-
-        `inputs` as for `Checkpoint.check_inputs`.
-        """
-        prompts = {name: inputs[name] for name in ("prompt", "negative_prompt")}
-        ClipRequest(seed=0, **prompts)  # checks them
+    def check_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
+        """Refuses a clip that lacks an input that the model needs, or has one that it ignores."""
         if self._checkpoint is not None:
-            self._checkpoint.check_inputs(sampling, **inputs)
+            self._checkpoint.check_request(sampling, request)
 
     def _new_no_route(self, sampling: SamplingConfig) -> RequestError | None:
         work = ClipWork(self._config, self._checkpoint)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from svdpp.config import PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
@@ -205,7 +205,9 @@ class Service:
         self.admission.check(sampling)
         files = request.files
         image = files.pop(IMAGE_FIELD, None)
-        self.admission.check_inputs(sampling, image=image is not None, videos=files, **prompts)
+        name, videos = None if image is None else IMAGE_FIELD, dict.fromkeys(files, "")
+        given = ClipRequest(seed=0, image=name, videos=videos, **prompts)
+        self.admission.check_inputs(sampling, given)
         id = new_id()
         job = Job(
             id=id,

@@ -105,8 +105,9 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
     else:
         candidates = [*_files_in(image, suffixes)] if os.path.isdir(image) else [image]
     for found in dict.fromkeys(candidates):
-        if _sha256(found) == wanted:
-            return found
+        with contextlib.suppress(InputError):  # there is none, or it is no file
+            if hashlib.sha256(photos.read_bytes(found)).hexdigest() == wanted:
+                return found
     where = str(recorded if image is None else image)
     raise InputError(
         f"the {video or 'image'} of {clip.path.name!r} is not at {where!r}",
@@ -168,13 +169,6 @@ def _is_frames_folder(path: Path) -> bool:
 def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
     yield from (path for path in names if path.suffix.lower() in suffixes)
-
-
-def _sha256(path: Path) -> str:
-    try:
-        return hashlib.sha256(photos.read_bytes(path)).hexdigest()
-    except InputError:
-        return ""
 
 
 # Versions of an encoder agree better than this (above 40 dB at every --crf up to 30), and different

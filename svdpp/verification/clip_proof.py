@@ -15,13 +15,7 @@ from typing import Any, Literal
 
 from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineConfig
 from svdpp.driver.supervisor import Observer
-from svdpp.errors import (
-    ModelError,
-    OutOfMemoryError,
-    RequestError,
-    SvdppError,
-    error_to_dict,
-)
+from svdpp.errors import ModelError, OutOfMemoryError, RequestError, SvdppError, error_to_dict
 from svdpp.launch import process_group
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder

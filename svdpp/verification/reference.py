@@ -25,12 +25,7 @@ from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import step_callback
-from svdpp.models.engine.load import (
-    apply_memory_options,
-    dtype_of,
-    load_loras,
-    silence_libraries,
-)
+from svdpp.models.engine.load import apply_memory_options, dtype_of, load_loras, silence_libraries
 from svdpp.models.engine.model import audio_of, call_arguments
 from svdpp.models.engine.records import Packer, changed_state, replaced, snapshot
 from svdpp.models.engine.rows import Row

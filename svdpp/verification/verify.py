@@ -145,12 +145,8 @@ def verify(
 ) -> VerificationResult:
     """Runs `requests` through the ranks, then sequentially, and compares the latents.
 
-    The outputs are not written.
-
-    Args:
-        fault: for tests; see `Pipeline`.
-        observers: of the ranks.
-        open_observer: opens an observer for each of the two runs, "pipelined" and "sequential".
+    The outputs are not written. `fault` is for tests; see `Pipeline`. `observers` are of the ranks,
+    and `open_observer` opens one for each of the two runs, "pipelined" and "sequential".
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, verify
@@ -224,10 +220,8 @@ def run_reference(
 ) -> list[dict[str, Any]]:
     """Computes each clip by diffusers in a process of its own; returns the hashes of each.
 
-    Args:
-        steps: numbers of steps done after which the latent is kept.
-        tensor_folder: for latents and frames; None keeps neither.
-        observers: called with (0, event) for each event of the reference.
+    `tensor_folder` gets the frames, and the latents after so many `steps`; None keeps neither.
+    `observers` are called with (0, event) for each event of the reference.
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")

@@ -374,8 +374,6 @@ def test_damaged_and_hostile_videos_are_refused(
 
 
 def test_a_video_beyond_the_limits_is_refused(clip: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"clip.mp4' has 7 of the 9 frames that the clip takes$"):
-        inputs.read_video(clip, 9, inputs.MAX_PIXELS)
     with pytest.raises(InputError, match=r"clip.mp4' cannot be decoded as a video: .*max"):
         inputs.read_video(clip, 5, 96 * 64 - 1)
     narrow, raw = tmp_path / "narrow.mp4", tmp_path / "raw.mov"

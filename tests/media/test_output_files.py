@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
@@ -16,13 +15,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import OutputError, RequestError
-from svdpp.media.output_files import (
-    atomic_output,
-    check_free,
-    check_writable,
-    locked,
-    write_json,
-)
+from svdpp.media.output_files import atomic_output, check_free, check_writable, locked
 
 FILE, FOLDER = None, re.compile("[a-z]")
 
@@ -109,26 +102,6 @@ def test_places_that_cannot_be_written(tmp_path: Path, files: re.Pattern[str] | 
     assert (tmp_path / "folder" / "thesis.txt").read_text() == "years of work"
 
 
-def test_write_json(tmp_path: Path) -> None:
-    path = tmp_path / "clip.json"
-    record = {"b": "é\n'\"", "a": os.fsdecode(b"\xff"), "list": [1, None, {"a": 0.5}]}
-    write_json(path, record)
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(path, {"a": float("nan")})
-    assert json.loads(path.read_text()) == record
-    assert os.listdir(tmp_path) == ["clip.json"]
-
-
-def test_check_writable(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a" / "b")
-    check_writable(tmp_path)
-    assert os.listdir(tmp_path) == []
-    (tmp_path / "file").write_text("x")
-    for folder in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/x"), Path("/proc")):
-        with pytest.raises(OutputError, match=re.escape(f"cannot write into {str(folder)!r}: ")):
-            check_writable(folder)
-
-
 @pytest.mark.parametrize("files", [FILE, FOLDER])
 def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(
     tmp_path: Path, files: re.Pattern[str] | None
@@ -170,16 +143,6 @@ def test_runs_that_write_the_same_files_exclude_each_other(
             with locked(folder, second), pytest.raises(RequestError), locked(folder):
                 pass
     assert os.listdir(tmp_path) == [], "nothing was written"
-
-
-def test_a_lock_ends_with_its_process_and_leaves_no_file(tmp_path: Path) -> None:
-    script = f"with locked(Path({str(tmp_path)!r})):\n    os.kill(os.getpid(), 9)\n"
-    imports = "import os\nfrom pathlib import Path\nfrom svdpp.media.output_files import locked\n"
-    done = subprocess.run([sys.executable, "-c", imports + script], check=False)
-    assert done.returncode == -signal.SIGKILL
-    with locked(tmp_path):
-        (tmp_path / "run.json").touch()
-    assert os.listdir(tmp_path) == ["run.json"]
 
 
 def test_a_file_system_without_locks_is_named(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import subprocess
@@ -19,7 +18,6 @@ from svdpp.media.video import (
     clip_path,
     file_sha256,
     find_ffmpeg,
-    frames_sha256,
     read_frames,
     read_metadata,
     read_sound,
@@ -175,16 +173,6 @@ def test_a_clip_that_lost_a_frame_takes_no_place(
     assert os.listdir(tmp_path) == ["x"]
 
 
-@pytest.fixture
-def fake_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty script, which has a second to write six frames."""
-    script = tmp_path / "fake"
-    script.touch(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(script))
-    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # and one for each frame
-    return script
-
-
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
@@ -195,9 +183,14 @@ def fake_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("exec sleep 60", "ffmpeg did not end within 1 s"),
     ],
 )
-def test_an_ffmpeg_that_fails(tmp_path: Path, fake_ffmpeg: Path, body: str, cause: str) -> None:
-    fake_ffmpeg.write_text(f"#!/bin/sh\n{body}\n")
-    clip = tmp_path / "x.mp4"
+def test_an_ffmpeg_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, cause: str
+) -> None:
+    fake, clip = tmp_path / "fake", tmp_path / "x.mp4"
+    fake.touch(0o755)
+    fake.write_text(f"#!/bin/sh\n{body}\n")
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(fake))
+    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # and one for each of six frames
     clip.write_text("old")
     with pytest.raises(OutputError) as caught:
         write(clip, "mp4", noise(6, 256))  # more than a pipe's buffer
@@ -205,57 +198,6 @@ def test_an_ffmpeg_that_fails(tmp_path: Path, fake_ffmpeg: Path, body: str, caus
     assert repr(str(clip)) in caught.value.message
     assert sorted(os.listdir(tmp_path)) == ["fake", "x.mp4"]
     assert clip.read_text() == "old"
-
-
-def test_a_decoder_that_is_killed_was_not_slow(
-    fake_ffmpeg: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_ffmpeg.write_text("#!/bin/sh\nkill -9 $$\n")
-    with pytest.raises(InputError, match="ended by SIGKILL"):
-        read_frames(Path("clip.mp4"), "mp4")
-    fake_ffmpeg.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(video, "_READ_SECONDS", 0.4)
-    with pytest.raises(InputError, match="within 0 s"):
-        read_frames(Path("clip.mp4"), "mp4")
-
-
-def test_no_ffmpeg_says_how_to_get_one(fake_ffmpeg: Path) -> None:
-    fake_ffmpeg.unlink()
-    with pytest.raises(OutputError, match=r"x\.mp4' cannot be written: mp4 needs ffmpeg") as caught:
-        write(fake_ffmpeg.with_name("x.mp4"), "mp4", smooth())
-    assert caught.value.hint == "pip install imageio-ffmpeg"
-
-
-def test_an_interrupt_ends_ffmpeg_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def interrupted(process: subprocess.Popen[bytes], *_: object, **__: object) -> None:
-        started.append(process)
-        assert os.getsid(process.pid) == process.pid  # a terminal's Ctrl-C does not reach ffmpeg
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "x.mp4", "mp4", smooth())
-    assert started[0].returncode == -9
-    assert os.listdir(tmp_path) == []
-
-
-def test_what_a_format_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="mp4 needs even sides, not 63x48"):
-        write(tmp_path / "x.mp4", "mp4", smooth(2, 48, 63))
-    with pytest.raises(OutputError, match="cannot be written"):
-        write(tmp_path / "x.webp", "webp", smooth(2, 2, 17000))
-    assert os.listdir(tmp_path) == []
-
-
-def test_frames_sha256_is_of_the_bytes_in_order() -> None:
-    frames = smooth()
-    assert frames_sha256(frames) == hashlib.sha256(frames.tobytes()).hexdigest()
-    assert frames_sha256(np.asfortranarray(frames)) == frames_sha256(frames)
-    assert frames_sha256(frames[::-1]) != frames_sha256(frames)
 
 
 @pytest.mark.parametrize("format", FORMATS)

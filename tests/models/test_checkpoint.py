@@ -50,14 +50,6 @@ def error_of(name: str | Path, **options: Any) -> ModelError:
     return error
 
 
-def test_relative_paths_and_home_are_resolved(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tiny.parent)
-    monkeypatch.setenv("HOME", str(tiny.parent))
-    for name in (tiny.name, f"./{tiny.name}", f"~/{tiny.name}"):
-        found = find_checkpoint(ModelConfig(name=name))
-        assert (found.name, found.folder) == (name, tiny)
-
-
 def content(name: str, data: bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(data)
 
@@ -225,25 +217,15 @@ def test_memory_opt_turns_on_chunking_in_the_unet(tiny: Path) -> None:
 
 FIND = """
 import sys
-from svdpp.config import ModelConfig, SvdSampling
+from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import find_checkpoint
-model = ModelConfig(name="demo", dtype="fp16")
-found = find_checkpoint(model)
+find_checkpoint(ModelConfig(name="demo"))
 print(sorted({"torch", "diffusers", "transformers", "huggingface_hub"} & set(sys.modules)))
 """
-LOAD = """
-from svdpp.models.engine.model import load_model
-from svdpp.plan.layout import Roles
-load_model(found, model, SvdSampling(), "cpu", Roles(encode=True, denoise=True, decode=True))
-import diffusers
-diffusers.StableVideoDiffusionPipeline.from_pretrained(found.folder)
-"""
 
 
-@pytest.mark.parametrize("more", ["", pytest.param(LOAD, marks=pytest.mark.long)])
-def test_finding_needs_no_torch_and_loading_prints_nothing(more: str) -> None:
-    command = [sys.executable, "-c", FIND + more]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def test_finding_needs_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", FIND], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import TokenizersBackend
 
+from svdpp.config import ClipRequest
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.base import Tensors
 from svdpp.models.engine.model import EngineModel
@@ -89,12 +90,6 @@ def test_the_end_of_a_long_prompt_is_named(wan: Row) -> None:
     assert model.removed_text("the sea at night " * 8).endswith("sea at night")
 
 
-def test_boundary_of_the_published_model(wan: Row) -> None:
-    for shift, boundary in ((3.0, 13), (12.0, 26)):
-        sampling = replace(wan.sampling, num_inference_steps=40, flow_shift=shift)
-        assert wan.checkpoint.expert_boundary(sampling) == boundary
-
-
 def test_an_image_and_a_timestep_need_a_generator_on_the_device(rows: Rows) -> None:
     cases = (LTX_TIMESTEP, True, "cuda"), (LTX_TIMESTEP, False, "cpu"), (LTX, True, "cpu")
     for name, from_image, device in cases:
@@ -164,23 +159,22 @@ def test_steps_of_an_expert_that_is_not_loaded_are_an_error(wan: Row) -> None:
 @pytest.mark.parametrize(
     ("name", "inputs", "message"),
     [
-        (T2V, {"image": True}, "takes no image"),
+        (T2V, {"image": "x"}, "takes no image"),
         (I2V, {}, "needs an image"),
         (T2V, {"prompt": None}, "needs a prompt"),
         (T2V, {"prompt": " \n"}, "--prompt is empty"),
-        (WAN_5B, {"image": True}, "have from_image=False"),
+        (WAN_5B, {"image": "x"}, "have from_image=False"),
         (WAN_5B, {"negative_prompt": "blurred"}, "--negative-prompt has no effect"),
     ],
 )
 def test_wrong_inputs_are_refused(
     rows: Rows, name: str, inputs: dict[str, Any], message: str
 ) -> None:
-    known = {"image": False, "prompt": "the sea", "negative_prompt": None, **inputs}
-    row = rows(name)
+    row, request = rows(name), ClipRequest(**{"seed": 0, "prompt": "the sea", **inputs})
     with pytest.raises(RequestError, match=message):
-        row.checkpoint.check_inputs(row.sampling, **known)
-    if known["negative_prompt"]:
-        row.checkpoint.check_inputs(replace(row.sampling, guidance_scale=5.0), **known)
+        row.checkpoint.check_request(row.sampling, request)
+    if request.negative_prompt:
+        row.checkpoint.check_request(replace(row.sampling, guidance_scale=5.0), request)
 
 
 INDEX, DENOISER = "model_index.json", "transformer/config.json"

@@ -16,13 +16,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.rows import ROWS
 from svdpp.verification.reference import Reference
 from tests.models.builders import save_tiny_lora
-from tests.models.range_checks import (
-    check_every_cut,
-    ranks,
-    read_folder,
-    run_reference,
-    whole_clip,
-)
+from tests.models.range_checks import check_every_cut, ranks, read_folder, run_reference, whole_clip
 from tests.models.test_rows import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

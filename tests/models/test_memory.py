@@ -22,13 +22,7 @@ from svdpp.models.engine.model import load_model
 from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
-from tests.models.range_checks import (
-    Row,
-    loaded,
-    nothing,
-    photograph,
-    source,
-)
+from tests.models.range_checks import Row, loaded, nothing, photograph, source
 from tests.models.test_rows import CASES, FIRST, Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

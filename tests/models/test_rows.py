@@ -1,11 +1,13 @@
-"""Every row, cut after every step: packets, latents and frames of diffusers' whole `__call__`."""
+"""Every row, cut after every step or shared by a pair: the bits of diffusers' whole `__call__`."""
 
 from __future__ import annotations
 
 import json
+import queue
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import diffusers
@@ -13,9 +15,20 @@ import pytest
 import torch
 
 from svdpp.config import SAMPLING_CLASSES, SamplingConfig
-from svdpp.errors import RequestError
+from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
-from tests.models.range_checks import Row, check_every_cut, loaded, nothing, whole_clip
+from svdpp.models.engine.call import half
+from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.engine.rows import ROWS
+from svdpp.plan.layout import Roles
+from tests.models.range_checks import (
+    Row,
+    assert_equal,
+    check_every_cut,
+    loaded,
+    nothing,
+    whole_clip,
+)
 from tests.models.tiny_families import WAN_UNIPC
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,13 +158,15 @@ CASES |= {
 }
 
 
-def chosen(quick: Collection[str], in_ci: Collection[str] = ()) -> list[Any]:
+def chosen(
+    quick: Collection[str], in_ci: Collection[str] = (), every: Iterable[str] = CASES
+) -> list[Any]:
     """The cases as parameters: these, those that only CI runs, and the others in full grids."""
 
     def marks(name: str) -> tuple[Any, ...]:
         return () if name in quick else FULL[:1] if name in in_ci else FULL
 
-    return [pytest.param(name, marks=marks(name)) for name in CASES]
+    return [pytest.param(name, marks=marks(name)) for name in every]
 
 
 FIRST = {case.family: name for name, case in reversed(CASES.items())}.values()
@@ -302,3 +317,89 @@ def _other_states(packet: Tensors) -> Iterator[tuple[str, Tensors]]:
 
 def _structure(packet: Tensors) -> Any:
     return json.loads(packet[STRUCTURE].numpy().tobytes())
+
+
+# A pair of ranks, one for each branch of the guidance: the bits of one rank.
+
+
+class Half:
+    """A `Partner` in a thread; an end of two queues."""
+
+    def __init__(self, branch: int, own: queue.Queue[Any], other: queue.Queue[Any]) -> None:
+        self.branch, self._own, self._other = branch, own, other
+
+    def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
+        self._own.put((step, {name: tensor.clone() for name, tensor in evaluate().items()}))
+        theirs, tensors = self._other.get(timeout=60)
+        assert theirs == step
+        return tensors
+
+
+def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) -> list[Tensors]:
+    """What both ranks of a pair, each in a thread, have after steps; the first error of one."""
+    ends: tuple[queue.Queue[Any], queue.Queue[Any]] = queue.Queue(), queue.Queue()
+    errors: list[Exception] = []
+
+    def side(branch: int) -> Any:
+        partner = Half(branch, ends[branch], ends[1 - branch])
+        try:
+            return models[branch].denoise(packet, start, end, nothing, partner)
+        except Exception as error:
+            errors.append(error)
+            ends[branch].put((-1, {}))  # ends the other one
+
+    with ThreadPoolExecutor(2) as pool:
+        results = [*pool.map(side, (0, 1))]
+    if errors:
+        raise errors[0]
+    return results
+
+
+PAIRED = [
+    name for name, case in CASES.items() if ROWS[case.family].branches and case.config().guided
+]
+FIRST_PAIRED = {CASES[name].family: name for name in reversed(PAIRED)}
+
+
+def both_ranks(row: Row, **changes: Any) -> list[EngineModel]:
+    """The ranks of a pair, and all roles on each."""
+    experts = frozenset(range(row.checkpoint.num_experts))
+    roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
+    sampling = replace(row.sampling, **changes)
+    return [load_model(row.checkpoint, row.model, sampling, "cpu", roles) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", chosen([FIRST_PAIRED["wan"]], FIRST_PAIRED.values(), PAIRED))
+def test_a_pair_gives_the_packets_of_one_rank(rows: Rows, name: str) -> None:
+    row = rows(name)
+    models, packet = both_ranks(row), row.encode(row.request())
+    alone = models[0].denoise(packet, 0, STEPS, nothing)
+
+    middle = pair_of(models, packet, 0, 2)
+    ends = pair_of(models, middle[1], 2, STEPS)
+
+    assert_equal(*middle)
+    assert_equal(*ends)
+    if row.checkpoint.row.branches == "calls":
+        assert_equal(ends[0], alone)
+    assert torch.allclose(ends[0][LATENTS], alone[LATENTS], atol=1e-3)
+    # The shapes are known from here on, so that no rank evaluates both branches.
+    assert_equal(*pair_of(models, packet, 0, 1))
+
+
+def test_a_step_of_one_branch_is_refused(rows: Rows) -> None:
+    row = rows(FIRST_PAIRED["wan"])
+    unguided = both_ranks(row, guidance_scale=1.0, guidance_scale_2=None)
+    with pytest.raises(ModelError, match="step 0 evaluates one branch of the guidance only"):
+        pair_of(unguided, row.encode(row.request()), 0, 1)
+
+
+def test_what_may_not_be_divided_is_refused() -> None:
+    def denoiser(hidden_states: Any = None, **more: Any) -> None: ...
+
+    for name, size, words in (
+        ("hidden_states", 4, "a batch of 4 is not one for each branch"),
+        ("mask", 2, "it is not known how to divide more"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            half(0, denoiser, (), {name: torch.ones(size, 4)})

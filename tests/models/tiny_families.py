@@ -14,13 +14,14 @@ import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from svdpp.config import ModelConfig
+from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.rows import ROWS
-from tests.models.builders import save_tiny_checkpoint
 
 Parts = dict[str, Any]
 
+_OPTIONS = {"max_shard_size", "variant"}
 TEXT = 16
-_IMAGE = 16
 _SENTENCES = ["a cat walks over the grass", "the sea at night", "blurred, static, worst quality"]
 
 #: Config of the published Wan 2.2 (Wan-AI/Wan2.2-T2V-A14B-Diffusers).
@@ -50,34 +51,62 @@ _HUNYUAN = {
 }
 
 
-def save_tiny(
-    family: str, folder: Path, *, image: bool = False, max_shard_size: str = "5GB", **changes: Any
-) -> Path:
+def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
     """Saves a pipeline of a family with random weights to `folder`, and returns the folder.
 
-    `changes` are components; of Wan, LTX and SVD, options of the functions that make those.
+    `changes` are options of `save_pretrained`, and components; of Wan, LTX and SVD, options of the
+    functions that make those.
     """
-    if family == "svd":
-        return save_tiny_checkpoint(folder, **changes)
+    options = {name: changes.pop(name) for name in _OPTIONS & changes.keys()}
     if family.endswith("_v2v"):
         family, image = family.removesuffix("_v2v"), False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if family in ("wan", "ltx"):
+        if family in ("svd", "wan", "ltx"):
             image = image and not changes.get("expand_timesteps")
             parts = _PARTS[family](image, **changes)
         else:
             parts = {**_PARTS[family](image), **changes}
         row = ROWS[family]
         pipeline: Any = getattr(diffusers, row.pipeline(image or row.text is None))
-        pipeline(**parts).save_pretrained(
-            folder, safe_serialization=True, max_shard_size=max_shard_size
-        )
+        pipeline(**parts).save_pretrained(folder, safe_serialization=True, **options)
     return folder
 
 
 save_tiny_wan = partial(save_tiny, "wan")
 save_tiny_ltx = partial(save_tiny, "ltx")
+
+
+def _svd(_: bool, *, vae_factor: int = 8, num_frames: int = 4) -> Parts:
+    """SVD; `vae_factor` is 8, 4 or 2 pixels per latent cell."""
+    num_blocks = {8: 4, 4: 3, 2: 2}[vae_factor]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "projection_dim": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 56}
+    return {
+        "vae": diffusers.AutoencoderKLTemporalDecoder(
+            down_block_types=("DownEncoderBlock2D",) * num_blocks,
+            block_out_channels=(32,) * num_blocks,  # GroupNorm has 32 groups
+        ),
+        "image_encoder": transformers.CLIPVisionModelWithProjection(
+            transformers.CLIPVisionConfig(**vision, **layers)
+        ),
+        "unet": diffusers.UNetSpatioTemporalConditionModel(
+            down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+            up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+            **{"sample_size": 8, "num_frames": num_frames, "layers_per_block": 1},
+            **{"block_out_channels": (32, 32), "num_attention_heads": (2, 2)},
+            **{"addition_time_embed_dim": 32, "projection_class_embeddings_input_dim": 96},
+            cross_attention_dim=16,
+        ),
+        "scheduler": svd_scheduler(),
+        "feature_extractor": transformers.CLIPImageProcessorPil(),
+    }
+
+
+def svd_scheduler() -> diffusers.EulerDiscreteScheduler:
+    """That of the published SVD (stabilityai/stable-video-diffusion-img2vid-xt)."""
+    published = find_checkpoint(ModelConfig(), weights=False).folder
+    return diffusers.EulerDiscreteScheduler.from_pretrained(published, subfolder="scheduler")
 
 
 def _tokenizer() -> transformers.T5TokenizerFast:
@@ -139,7 +168,7 @@ def _wan(
     denoiser = {
         **{**_wan_sizes(width), "num_layers": layers, "out_channels": z_dim},
         **{"in_channels": 2 * z_dim + 4 if image else z_dim},
-        **({"image_dim": _IMAGE, "added_kv_proj_dim": 24 * width} if image_encoder else {}),
+        **({"image_dim": 4, "added_kv_proj_dim": 24 * width} if image_encoder else {}),
     }
     # In this order, on which the weights depend, and so the clips in tests/golden.
     parts = {
@@ -154,9 +183,9 @@ def _wan(
         parts["transformer_2"] = diffusers.WanTransformer3DModel(**denoiser).to(dtype)
     if not image:
         return {**parts, "expand_timesteps": expand_timesteps}
-    encoder = transformers.CLIPImageProcessorPil(), _image_encoder()
-    has_it = encoder if image_encoder else (None, None)
-    return parts | dict(zip(("image_processor", "image_encoder"), has_it, strict=True))
+    if image_encoder:
+        return parts | _clip_vision(transformers.CLIPVisionModel, 32)
+    return {**parts, "image_processor": None, "image_encoder": None}
 
 
 def _like_wan(transformer: Any, **changes: float) -> Parts:
@@ -189,51 +218,32 @@ def _wan_sizes(width: int) -> dict[str, Any]:
     }
 
 
-def _image_encoder() -> transformers.CLIPVisionModel:
-    sizes = {"hidden_size": _IMAGE, "intermediate_size": 16, "patch_size": 56}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, **layers))
-
-
 def _ltx(
     _: bool,
     *,
     timestep_conditioning: bool = False,
     scheduler: Any = None,
     dtype: torch.dtype = torch.float32,
-    width: int = 1,
 ) -> Parts:
-    return {
-        **_t5(width, dtype=dtype),
-        "vae": _ltx_vae(timestep_conditioning, width).to(dtype),
-        "transformer": _ltx_transformer(width).to(dtype),
-        "scheduler": scheduler or FlowMatchEulerDiscreteScheduler(**LTX_EULER),
-    }
-
-
-def _ltx_vae(timestep_conditioning: bool, width: int) -> diffusers.AutoencoderKLLTXVideo:
-    halves: dict[str, Any] = {
-        f"{half}{name}": sizes
-        for half in ("", "decoder_")
-        for name, sizes in (
-            ("block_out_channels", (8 * width,) * 4),
-            ("layers_per_block", (1,) * 5),
-        )
-    }
+    text, halves = _t5(dtype=dtype), ("", "decoder_")  # in this order, as Wan's
     vae = diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8, timestep_conditioning=timestep_conditioning, **halves
+        **{f"{half}block_out_channels": (8,) * 4 for half in halves},
+        **{f"{half}layers_per_block": (1,) * 5 for half in halves},
+        **{"latent_channels": 8, "timestep_conditioning": timestep_conditioning},
     )
     vae.latents_mean += 0.1 * torch.arange(8)
     vae.latents_std += 0.1 * torch.arange(8)
-    return vae
-
-
-def _ltx_transformer(width: int) -> diffusers.LTXVideoTransformer3DModel:
-    return diffusers.LTXVideoTransformer3DModel(
+    transformer = diffusers.LTXVideoTransformer3DModel(
         **{"in_channels": 8, "out_channels": 8, "num_layers": 1},
-        **{"num_attention_heads": 2 * width, "attention_head_dim": 12},
-        **{"cross_attention_dim": 24 * width, "caption_channels": TEXT * width},
+        **{"num_attention_heads": 2, "attention_head_dim": 12},
+        **{"cross_attention_dim": 24, "caption_channels": TEXT},
     )
+    return {
+        **text,
+        "vae": vae.to(dtype),
+        "transformer": transformer.to(dtype),
+        "scheduler": scheduler or FlowMatchEulerDiscreteScheduler(**LTX_EULER),
+    }
 
 
 def _clip_vision(kind: type[Any], image_size: int) -> Parts:
@@ -490,6 +500,7 @@ def _latte(_: bool) -> Parts:
 
 
 _PARTS: Mapping[str, Callable[..., Parts]] = {
+    "svd": _svd,
     "wan": _wan,
     "ltx": _ltx,
     "wan_vace": _wan_vace,

@@ -22,15 +22,7 @@ from diffusers.image_processor import VaeImageProcessor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from svdpp.errors import ModelError
-from svdpp.models.base import (
-    GENERATOR,
-    LATENTS,
-    PREDICTION,
-    STATE,
-    AfterStep,
-    Partner,
-    Tensors,
-)
+from svdpp.models.base import GENERATOR, LATENTS, PREDICTION, STATE, AfterStep, Partner, Tensors
 from svdpp.models.engine import records
 from svdpp.models.engine.records import Node, Packer, replaced, tensors_in, unpack
 from svdpp.models.engine.rows import Row
