@@ -65,30 +65,26 @@ class Results:
         It says what limits the pipeline, of the round with the median makespan.
         """
         bench, path = self._bench, self.folder / COSTS
+        cases = {case: _case(bench, case) for case in bench.cases}
         rounds = sorted(bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
         median, traces = rounds[(len(rounds) - 1) // 2], [done.trace for done in rounds]
         source = f"measured by: svdpp bench, {bench.asked.experiment}/{self.run_id}"
         costs = median_costs(bench.config, None, traces, source=source)
         limits = diagnose(median.figures, path, "--pipeline.{}={}").to_json()
-        found = summary(bench, self.run_id) | {"limits": {"round": median.number, **limits}}
+        found = {
+            "schema_version": SCHEMA_VERSION,
+            "experiment": bench.asked.experiment,
+            "run_id": self.run_id,
+            "config": json.loads(json.dumps(bench.asked.model_dump())),
+            "cases": cases,
+            "speedups": _speedups(cases),
+            "same_bits": not differing(bench.rounds),
+            "latents_sha256": [latent for latent, _ in bench.rounds_of(PIPELINE)[0].sha256],
+            "limits": {"round": median.number, **limits},
+        }
         output_files.write_json(path, costs.to_json())
         output_files.write_json(self.folder / SUMMARY, found)
         return found
-
-
-def summary(bench: Bench, run_id: str) -> dict[str, Any]:
-    """What `summary.json` holds, without what limits the pipeline."""
-    cases = {case: _case(bench, case) for case in bench.cases}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "experiment": bench.asked.experiment,
-        "run_id": run_id,
-        "config": json.loads(json.dumps(bench.asked.model_dump())),
-        "cases": cases,
-        "speedups": _speedups(cases),
-        "same_bits": not differing(bench.rounds),
-        "latents_sha256": [latent for latent, _ in bench.rounds_of(PIPELINE)[0].sha256],
-    }
 
 
 def _case(bench: Bench, case: str) -> dict[str, Any]:
@@ -247,10 +243,8 @@ def compare(a: Path, b: Path) -> Comparison:
     one, other = _read(a / SUMMARY), _read(b / SUMMARY)
     try:
         for summary in (one, other):
-            if (
-                summary["schema_version"] > SCHEMA_VERSION
-                or not summary["cases"][PIPELINE]["rounds"]
-            ):
+            is_later = summary["schema_version"] > SCHEMA_VERSION
+            if is_later or not summary["cases"][PIPELINE]["rounds"]:
                 raise ValueError("of a later version, or without a round")
         facts = [_machine(_read(folder / ENVIRONMENT)) for folder in (a, b)]
         machines = _differences(facts[0], facts[1])

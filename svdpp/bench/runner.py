@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -239,9 +240,7 @@ def _override(content: dict[str, Any], text: str) -> None:
     *sections, key = dotted.split(".")
     place = content
     for section in sections:
-        if place.get(section) is None:
-            place[section] = {}
-        place = place[section]
+        place = place.setdefault(section, {})
         if not isinstance(place, dict):
             raise RequestError(f"{text!r}: {section!r} is not a section")
     try:
@@ -294,27 +293,22 @@ class Bench:
         """The measured rounds of one case."""
         return [done for done in self.rounds if done.case == case]
 
-    def turns(self) -> Iterator[tuple[int, str]]:
-        """Round and case in order; each round begins with another, without what has no memory."""
-        names = list(self.cases)
-        for number in range(self.asked.measure.repeats):
-            turn = number % len(names)
-            for case in names[turn:] + names[:turn]:
-                if case not in self.out_of_memory:
-                    yield number, case
-
     def run(
         self,
         log: Callable[[str], None],
         keep: Callable[[Round], None],
         open_observer: OpenObserver = no_observer,
     ) -> None:
-        """Measures every case once in each round; `keep` takes what was measured.
+        """Measures every case once in each round, which begins with another; `keep` takes each.
 
         A baseline's lack of memory is a result; every other error ends the bench.
         """
-        for number, case in self.turns():
-            title = f"round {number + 1} of {self.asked.measure.repeats}, {case}"
+        names, repeats = list(self.cases), self.asked.measure.repeats
+        for number, turn in product(range(repeats), range(len(names))):
+            case = names[(number + turn) % len(names)]
+            if case in self.out_of_memory:
+                continue
+            title = f"round {number + 1} of {repeats}, {case}"
             try:
                 done = self._measure(case, number, title, open_observer)
             except OutOfMemoryError as error:
@@ -375,10 +369,9 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     """All inputs with the first seed, then all with the second, and so on."""
-    seeds, count = asked.measure.seeds, asked.workload.clips
-    if config.model.is_dummy:
-        return in_turn([ClipInput()], seeds, count)
-    return in_turn(_inputs(asked.workload, config.sampling), seeds, count)
+    is_dummy = config.model.is_dummy
+    inputs = [ClipInput()] if is_dummy else _inputs(asked.workload, config.sampling)
+    return in_turn(inputs, asked.measure.seeds, asked.workload.clips)
 
 
 def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:

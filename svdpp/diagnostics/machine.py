@@ -33,7 +33,7 @@ from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.figures import costs_of
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import estimate_parts, estimate_ranks, resolve
-from svdpp.driver.supervisor import OpenObserver, no_observer
+from svdpp.driver.supervisor import OpenObserver
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError, redact_all
 from svdpp.launch import gpus, process_group
@@ -273,11 +273,9 @@ def _transfers(config: PipelineConfig, _: Path) -> str:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])
     arrived = [packet for packet in pipeline.trace.received if packet.clip]
     slowest = max(arrived, key=lambda packet: packet.end - packet.start)
-    milliseconds = (slowest.end - slowest.start) * 1000
-    return (
-        f"checksums agree, at worst {slowest.peer} -> {slowest.rank}: "
-        f"{slowest.num_bytes / 1e6:.3f} MB in {milliseconds:.2f} ms"
-    )
+    megabytes, seconds = slowest.num_bytes / 1e6, slowest.end - slowest.start
+    ends = f"{slowest.peer} -> {slowest.rank}"
+    return f"checksums agree, at worst {ends}: {megabytes:.3f} MB in {1000 * seconds:.2f} ms"
 
 
 def _cut_test(config: PipelineConfig, _: Path) -> str:
@@ -299,10 +297,7 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
             f"other bits than diffusers' whole call: {found}",
             "report it with the output of svdpp env",
         )
-    return (
-        f"the demo model on a rank for each of {_STEPS} steps: bitwise equal to diffusers' whole "
-        f"call ({config.model.dtype})"
-    )
+    return f"the demo model on {_STEPS} ranks has the bits of diffusers ({config.model.dtype})"
 
 
 #: Each check, and those that must have passed before.
@@ -333,8 +328,8 @@ def profile(
     *,
     repeats: int,
     log: Callable[[str], None],
-    open_observer: OpenObserver = no_observer,
-    prompt: str | None = None,
+    open_observer: OpenObserver,
+    prompt: str | None,
 ) -> Costs:
     """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
@@ -385,9 +380,8 @@ def median_costs(
     per_host = None if world is None else world.ranks_per_host
     sampling = config.sampling
     size = f"{sampling.frames} frames of {sampling.width}x{sampling.height}"
-    processors = [cpu_model()]
-    if config.device != "cpu":
-        processors = [gpu.name for gpu in gpus.visible_gpus()]
+    on_cpu = config.device == "cpu"
+    processors = [cpu_model()] if on_cpu else [gpu.name for gpu in gpus.visible_gpus()]
     ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
     return costs_of(
         config,

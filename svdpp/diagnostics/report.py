@@ -87,7 +87,7 @@ class Diagnosis:
         }
 
 
-def find_limits(figures: RunFigures) -> list[Finding]:
+def _limits(figures: RunFigures) -> list[Finding]:
     """What limits the run, the costliest first; `balanced` if no rank does.
 
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
@@ -103,11 +103,7 @@ def find_limits(figures: RunFigures) -> list[Finding]:
 
 def _busiest(figures: RunFigures) -> RankFigures:
     """The rank that works longest, or waits for something that is no other rank's fault."""
-
-    def busy(rank: RankFigures) -> float:
-        return rank.compute + rank.image_wait + rank.writer_wait
-
-    return max(figures.ranks, key=busy)
+    return max(figures.ranks, key=lambda rank: rank.compute + rank.image_wait + rank.writer_wait)
 
 
 def _imbalance(figures: RunFigures) -> Iterator[Finding]:
@@ -176,7 +172,7 @@ def diagnose(figures: RunFigures, costs: Path, option: str = "--{} {}") -> Diagn
         option: the form of an option of the layout; another one in a bench.
     """
     advice = _best_layout(figures, costs, option)
-    return Diagnosis(figures=figures, findings=tuple(find_limits(figures)), advice=advice)
+    return Diagnosis(figures=figures, findings=tuple(_limits(figures)), advice=advice)
 
 
 def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None:

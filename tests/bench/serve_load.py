@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.bench.options import options
 from tests.serve.http_server import DUMMY, HttpServer
 from tests.soak.serve_clients import photos
-from tests.soak.serve_server import cpu_seconds
 
 _SUBMITTERS = 8
 
@@ -117,24 +117,23 @@ def main() -> None:
         HttpServer(Path(folder) / "data", *DUMMY, *scale) as server,
     ):
         server.wait_ready()
-        pid, begun = server.process.pid, time.monotonic()
-        cpu = cpu_seconds(pid)
+        process, begun = psutil.Process(server.process.pid), time.monotonic()
+        before = process.cpu_times()
         state = asyncio.run(load(server.url, asked))
-        seconds = time.monotonic() - begun
-        cpu = cpu_seconds(pid) - cpu
+        seconds, after = time.monotonic() - begun, process.cpu_times()
         restarts = server.client.get("/health").json()["restarts"]
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        rss = process.memory_info().rss
     percentiles = statistics.quantiles(state.seconds, n=100)
     figures = {
         "lost": asked.jobs - len(state.done),
         "wrong": state.wrong[:10],
         "restarts": restarts,
         "seconds": round(seconds, 1),
-        "server_cpu_share": round(cpu / seconds, 2),
+        "server_cpu_share": round((sum(after[:2]) - sum(before[:2])) / seconds, 2),
         "events": state.num_events,
         "calls": len(state.seconds),
         "status_ms": {p: round(1000 * percentiles[p - 1], 1) for p in (50, 90, 99)},
-        "rss_mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
+        "rss_mib": round(rss / 2**20, 1),
         "load": [round(average, 1) for average in os.getloadavg()],
     }
     print(json.dumps(figures))

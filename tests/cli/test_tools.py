@@ -14,9 +14,8 @@ from svdpp.bench.runner import PIPELINE, Bench
 from svdpp.cli import bench
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL
-from tests.bench.made_up_benches import round_of
 from tests.cli.shell import assert_error, svdpp_here
-from tests.diagnostics.made_up_runs import EVEN, leave, replayed
+from tests.diagnostics.made_up_runs import EVEN, leave, replayed, round_of
 
 #: The first line of `doctor`, before its imports.
 BEGIN = "importing PyTorch and diffusers, then trying one thing after the other"

@@ -1,4 +1,4 @@
-"""Made-up folders of runs: figures of a replayed plan, with one known bottleneck put in."""
+"""Made-up runs and benches: figures of a replayed plan, with one known bottleneck put in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from svdpp.bench.runner import Bench, Round, read_config
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.trace import Trace
@@ -17,10 +18,14 @@ from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 EVEN = Costs(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
 
-def replayed(
-    costs: Costs = EVEN, *, world_size: int = 2, num_steps: int = 10, clips: int = 40
-) -> RunFigures:
+def replayed(costs: Costs = EVEN, **size: int) -> RunFigures:
     """The figures of a run that took exactly what the forecast says."""
+    return _replayed(costs, **size)[1]
+
+
+def _replayed(
+    costs: Costs, *, world_size: int = 2, num_steps: int = 10, clips: int = 40
+) -> tuple[Trace, RunFigures]:
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="demo"),
@@ -28,7 +33,7 @@ def replayed(
     )
     trace, ends = Trace(world_size), dict[int, float]()
     for rank in range(world_size):
-        trace(rank, Joined(device="cpu", load_seconds=0.0))
+        trace(rank, Joined(device="cpu", load_seconds=2.0))
         trace(rank, Finished(allocated_bytes=None, reserved_bytes=2**30))
     for rank, action, start, end in replay(config.layout.schedule(clips), costs):
         for step in range(action.start, action.end):
@@ -39,7 +44,7 @@ def replayed(
         ends[rank] = end
     figures = measured_figures(trace, config, config.layout.schedule(clips))
     assert figures is not None
-    return replace(figures, start_seconds=0.0)
+    return trace, replace(figures, start_seconds=3.0)
 
 
 def with_rank(figures: RunFigures, rank: int, **changes: Any) -> RunFigures:
@@ -75,3 +80,28 @@ def leave(folder: Path, figures: RunFigures | None) -> Path:
     path = folder / "run.json"
     path.write_text(json.dumps(content))
     return path
+
+
+# --- benches -------------------------------------------------------------------------------------
+
+
+def config_of(name: str = "dummy", **layout: Any) -> PipelineConfig:
+    return PipelineConfig(
+        world_size=2,
+        model=ModelConfig(name=name),
+        sampling=SvdSampling(num_inference_steps=2, num_frames=2, decode_chunk_size=2),
+        **layout,
+    )
+
+
+def bench_of(name: str = "dummy", *overrides: str) -> Bench:
+    point = read_config("smoke", [f"model.name={name}", *overrides])
+    return Bench(point, config_of(name))
+
+
+def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
+    """A clip of two steps, on one rank."""
+    costs = Costs(step_seconds=seconds / 2)
+    trace, figures = _replayed(costs, world_size=1, num_steps=2, clips=1)
+    hashes = [(sha256, None)]
+    return Round(case=case, number=number, trace=trace, figures=figures, sha256=hashes)

@@ -11,10 +11,7 @@ import pytest
 import torch
 
 from svdpp import __version__
-from svdpp.bench.results import Results
-from svdpp.bench.runner import PIPELINE
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.config.limits import read_costs
 from svdpp.diagnostics import machine
 from svdpp.diagnostics.machine import cpu_model, environment, median_costs
 from svdpp.driver.trace import Trace
@@ -23,7 +20,7 @@ from svdpp.launch.gpus import available_bytes
 from svdpp.launch.world import World
 from svdpp.verification.verify import Place, VerificationResult, compare_tensors
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
-from tests.bench.made_up_benches import bench_of, config_of, round_of
+from tests.diagnostics.made_up_runs import config_of
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,15 +49,6 @@ def test_versions_and_host() -> None:
     assert facts["host"]["cpu"] == cpu_model() != ""
     assert 0 < available_bytes() <= facts["host"]["memory_bytes"]
     assert facts["ffmpeg"]["version"]
-
-
-def test_commit_and_state_are_those_of_a_checkout_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(machine.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
-    assert machine._git() is None
-    (tmp_path / ".git").mkdir()  # not a git repository
-    assert machine._git() is None
 
 
 def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,19 +121,6 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
     assert (costs.step_seconds, costs.encode_seconds) == (8.5, 8.5)
     assert costs.transfer_seconds == pytest.approx(0.1)
     assert (costs.name, costs.source) == ("dummy fp32, 2 frames of 1024x576", "a test")
-
-
-def test_a_bench_has_the_medians_of_its_rounds(tmp_path: Path) -> None:
-    one = bench_of()
-    for number, seconds in enumerate((1.0, 9.0, 2.0)):
-        trace = _note(Trace(2), {0: seconds, 1: seconds}, {(0, 1): seconds / 10})
-        one.rounds.append(replace(round_of(PIPELINE, number), trace=trace))
-    kept = Results(tmp_path, one)
-    kept.finish()
-    costs = read_costs(kept.folder / "costs.json")
-    assert (costs.step_seconds, costs.transfer_seconds) == (2.0, pytest.approx(0.2))
-    assert (costs.encode_seconds, costs.decode_seconds) == (0.25, 0.0)
-    assert costs.source == f"measured by: svdpp bench, smoke/{kept.run_id}"
 
 
 def test_ranks_and_transfers_of_several_hosts_are_told_apart() -> None:

@@ -88,7 +88,7 @@ class Clients:
         at_once: int,
         seconds: float,
         chance: random.Random,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpx.BaseTransport,
     ) -> None:
         self._client = httpx.Client(
             base_url=url,

@@ -10,13 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 
-from tests.faults.processes import MARK, command_line, marked
+from tests.faults.processes import MARK, command_line, marked, process_ids
 
 # The limit of silence is 0.8 of it; a stopped rank is found after that.
 _TIMEOUT = 12.0
@@ -36,29 +35,10 @@ _ENDS_AT_START = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _FORK_SERVER = "multiprocessing.forkserver"
 
 
-@dataclass
-class Tally:
-    """What happened to the server."""
-
-    starts: int = 0
-    orphans: list[str] = field(default_factory=list)
-    """Processes that outlived their server."""
-    unready: list[str] = field(default_factory=list)
-    """Times when the ranks were not ready again in time."""
-    unasked: list[str] = field(default_factory=list)
-    """Ends of the server that no fault explains."""
-
-
 class FaultyServer:
     """`svdpp serve`, always at the same port, and what is done to it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        chance: random.Random,
-        *options: str,
-        data: Path,
-    ) -> None:
+    def __init__(self, folder: Path, chance: random.Random, *options: str, data: Path) -> None:
         self.data, self.temporary = data, folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._folder, self._options = folder, options
@@ -67,14 +47,16 @@ class FaultyServer:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.tally = Tally()
+        self.starts = 0
+        self.problems: list[str] = []
+        """Processes that outlived the server, ranks that were late, ends that no fault explains."""
         self._chance = chance
         self._mark = str(folder)  # of this soak alone: others may run beside it
         self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self.tally.starts += 1
+        self.starts += 1
         command = [sys.executable, "-m", "svdpp", "serve", "--data", str(self.data)]
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
         with self.log.open("ab") as log:
@@ -108,7 +90,7 @@ class FaultyServer:
         It may still be starting.
         """
         if code := self._drained():
-            self.tally.unasked.append(f"exit code {code} after SIGTERM")
+            self.problems.append(f"exit code {code} after SIGTERM")
         self._end("a drain")
         self._process = self._start()
 
@@ -145,7 +127,7 @@ class FaultyServer:
             return
         while self.is_running and self.restarts in (None, before):
             if time.monotonic() > end:
-                self.tally.unready.append("a stopped rank is not noticed")
+                self.problems.append("a stopped rank is not noticed")
                 return
             time.sleep(0.1)
 
@@ -164,7 +146,7 @@ class FaultyServer:
             if self._process.poll() is not None:
                 self._note_end()
             if time.monotonic() - begun > _READY_SECONDS:
-                self.tally.unready.append(f"not ready after {_READY_SECONDS:g} s")
+                self.problems.append(f"not ready after {_READY_SECONDS:g} s")
                 return False
             time.sleep(0.1)
         return True
@@ -173,7 +155,7 @@ class FaultyServer:
         log = self._log_of_start()
         if _has_listened(log) or "does not answer" not in log:
             tail = log.strip().splitlines()[-1:]
-            self.tally.unasked.append(f"exit code {self._process.returncode}: {tail}")
+            self.problems.append(f"exit code {self._process.returncode}: {tail}")
         self._end("an end by itself")
         self._process = self._start()
 
@@ -183,7 +165,7 @@ class FaultyServer:
         end = time.monotonic() + _ORPHAN_SECONDS
         while (left := belonging(self._mark, self._folder)) and time.monotonic() < end:
             time.sleep(0.05)
-        self.tally.orphans += [f"after {what}: {command_line(pid)[:200]}" for pid in left]
+        self.problems += [f"left after {what}: {command_line(pid)[:200]}" for pid in left]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
 
@@ -222,27 +204,22 @@ def _has_listened(log: str) -> bool:
 # --- its processes, from outside ------------------------------------------------------------------
 
 
-def _with_parents() -> Iterator[tuple[int, int]]:
-    """Process id and parent of all processes that have not ended."""
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            state, parent, *_ = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-            if state not in "ZX":
-                yield int(name), int(parent)
-
-
 def fork_server_of(server: int) -> int | None:
     """The fork server of the server with that process id; None if it has none now."""
-    for pid, parent in _with_parents():
-        if parent == server and _FORK_SERVER in command_line(pid):
-            return pid
-    return None
+    return next((pid for pid in _children(server) if _FORK_SERVER in command_line(pid)), None)
 
 
 def ranks_of(server: int) -> list[int]:
     """The ranks of the server with that process id, which its fork server has started."""
     fork_server = fork_server_of(server)
-    return sorted(pid for pid, parent in _with_parents() if parent == fork_server)
+    return [] if fork_server is None else _children(fork_server)
+
+
+def _children(pid: int) -> list[int]:
+    """Those that have not ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children() if command_line(child.pid)]
+    return []
 
 
 def belonging(mark: str, folder: Path) -> list[int]:
@@ -250,12 +227,5 @@ def belonging(mark: str, folder: Path) -> list[int]:
 
     The process that decodes a photograph does not inherit the environment.
     """
-    found = set(marked(mark))
-    found |= {pid for pid, _ in _with_parents() if str(folder) in command_line(pid)}
+    found = {*marked(mark), *(pid for pid in process_ids() if str(folder) in command_line(pid))}
     return sorted(found - {os.getpid()})
-
-
-def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, of all its threads, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
+import os
 import random
+import shutil
 import signal
-import sqlite3
 import sys
 import tempfile
 import time
@@ -30,18 +33,16 @@ from typing import Any
 
 import httpx
 
+from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
+from svdpp.driver.pipeline import Pipeline
+from svdpp.media.video import file_sha256
 from svdpp.serve.database import RESERVE
+from svdpp.serve.job import Job
+from svdpp.serve.queue import JobQueue
 from tests.bench.options import options
 from tests.serve.postgres import Postgres, postgres_server
-from tests.soak.serve_checks import (
-    Row,
-    exit_code,
-    remove_leftovers_now,
-    rows_of,
-    summary,
-    wrong_files,
-)
-from tests.soak.serve_clients import Clients, requests
+from tests.serve.store_jobs import remove_leftovers_now
+from tests.soak.serve_clients import Clients, Request, photos, requests
 from tests.soak.serve_server import FaultyServer, belonging
 
 _LEASE = 6.0
@@ -53,6 +54,7 @@ _AFTER_START = 0.8
 # For what takes long only if it hangs.
 _HANG_SECONDS = 300.0
 _SECONDS_OF_JOB = 30.0
+_SHOWN = 20
 _END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'svdpp'"
 
 
@@ -90,7 +92,7 @@ class FaultyServers:
             self._inflicts |= {
                 "stop a server": self._stop_server,
                 "stop the database": lambda _: self._stop_database(database),
-                "restart the database": lambda _: self._restart(database),
+                "restart the database": lambda _: (database.stop("fast"), database.start()),
                 "end the connections": lambda _: database.execute(_END),
                 "end some connections": lambda _: database.execute(f"{_END} AND random() < 0.4"),
             }
@@ -134,24 +136,27 @@ class FaultyServers:
         time.sleep(self._chance.choice((0.0, 2.0, 1.5 * _LEASE)))
         database.start()
 
-    @staticmethod
-    def _restart(database: Postgres) -> None:
-        database.stop("fast")
-        database.start()
-
-    def rows(self) -> list[Row]:
-        """All jobs."""
-        if self._database is None:
-            return rows_of(sqlite3.connect(self.data / "queue.sqlite3"))
-        import psycopg
-
-        return rows_of(psycopg.connect(self._database.url))
+    def jobs(self) -> list[Job]:
+        """All jobs, after what servers remove in an hour."""
+        url = None if self._database is None else self._database.url
+        with contextlib.closing(JobQueue(self.data, url=url)) as queue:
+            remove_leftovers_now(queue)
+            return queue.page(owner="", limit=10**6)
 
     def wrong_files(self, *temporary: Path) -> list[str]:
-        """What `serve_checks.wrong_files` finds after what servers remove in an hour."""
-        own = {"queue.sqlite3", "lock", RESERVE} if self._database is None else {"queue.id"}
-        remove_leftovers_now(self.data, None if self._database is None else self._database.url)
-        return wrong_files(self.data, self.rows(), own, *temporary)
+        """Files without a job, jobs without their files, and what is in the `temporary` folders."""
+        jobs = self.jobs()
+        expected = {"queue.sqlite3", "lock", RESERVE} if self._database is None else {"queue.id"}
+        expected |= {f"photos/{job.photo}" for job in jobs}
+        for job in jobs:
+            if job.state == "completed":
+                clip = f"clips/{job.clip_in(self.data).name}"
+                expected |= {clip, f"{clip}.json"}
+        files = (path for path in self.data.rglob("*") if not path.is_dir())
+        found = {str(path.relative_to(self.data)) for path in files}
+        left = [f"left: {name}" for name in sorted(found - expected)]
+        left += [f"missing: {name}" for name in sorted(expected - found)]
+        return left + [f"temporary: {path}" for folder in temporary for path in folder.iterdir()]
 
     def close(self) -> list[str]:
         """Ends all servers as an administrator does; what is wrong with that."""
@@ -182,23 +187,44 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
                 _wait(lambda: not faulty.wrong_files())
         finally:
             ends = faulty.close()
-        wrong = {
-            "files": faulty.wrong_files(*(server.temporary for server in faulty.servers)),
-            "ends": ends,
-            "logs": [
-                f"{server.log}: a traceback"
-                for server in faulty.servers
-                if "Traceback" in server.log.read_text(errors="replace")
-            ],
-        }
-        rows = faulty.rows()
-        again = sum(row.token > 1 or row.attempts > 0 for row in rows)
-        figures = {"faults": dict(faulty.faults), "jobs_begun_again": again}
-        return summary(wanted, rows, faulty.data, faulty.servers, wrong, begun, **figures)
+        return _summary(wanted, faulty, ends, begun)
+
+
+def _summary(
+    wanted: list[Request], faulty: FaultyServers, ends: list[str], begun: float
+) -> dict[str, Any]:
+    jobs, servers = faulty.jobs(), faulty.servers
+    done = [job for job in jobs if job.state == "completed"]
+    wrong = {
+        "jobs": _wrong_jobs(wanted, jobs),
+        "failures": _unexplained_failures(jobs),
+        "clips": _wrong_clips(wanted, faulty.data, done),
+        "servers": [problem for server in servers for problem in server.problems],
+        "files": faulty.wrong_files(*(server.temporary for server in servers)),
+        "ends": ends,
+        "logs": [
+            f"{server.log}: a traceback"
+            for server in servers
+            if "Traceback" in server.log.read_text(errors="replace")
+        ],
+    }
+    return {
+        "jobs": len(wanted),
+        "ended": dict(Counter(request.status or "open" for request in wanted)),
+        "server_starts": sum(server.starts for server in servers),
+        "client_retries": sum(request.retries for request in wanted),
+        "clips_compared": len(done),
+        "clips_resumed": sum(job.metadata.get("resumed_from_step", 0) > 0 for job in jobs),
+        "faults": dict(faulty.faults),
+        "jobs_begun_again": sum(job.token > 1 or job.attempts > 0 for job in jobs),
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "wrong": {name: found[:_SHOWN] for name, found in wrong.items() if found},
+    }
 
 
 def _use(
-    faulty: FaultyServers, wanted: list[Any], asked: argparse.Namespace, chance: random.Random
+    faulty: FaultyServers, wanted: list[Request], asked: argparse.Namespace, chance: random.Random
 ) -> None:
     """Clients request clips during the faults, and until all clips have ended."""
     clients = Clients(
@@ -221,11 +247,110 @@ def _use(
         clients.close()
 
 
+# --- the checks at the end ------------------------------------------------------------------------
+
+
+def _wrong_jobs(asked: list[Request], jobs: list[Job]) -> list[str]:
+    """What is wrong with the jobs: lost, doubled, ended twice, or not as their client saw them."""
+    wrong = [f"{job.id}: not ended" for job in jobs if job.finished_at is None]
+    keys = Counter(job.idempotency_key for job in jobs)
+    wrong += [f"{key}: {number} jobs" for key, number in keys.items() if number > 1]
+    by_id = {job.id: job for job in jobs}
+    for request in asked:
+        job = by_id.pop(request.id, None)
+        wrong += [f"{request.key}: {problem}" for problem in request.problems]
+        if request.status == "deleted":
+            if job is not None:
+                wrong.append(f"{request.key}: deleted, and there again")
+        elif not request.status:
+            wrong.append(f"{request.key}: its client saw no end")
+        elif job is None:
+            wrong.append(f"{request.key}: lost")
+        elif job.state != request.status:
+            wrong.append(f"{request.key}: {request.status}, later {job.state}")
+        elif request.completed_at not in (None, int(job.finished_at or 0)):
+            wrong.append(f"{request.key}: ended twice")
+    return wrong + [f"{id}: no client asked for it" for id in by_id]
+
+
+def _unexplained_failures(jobs: list[Job]) -> list[str]:
+    """Failed jobs during which ranks have not died twice."""
+    return [
+        f"{job.idempotency_key}: {job.error}"
+        for job in jobs
+        if job.state == "failed"
+        and "died 2 times during this clip" not in str((job.error or {}).get("message"))
+    ]
+
+
+def _wrong_clips(asked: list[Request], data: Path, done: list[Job]) -> list[str]:
+    """Completed clips that are not what was asked for, bit by bit."""
+    by_id = {request.id: request for request in asked}
+    expected = _reference([by_id[job.id] for job in done])
+    wrong = []
+    for job in done:
+        request, path = by_id[job.id], job.clip_in(data)
+        if job.metadata["latents_sha256"] != expected[_kind(request)]:
+            wrong.append(f"{request.key}: wrong latents")
+        if job.metadata["file_sha256"] != file_sha256(path):
+            wrong.append(f"{request.key}: wrong mp4")
+        if job.metadata != json.loads(path.with_suffix(".mp4.json").read_bytes()):
+            wrong.append(f"{request.key}: the row differs from the JSON of the clip")
+    return wrong
+
+
+def _kind(request: Request) -> tuple[int, ...]:
+    return request.photo, *request.form.values()
+
+
+def _reference(asked: list[Request]) -> dict[tuple[int, ...], str]:
+    """The latents of each kind of request, by a plain pipeline of one rank without faults."""
+    kinds = {_kind(request): request for request in asked}
+    config = PipelineConfig(
+        world_size=1, model=ModelConfig(name="demo"), sampling=_sampling(8, 2), num_threads=1
+    )
+    with tempfile.TemporaryDirectory(prefix="soak-reference-") as name:
+        paths = [Path(name) / f"{index}.png" for index in range(2)]
+        for path, content in zip(paths, photos(), strict=True):
+            path.write_bytes(content)
+        requests = [
+            ClipRequest(
+                seed=request.form["seed"],
+                image=str(paths[request.photo]),
+                image_sha256=hashlib.sha256(paths[request.photo].read_bytes()).hexdigest(),
+                sampling=_sampling(request.form["steps"], request.form["frames"]),
+            )
+            for request in kinds.values()
+        ]
+        with Pipeline(config) as pipeline:
+            results = pipeline.run(requests)
+    hashes = [result.metadata["latents_sha256"] for result in results]
+    return dict(zip(kinds, hashes, strict=True))
+
+
+def _sampling(steps: int, frames: int) -> SamplingConfig:
+    return SvdSampling(
+        num_inference_steps=steps,
+        num_frames=frames,
+        width=64,
+        height=64,
+        decode_chunk_size=2,
+        max_guidance_scale=1.1,
+        motion_bucket_id=40,
+    )
+
+
 def main() -> int:
     """Runs the soak; returns its exit code."""
     asked = options(__doc__, jobs=300, clients=20, faults=40, servers=1, seed=0)
     folder = Path(tempfile.mkdtemp(prefix="soak-serve-"))
-    return exit_code(soak(folder, asked), folder)
+    found = soak(folder, asked)
+    print(json.dumps(found))
+    if found["wrong"]:
+        print(f"its files: {folder}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    return 0
 
 
 if __name__ == "__main__":

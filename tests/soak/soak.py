@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import psutil
 import torch
 
 from svdpp.cli.command import answered
@@ -217,16 +218,9 @@ def work(folder: Path, num_clips: int) -> None:
         _say(ready=group.pids, resumed=resumed)
         pipeline.submit(todo)
         for result in pipeline.results():
-            record = {
-                "latents_sha256": result.metadata["latents_sha256"],
-                "rss_bytes": _rss_bytes(),
-            }
+            rss = psutil.Process().memory_info().rss
+            record = {"latents_sha256": result.metadata["latents_sha256"], "rss_bytes": rss}
             output_files.write_json(folder / "done" / f"{clips[result.clip]}.json", record)
-
-
-def _rss_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":
