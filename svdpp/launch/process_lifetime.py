@@ -13,6 +13,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -92,15 +93,25 @@ def collect_rarely() -> None:
     atexit.register(gc.freeze)
 
 
-def helper_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs `module`; `-P`, because `-m` adds the working folder to the path."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+def start_helper(
+    module: str, *arguments: object, variables: Mapping[str, str], stderr: int
+) -> subprocess.Popen[bytes]:
+    """Starts `module` in a session of its own, with this process's search path.
 
-
-def helper_environment() -> dict[str, str]:
-    """This process's environment and search path, without a launcher's variables."""
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    It gets `variables`, but none of a launcher.
+    """
+    kept = {name: value for name, value in variables.items() if name not in _OF_LAUNCHERS}
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    return subprocess.Popen(
+        # `-P`, because `-m` adds the working folder to the path.
+        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env={**kept, "PYTHONPATH": path},
+        cwd="/",
+        start_new_session=True,
+    )
 
 
 @contextlib.contextmanager

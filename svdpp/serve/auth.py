@@ -7,7 +7,6 @@ hash, which protects passwords, would only delay each request.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import hmac
 import ipaddress
@@ -66,7 +65,6 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
     return None
 
 
-@functools.lru_cache(64)  # for each request
 def is_loopback(host: str) -> bool:
     """Whether `host` is a name or an address of this machine alone."""
     if host.lower().rstrip(".") == "localhost":

@@ -130,11 +130,6 @@ class Engine:
         """Whether the ranks are ready and have no work, and none waits."""
         return self.state == "ready" and self.feeder.is_empty
 
-    @property
-    def live_ranks(self) -> int:
-        """How many ranks are ready for work."""
-        return self.config.world_size if self.state == "ready" else 0
-
     def observe(self, observer: Observer) -> None:
         """Adds an observer, before the start; what it raises goes to the log."""
         self._observers.append(observer)
@@ -180,7 +175,6 @@ class Engine:
             ranks_ignore_signals=True,
         )
         pipeline.observe(self._observe)
-        self.rank_view.reset()
         self.feeder.begin()
         self._pipeline, self._is_entering = pipeline, True
         try:

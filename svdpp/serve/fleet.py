@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from loguru import logger
@@ -25,7 +25,7 @@ from svdpp.serve.clips import RunningClip
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
-from svdpp.serve.job import FleetServer, Job
+from svdpp.serve.job import Job
 from svdpp.serve.queue import QUEUED, JobQueue
 from svdpp.serve.views import size_of
 from svdpp.worker.messages import ActionDone, Event, StepDone
@@ -194,7 +194,7 @@ class Fleet:
         self._queue = queue
         self._engine = engine
         self._capabilities = capabilities
-        self._others: list[FleetServer] = []
+        self._others: list[dict[str, Any]] = []
         self._renew_at = 0.0
         self._is_away = False
         self.estimates = Estimates(queue, engine, lambda: 1 + len(self.others_of(queue.kind)))
@@ -206,30 +206,31 @@ class Fleet:
         self.background = Background("fleet", self._turn, 0.0, failure=failure, last=queue.release)
         """The thread, which at its end hands back what the ranks have not finished."""
 
-    def servers(self) -> list[FleetServer]:
-        """This server, then the others as they were seen last."""
+    def servers(self) -> list[dict[str, Any]]:
+        """This server, then the others as each has described itself `seen_seconds` ago."""
         return [self._own(), *self._others]
 
-    def others_of(self, kind: str | None) -> list[FleetServer]:
+    def others_of(self, kind: str | None) -> list[dict[str, Any]]:
         """The other live servers that make the clips of a kind."""
-        live = (other for other in self._others if other.is_live)
-        return [other for other in live if (other.weights or other.model) == kind]
+        live = (other for other in self._others if other["is_live"])
+        return [other for other in live if (other["weights"] or other["model"]) == kind]
 
-    def _own(self) -> FleetServer:
-        feeder = self._engine.feeder
-        return FleetServer(
-            id=self._queue.server,
-            host=socket.gethostname(),
-            version=__version__,
-            model=self._capabilities.model,
-            weights=self._capabilities.weights,
-            sizes=[size_of(*size) for size in self._capabilities.sizes],
-            ranks=self._engine.config.world_size,
-            state=self._engine.state,
-            free=feeder.num_free if self._engine.state == "ready" else 0,
-            claims=len(feeder.clips()),
-            seen_seconds=0.0,
-        )
+    def _own(self) -> dict[str, Any]:
+        feeder, state = self._engine.feeder, self._engine.state
+        return {
+            "id": self._queue.server,
+            "host": socket.gethostname(),
+            "version": __version__,
+            "model": self._capabilities.model,
+            "weights": self._capabilities.weights,
+            "sizes": [size_of(*size) for size in self._capabilities.sizes],
+            "ranks": self._engine.config.world_size,
+            "state": state,
+            "free": feeder.num_free if state == "ready" else 0,
+            "claims": len(feeder.clips()),
+            "seen_seconds": 0.0,
+            "is_live": True,
+        }
 
     # --- the fleet's thread -----------------------------------------------------------------------
 
@@ -257,19 +258,18 @@ class Fleet:
         feeder.lose(lost)
         for id in to_cancel:
             feeder.ask_to_cancel(id)
-        own = asdict(self._own())
+        own = self._own()
         self._queue.register(own)
         if random.random() * len(self._others) < _MAX_LOOKING:
             self._look(own)
         feeder.wake()
 
     def _look(self, own: dict[str, Any]) -> None:
-        others = []
-        for row in self._queue.servers():
-            if row["id"] != own["id"] and own.keys() <= row.keys():  # else of another version
-                row["is_live"] = row["seen_seconds"] < self._queue.lease_seconds
-                others.append(FleetServer(**{name: row[name] for name in own}))
-        self._others = others
+        self._others = [
+            {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
+            for row in self._queue.servers()
+            if row["id"] != own["id"] and own.keys() <= row.keys()  # else of another version
+        ]
         if time.monotonic() >= self._recover_at:
             for job in self._queue.recover():
                 logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
@@ -280,6 +280,6 @@ class Fleet:
             if said != QUEUED:
                 feeder.ask_to_cancel(said)
                 continue
-            num_free = sum(other.free > 0 for other in self.others_of(self._queue.kind))
+            num_free = sum(other["free"] > 0 for other in self.others_of(self._queue.kind))
             if not feeder.num_free or random.random() * num_free < _MAX_WOKEN:
                 feeder.wake()

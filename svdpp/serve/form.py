@@ -164,7 +164,6 @@ class Capabilities:
     """What clients may request."""
 
     model: str
-    """Its id."""
     sampling: SamplingConfig
     """The defaults, resolved."""
     sizes: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""What the queue stores: jobs, each one requested clip, the servers that share it, its tables."""
+"""What the queue stores: jobs, each one requested clip, and its tables."""
 
 from __future__ import annotations
 
@@ -159,24 +159,6 @@ def _of_json(text: str | None) -> Any:
 def sampling_of(text: str) -> SamplingConfig:
     """The parameters in a row."""
     return sampling_from(json.loads(text))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetServer:
-    """One server, as it has described itself `seen_seconds` ago: it lives if a lease is longer."""
-
-    id: str
-    host: str
-    version: str
-    model: str
-    weights: str
-    sizes: list[str]
-    ranks: int
-    state: EngineState
-    free: int
-    claims: int
-    seen_seconds: float
-    is_live: bool = True
 
 
 def new_id() -> str:

@@ -23,12 +23,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from svdpp.serve.engine import Engine
-from svdpp.serve.job import FleetServer, Job, JobState, Proof
+from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, StepDone
-
-#: The content type of `Metrics.exposed`.
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 #: What is counted when it happens: the meaning and the labels of each counter.
 _COUNTERS: dict[str, tuple[str, ...]] = {
@@ -64,13 +61,16 @@ class Metrics(Collector):
     """
 
     def __init__(
-        self, queue: JobQueue, engine: Engine, num_streams: Callable[[], int] = lambda: 0
+        self,
+        queue: JobQueue,
+        engine: Engine,
+        num_streams: Callable[[], int] = lambda: 0,
+        servers: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         self._queue = queue
         self._engine = engine
         self._num_streams = num_streams
-        self.servers: Callable[[], list[FleetServer]] = list
-        """Those that share the queue."""
+        self._servers = servers
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
@@ -143,28 +143,28 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """What is read at each scrape."""
-        jobs, oldest = self._queue.counts(), self._queue.oldest_waiting()
+        engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
         age = 0.0 if oldest is None else max(0.0, time.time() - oldest)
         yield _by("state", "jobs", "Stored jobs by state; held ones do not count.", jobs)
         for name, text, value in (
             ("queue_age_seconds", "Age of the oldest waiting job.", age),
-            ("live_ranks", "Ranks alive.", self._engine.live_ranks),
+            ("live_ranks", "Ranks alive.", engine.config.world_size * (engine.state == "ready")),
             ("event_streams", "Open event streams.", self._num_streams()),
             ("verification_mismatch", "1 once a clip differed: an alert.", self._has_mismatch),
         ):
             yield GaugeMetricFamily(f"svdpp_{name}", text, value)
-        servers = {server.id: server for server in self.servers()}
+        servers = {server["id"]: server for server in self._servers()}
         for name, text in (
             ("seen_seconds", "Since each server said that it lives."),
             ("ranks", "Ranks of each server."),
             ("claims", "Clips that each server has."),
         ):
-            values = {id: getattr(server, name) for id, server in servers.items()}
+            values = {id: server[name] for id, server in servers.items()}
             yield _by("server", f"server_{name}", text, values)
-        yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", self._engine.restarts)
+        yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", engine.restarts)
 
     def exposed(self) -> bytes:
-        """All metrics in Prometheus' text format, of `CONTENT_TYPE`."""
+        """All metrics in the text format 0.0.4 of Prometheus."""
         return generate_latest(self._registry)
 
 

@@ -22,7 +22,7 @@ from typing import BinaryIO
 from PIL import Image
 
 from svdpp.errors import InputError, SvdppError
-from svdpp.launch.process_lifetime import end_with_parent, helper_command, signals_blocked
+from svdpp.launch.process_lifetime import end_with_parent, signals_blocked, start_helper
 from svdpp.media import output_files
 from svdpp.media.inputs import (
     FORMATS,
@@ -59,12 +59,9 @@ _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 _ANSWER = re.compile(r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7})")
 #: Before the message and the hint of an error.
 _REFUSED = "refused\0"
-#: Suffixes of the stored files, by Pillow's name of the format; the others' are that name.
-_SUFFIXES = {
-    "JPEG": ".jpg",
-    "MPO": ".jpg",  # a JPEG with further images behind the first
-    "TIFF": ".tif",
-}
+#: Suffixes of the stored files, by Pillow's name of the format; the others' are that name. MPO is
+#: a JPEG with further images behind the first.
+_SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
 
 
 class DecoderBusyError(SvdppError):
@@ -134,15 +131,8 @@ def shown_name(name: str | None) -> str:
 def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) -> tuple[str, ...]:
     numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
-        process = subprocess.Popen(
-            helper_command("svdpp.serve.photos", str(upload), *map(str, numbers)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-            cwd="/",
-            start_new_session=True,
-        )
+        arguments = "svdpp.serve.photos", upload, *numbers
+        process = start_helper(*arguments, variables=_environment(), stderr=subprocess.DEVNULL)
     with process:
         try:
             code = process.wait(SECONDS)
@@ -175,8 +165,7 @@ def _answer_of(process: subprocess.Popen[bytes]) -> str:
 def _environment() -> dict[str, str]:
     """Only what the decoder needs: no tokens, and one thread, because others take memory."""
     kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    path = os.pathsep.join(map(os.path.abspath, sys.path))
-    return {**kept, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 # --- the process itself ---------------------------------------------------------------------------

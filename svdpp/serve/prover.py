@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from loguru import logger
 
@@ -26,14 +26,11 @@ from svdpp.launch.process_lifetime import (
     end_with_parent,
     exit_on_signals,
     exit_with_signal_code,
-    helper_command,
-    helper_environment,
+    start_helper,
 )
 from svdpp.serve.background import Background
-from svdpp.serve.job import Job, JobState
+from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue import JobQueue
-
-Verdict = Literal["equal", "different"]
 
 _POLL_SECONDS = 0.05
 # How often idle time is looked for; in a fleet each look of each server is a query of one database.
@@ -56,7 +53,7 @@ class Prover:
         is_idle: Callable[[], bool],
         *,
         when_idle: bool = False,
-        on_verdict: Callable[[Verdict], None] = lambda _: None,
+        on_verdict: Callable[[Proof], None] = lambda _: None,
     ) -> None:
         self._queue = queue
         self._folder = queue.store.folder
@@ -122,7 +119,7 @@ class Prover:
             logger.warning("{} could not be verified: {}", job.id, error)
             self._queue.set_proof(job.id, "failed", without_folders(error))
             return
-        verdict: Verdict = "equal" if answer["equal"] else "different"
+        verdict: Proof = "equal" if answer["equal"] else "different"
         if verdict == "different":
             logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
         self._queue.set_proof(job.id, verdict, without_folders(answer["differences"]) or None)
@@ -156,17 +153,8 @@ class Prover:
     def _process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
         """The process, which ends with those that it started."""
         clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
-        process = subprocess.Popen(
-            helper_command(
-                "svdpp.serve.prover", f"{clip}.json", str(photo or ""), str(os.getpid())
-            ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=helper_environment(),
-            cwd="/",
-            start_new_session=True,
-        )
+        arguments = "svdpp.serve.prover", f"{clip}.json", photo or "", os.getpid()
+        process = start_helper(*arguments, variables=os.environ, stderr=subprocess.STDOUT)
         with process:
             try:
                 yield process

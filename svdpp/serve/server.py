@@ -36,7 +36,6 @@ from svdpp.serve import routes
 from svdpp.serve.auth import Keys
 from svdpp.serve.background import Background
 from svdpp.serve.guard import Guard
-from svdpp.serve.metrics import CONTENT_TYPE
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import ServerSettings, Service
@@ -45,8 +44,9 @@ from svdpp.serve.views import ErrorAnswer, install_error_handlers
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
-# For answers that are being sent when the last clip is finished.
-_SHUTDOWN_SECONDS = 5
+# For answers that are being sent when the last clip is finished; a thousand clients that follow
+# clips notice it within five seconds.
+_SHUTDOWN_SECONDS = 6
 _SWEEP_SECONDS = 60.0
 # For each thread; what it does may not answer, such as a store.
 _END_SECONDS = 30.0
@@ -111,10 +111,10 @@ class Server:
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._http = _Http(app)
-        self._look_at = 0.0
         why = "old files cannot be removed"
         retention = Background("retention", self._sweep, _SWEEP_SECONDS, failure=why)
-        self._threads = [service.prover.background, retention]
+        leftovers = Background("leftovers", service.remove_leftovers, LOOK_SECONDS, failure=why)
+        self._threads = [service.prover.background, retention, leftovers]
         if service.settings.callback_hosts:
             self._threads.append(service.webhooks.background)
         if service.queue.is_shared:
@@ -181,14 +181,10 @@ class Server:
             self._http.should_exit = True
 
     def _sweep(self) -> None:
-        """Removes leftovers, and jobs that are too old or too large."""
-        service = self._service
-        if time.monotonic() >= self._look_at:
-            service.remove_leftovers()
-            self._look_at = time.monotonic() + LOOK_SECONDS
-        limits = (service.settings.keep_seconds, service.settings.keep_bytes)
+        """Removes jobs that are too old or too large."""
+        limits = (self._service.settings.keep_seconds, self._service.settings.keep_bytes)
         if limits != (None, None):
-            sweep(service.queue, time.time(), *limits)
+            sweep(self._service.queue, time.time(), *limits)
 
 
 class _Http(uvicorn.Server):
@@ -328,7 +324,8 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
 @server.get("/metrics", response_class=PlainTextResponse)
 def get_metrics(service: Served) -> Response:
     """Prometheus metrics."""
-    return Response(service.metrics.exposed(), media_type=CONTENT_TYPE)
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    return Response(service.metrics.exposed(), media_type=kind)
 
 
 @public.get("/", include_in_schema=False)

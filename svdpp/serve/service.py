@@ -42,8 +42,6 @@ _MAX_RETRY = 600
 _LOOK_SECONDS = 0.25
 # Of all followers together, so that a thousand do not keep requests from the processor.
 _LOOKS_PER_SECOND = 200
-# After so long all notice that the server ends.
-_CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,6 @@ class ServerSettings:
     upload_bytes: int = UPLOAD_BYTES
     """Of the body of a request for a clip."""
     max_pixels: int = MAX_PIXELS
-    """Of an image."""
     keep_seconds: float | None = None
     keep_bytes: int | None = None
     verifies_when_idle: bool = False
@@ -70,7 +67,6 @@ class ServerSettings:
     callback_hosts: Sequence[str] = ()
     """Where webhooks may go, each a name or an address with its port."""
     callback_secrets: Sequence[bytes] = ()
-    """That sign webhooks."""
     queue_url: str | None = None
     """Of the PostgreSQL database that servers share; None: a file in `folder`."""
     store_url: str | None = None
@@ -99,9 +95,7 @@ class Followers:
 
     async def pause(self) -> None:
         """Returns once it is time for another look at the job."""
-        end = time.monotonic() + max(_LOOK_SECONDS, self.number / _LOOKS_PER_SECOND)
-        while not self.is_closed and (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, _CLOSE_SECONDS))
+        await asyncio.sleep(max(_LOOK_SECONDS, self.number / _LOOKS_PER_SECOND))
 
 
 class Service:
@@ -125,17 +119,6 @@ class Service:
         self._leftovers: Seen = set()
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed)
-        self.metrics = Metrics(queue, self.engine, lambda: self.followers.number)
-        self.engine.observe(self.metrics)
-        self.prover = Prover(
-            queue,
-            lambda: self.engine.is_idle,
-            when_idle=settings.verifies_when_idle,
-            on_verdict=self.metrics.verified,
-        )
-        self.webhooks = Webhooks(
-            queue, settings.callback_hosts, settings.callback_secrets, self.video
-        )
         self.capabilities = Capabilities.of(
             config.model.name,
             self.engine.checkpoint,
@@ -147,7 +130,19 @@ class Service:
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
         queue.kind, queue.why_not = self.capabilities.kind, self.admission.why_no_route
         self.fleet = Fleet(queue, self.engine, self.capabilities)
-        self.metrics.servers = self.fleet.servers
+        self.metrics = Metrics(
+            queue, self.engine, lambda: self.followers.number, self.fleet.servers
+        )
+        self.engine.observe(self.metrics)
+        self.prover = Prover(
+            queue,
+            lambda: self.engine.is_idle,
+            when_idle=settings.verifies_when_idle,
+            on_verdict=self.metrics.verified,
+        )
+        self.webhooks = Webhooks(
+            queue, settings.callback_hosts, settings.callback_secrets, self.video
+        )
 
     def _on_changed(self, job: Job) -> None:
         # What another server has ended it counts itself; a clip cancelled in the queue has none.

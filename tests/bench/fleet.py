@@ -42,10 +42,9 @@ from svdpp.serve import fleet
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue, _insert
 from tests.bench.options import options
-from tests.serve.engines import SAMPLING, dummy_job
+from tests.serve.backends import Postgres, postgres_server
+from tests.serve.engines import SAMPLING, add, dummy_job, new_job
 from tests.serve.http_server import DUMMY, HttpServer
-from tests.serve.postgres import Postgres, postgres_server
-from tests.serve.store_jobs import add, new_job
 
 _OWNERS = 20
 _JOB = {"prompt": "a sentence of eighty letters " * 3}

@@ -12,10 +12,8 @@ from loguru import logger
 
 from svdpp.serve.auth import add_key
 from svdpp.serve.queue import JobQueue
-from tests.serve.http_server import DEMO, QUICK, HttpServer
-from tests.serve.postgres import Postgres, postgres_server
-from tests.serve.server_here import ServerHere
-from tests.serve.swift import Swift, swift_server
+from tests.serve.backends import Postgres, Swift, postgres_server, swift_server
+from tests.serve.http_server import DEMO, QUICK, HttpServer, ServerHere
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Engines over real ranks of the dummy model, for tests."""
+"""Jobs, and engines over real ranks that make them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,77 @@ import pytest
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
+from svdpp.errors import RequestError
 from svdpp.media.inputs import example_photos
 from svdpp.plan.costs import Costs
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.store import remove_leftovers
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
-from tests.serve.store_jobs import job_of, new_job
 
 STEPS = 8
 SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)
+
+
+def new_job(**values: Any) -> Job:
+    id = values.pop("id", new_id())
+    about = {
+        "seed": 1,
+        "sampling": SAMPLING,
+        "photo": f"{id}.png",
+        "photo_name": "cat.png",
+        "photo_sha256": "0" * 64,
+        "created_at": 1000.0,
+        **values,
+    }
+    return Job(id=id, **about)
+
+
+def add(store: JobQueue, **values: Any) -> str:
+    """The id of a new job."""
+    return store.add(new_job(**values), max_open=None).id
+
+
+def job_of(store: JobQueue, id: str) -> Job:
+    """The job, which is there."""
+    job = store.get(id)
+    assert job is not None
+    return job
+
+
+def taken(store: JobQueue) -> Job:
+    """The next job, of which there is one."""
+    job = store.take_next()
+    assert job is not None
+    return job
+
+
+def in_state(store: JobQueue, state: JobState, **values: Any) -> str:
+    """The id of a new job, once it has that state."""
+    id = add(store, **values)
+    token = 0 if state is JobState.QUEUED else taken(store).token
+    match state:
+        case JobState.COMPLETED:
+            store.complete(id, {}, token)
+        case JobState.FAILED:
+            store.fail(id, RequestError("no"), token)
+        case JobState.CANCELLED:
+            store.cancelled(id, token)
+    assert job_of(store, id).state is state
+    return id
+
+
+def take_all(store: JobQueue) -> list[str]:
+    """The ids of all queued jobs, in the order in which they are taken."""
+    return [job.id for job in iter(store.take_next, None)]
+
+
+def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
+    """Removes what servers remove in an hour."""
+    remove_leftovers(store, remove_leftovers(store, set(), in_use), in_use)
 
 
 def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any) -> PipelineConfig:
@@ -61,10 +120,7 @@ class Serving:
 
     def add(self, *seeds: int, **values: Any) -> list[str]:
         """Ids of new jobs, one for each seed."""
-        ids = []
-        for seed in seeds:
-            ids += self.store_jobs(dummy_job(seed, **values))
-        return ids
+        return self.store_jobs(*(dummy_job(seed, **values) for seed in seeds))
 
     def store_jobs(self, *jobs: Job) -> list[str]:
         """Stores jobs, which the engine takes."""
@@ -159,14 +215,8 @@ def latents(jobs: list[Job]) -> list[str]:
     return [job.metadata["latents_sha256"] for job in jobs]
 
 
-DEMO_SAMPLING = SvdSampling(
-    num_inference_steps=4,
-    height=64,
-    width=64,
-    num_frames=2,
-    decode_chunk_size=2,
-    max_guidance_scale=1.1,
-    motion_bucket_id=40,
+DEMO_SAMPLING = replace(
+    SAMPLING, num_inference_steps=4, height=64, width=64, max_guidance_scale=1.1
 )
 
 

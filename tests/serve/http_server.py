@@ -1,7 +1,8 @@
-"""The real server in its own process, and a client of it."""
+"""The real server in its own process or in this one, and a client of it."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -17,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from loguru import logger
 
+from svdpp.cli.progress import EventLog
+from svdpp.errors import Interrupted
 from svdpp.media.inputs import example_photos
-from tests.cli.shell import PYTHONPATH
+from svdpp.serve.auth import Keys
+from svdpp.serve.server import Server, build
+from svdpp.serve.service import ServerSettings
+from tests.cli.shell import PYTHONPATH, svdpp_here
 
 #: A model that only sleeps, so that tests do not wait for the machine.
 DUMMY = ("--model", "dummy", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8")
@@ -156,22 +164,117 @@ class HttpServer:
         wait(has_status, lambda: f"{self.video(id)}\n{self.err}")
         return self.video(id)
 
+    def connected(self) -> socket.socket:
+        url = httpx.URL(self.url)
+        return socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS)
 
-def connected(server: HttpServer) -> socket.socket:
-    url = httpx.URL(server.url)
-    return socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS)
+    def raw(self, text: bytes) -> bytes:
+        """What it answers to these bytes, until it closes the connection."""
+        with self.connected() as connection:
+            found = b""
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the end
+                connection.sendall(text)
+            with suppress(ConnectionResetError):
+                while part := connection.recv(65536):
+                    found += part
+        return found
+
+    def form_schema(self) -> dict[str, Any]:
+        """What the OpenAPI document says about the form of a request."""
+        document = self.client.get("/openapi.json").json()
+        kinds = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
+        form: dict[str, Any] = kinds["multipart/form-data"]["schema"]
+        return form
+
+    @contextmanager
+    def events(self, id: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
+        """The events of a clip: each with its id and data."""
+        with self.client.stream("GET", f"/v1/videos/{id}/events", headers=headers) as answer:
+            assert answer.status_code == 200, answer.read()
+            yield self._events(answer.iter_lines())
+
+    def _events(self, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+        found: dict[str, Any] = {}
+        for line in lines:
+            if not line and found:
+                yield {**json.loads(found["data"]), "event_id": found["id"]}
+                found = {}
+            elif not line.startswith(":") and line:
+                name, _, value = line.partition(": ")
+                found[name] = value
 
 
-def raw(server: HttpServer, text: bytes) -> bytes:
-    """What the server answers to these bytes, until it closes the connection."""
-    with connected(server) as connection:
-        found = b""
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the end
-            connection.sendall(text)
-        with suppress(ConnectionResetError):
-            while part := connection.recv(65536):
-                found += part
-    return found
+class ServerHere(HttpServer):
+    """`svdpp serve` in this process, whose fork server starts ranks quickly; it cannot be killed.
+
+    Its log is `err`.
+    """
+
+    def __init__(
+        self, folder: Path, *options: str, key: str | None = None, port: int = 0, grace: float = 0
+    ) -> None:
+        self.folder = folder
+        self.err = self.other_key = ""
+        settings, keys = asked(folder, *options)
+        self._sink = logger.add(self._note, level="INFO", format="{level} {message}")
+        app, self.service = build(settings, keys)
+        self.service.engine.observe(EventLog(settings.config.layout, self.service.engine.name_of))
+        self._bound = socket.create_server(("127.0.0.1", port))
+        is_listening = threading.Event()
+        self._server = _UnsignalledServer(
+            app,
+            self.service,
+            self._bound,
+            grace_seconds=grace,
+            on_listening=is_listening.set,
+            on_ready=lambda: self._note("ready to make clips\n"),
+        )
+        self._switch_seconds = sys.getswitchinterval()
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait(lambda: is_listening.is_set() or not self._thread.is_alive(), lambda: self.err)
+        assert is_listening.is_set(), self.err
+        self._connect(f"http://127.0.0.1:{self._bound.getsockname()[1]}", key)
+
+    def _note(self, text: str) -> None:
+        self.err += text
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if self._thread.is_alive():
+            self.stop()
+
+    def stop(self, number: int = 0) -> int:  # noqa: ARG002
+        self._server._ending.set()
+        self._thread.join(HANG_SECONDS)
+        assert not self._thread.is_alive()
+        self._bound.close()
+        with suppress(ValueError):  # a command has set up the log anew
+            logger.remove(self._sink)
+        # As before the server.
+        sys.setswitchinterval(self._switch_seconds)
+        gc.unfreeze()
+        return 0
+
+
+class _UnsignalledServer(Server):
+    def _catch_signals(self) -> None:
+        """A thread cannot."""
+
+
+def asked(folder: Path, *options: str) -> tuple[ServerSettings, Keys | None]:
+    """What the command line asks for."""
+    found: list[tuple[ServerSettings, Keys | None]] = []
+
+    def end(settings: ServerSettings, keys: Keys | None) -> None:
+        found.append((settings, keys))
+        raise Interrupted(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("svdpp.serve.server.build", end)
+        answer = svdpp_here("serve", "--port", "0", "--data", str(folder), *options)
+    assert found, answer
+    return found[0]
 
 
 def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") -> None:
@@ -180,14 +283,6 @@ def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") ->
     while not happens():
         assert time.monotonic() < end, said()
         time.sleep(0.05)
-
-
-def schema_of_form(server: HttpServer) -> dict[str, Any]:
-    """What the OpenAPI document says about the form of a request."""
-    document = server.client.get("/openapi.json").json()
-    kinds = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
-    form: dict[str, Any] = kinds["multipart/form-data"]["schema"]
-    return form
 
 
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
@@ -201,22 +296,3 @@ def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert error["code"] == code, error
     assert error["message"]
     return error
-
-
-@contextmanager
-def stream(server: HttpServer, id: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """The events of a clip: each with its id and data."""
-    with server.client.stream("GET", f"/v1/videos/{id}/events", headers=headers) as answer:
-        assert answer.status_code == 200, answer.read()
-
-        def events() -> Iterator[dict[str, Any]]:
-            found: dict[str, Any] = {}
-            for line in answer.iter_lines():
-                if not line and found:
-                    yield {**json.loads(found["data"]), "event_id": found["id"]}
-                    found = {}
-                elif not line.startswith(":") and line:
-                    name, _, value = line.partition(": ")
-                    found[name] = value
-
-        yield events()

@@ -9,7 +9,6 @@ import argparse
 import os
 import signal
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -23,10 +22,9 @@ from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from tests.driver.dummies import plain_hashes
 from tests.faults.processes import MARK
-from tests.serve.engines import Serving, demo_config, demo_job, serving
-from tests.serve.http_server import QUICK, HttpServer, error_of, stream, wait
-from tests.serve.postgres import Postgres
-from tests.serve.store_jobs import remove_leftovers_now, taken
+from tests.serve.backends import Postgres
+from tests.serve.engines import Serving, demo_config, demo_job, remove_leftovers_now, serving, taken
+from tests.serve.http_server import QUICK, HttpServer, error_of, wait
 from tests.soak.serve_server import belonging, fork_server_of, ranks_of
 from tests.soak.serve_soak import soak
 
@@ -105,7 +103,7 @@ def _clips_survive_the_database(pair: Pair, postgres: Postgres) -> None:
     """What is in progress is finished; new requests are told to come back."""
     maker, other, begun = _begun_by(pair, seed=8, steps=300)
     ids = {begun: 8, maker.add(seed=9)[0]: 9}
-    with stream(maker, begun) as events:
+    with maker.events(begun) as events:
         next(events)
         postgres.stop()
         try:
@@ -132,27 +130,15 @@ def _an_upload_that_the_database_interrupts_is_answered(
     server: HttpServer, folder: Path, postgres: Postgres, database: str
 ) -> None:
     """And leaves no file of a job that is not stored, an hour later."""
-    is_over, answers = threading.Event(), []
-
-    def upload() -> None:
-        while not is_over.is_set():
-            answers.append(server.request(seed=1))
-
     with ThreadPoolExecutor(4) as clients:
-        uploads = [clients.submit(upload) for _ in range(4)]
-        try:
-            for _ in range(3):
-                made = len(answers) + 8
-                wait(lambda made=made: len(answers) > made)  # type: ignore[misc]
-                postgres.stop()
-                postgres.start()
-        finally:
-            is_over.set()
-        for each in uploads:
-            each.result()
+        for _ in range(3):
+            answers = [clients.submit(server.request, seed=1) for _ in range(24)]
+            wait(answers[7].done)
+            postgres.stop()
+            postgres.start()
+            for answer in (each.result() for each in answers):
+                assert answer.status_code == 202 or int(answer.headers["Retry-After"]) > 0
     server.wait_ready()
-    for answer in answers:
-        assert answer.status_code == 202 or int(answer.headers["Retry-After"]) > 0
     with closing(JobQueue(folder / "data", url=database)) as queue:
         remove_leftovers_now(queue)
     photos = (folder / "data" / "photos").iterdir()

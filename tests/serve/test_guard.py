@@ -19,7 +19,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from svdpp.errors import (
-    ClosedError,
     InputError,
     OutOfMemoryError,
     OutputError,
@@ -196,22 +195,15 @@ def put(folder: Path, text: str | bytes) -> Path:
 
 def test_a_new_key_is_accepted_by_its_hash(tmp_path: Path) -> None:
     (first, first_hash), (second, second_hash) = new_key(), new_key()
-    path = put(tmp_path, f"# who: when\n\nann {first_hash} open=5\n  bob.2@home\t{second_hash}\r\n")
-    found = read_keys(path)
+    text = f"# who: when\n\nann {first_hash} open=5\n  bob.2@home\t{second_hash}\r\n"
+    found = read_keys(put(tmp_path, text))
     assert found.find(first) == Owner("ann", 5)
     assert found.find(second) == Owner("bob.2@home", None)
     assert first_hash == hashlib.sha256(first.encode()).hexdigest()
     # 43 characters of 6 bits hold 256 bits.
     assert first != second
     assert len(first) == len(second) == len("svdpp_") + 43
-
-
-def test_a_wrong_key_is_no_key(tmp_path: Path) -> None:
-    key, hash = new_key()
-    found = read_keys(put(tmp_path, f"ann {hash}\nbob {HASH}\n"))
-    for wrong in ("", " ", "svdpp_", HASH, "ann", "\ud800", "\0", "é" * 40, "x" * 10**6):
-        assert found.find(wrong) is None
-    for wrong in (key[:-1], key + " ", key.upper(), hash):
+    for wrong in ("", "svdpp_", "ann", "\ud800", "\0", "x" * 10**6, first[:-1], first_hash):
         assert found.find(wrong) is None
 
 
@@ -264,11 +256,7 @@ def test_a_wrong_file_is_refused_and_no_key_is_shown(
 @pytest.mark.parametrize(
     ("kind", "status", "code"),
     [
-        (RequestError, 422, "invalid_request"),
-        (InputError, 422, "invalid_image"),
         (OutOfMemoryError, 422, "too_large_for_memory"),
-        (OutputError, 503, "storage_failed"),
-        (ClosedError, 503, "closing"),
         (DecoderBusyError, 503, "decoder_busy"),
         (RankError, 500, "internal_error"),
     ],
@@ -300,17 +288,8 @@ def test_an_error_names_no_folder_of_the_server_and_no_secret(
     assert away.message == "the server cannot store its data"
 
 
-@pytest.mark.parametrize(
-    ("message", "hint", "shown", "shown_hint"),
-    [
-        ("--fps must be 9", "use --steps 4", "fps must be 9", "use steps 4"),
-        ("--param flow_shift is 0", "", "flow_shift is 0", ""),
-        # What only whoever starts the server can do.
-        ("7 steps cannot be divided", "use --split balanced", "7 steps cannot be divided", ""),
-    ],
-)
-def test_messages_name_fields_of_requests_and_no_options(
-    message: str, hint: str, shown: str, shown_hint: str
-) -> None:
-    error = as_api_error(RequestError(message, hint))
-    assert (error.message, error.hint) == (shown, shown_hint)
+def test_messages_name_fields_of_requests_and_no_options() -> None:
+    error = as_api_error(RequestError("--param flow_shift is 0", "use --steps 4"))
+    assert (error.message, error.hint) == ("flow_shift is 0", "use steps 4")
+    # What only whoever starts the server can do.
+    assert as_api_error(RequestError("7 steps", "use --split balanced")).hint == ""

@@ -18,10 +18,8 @@ from svdpp.config import OutputConfig
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import write_clip
 from tests.cli.shell import ROOT
-from tests.serve.http_server import QUICK, HttpServer, wait
-from tests.serve.server_here import ServerHere
+from tests.serve.http_server import QUICK, HttpServer, ServerHere, wait
 
-PAGE = ROOT / "svdpp" / "serve" / "page"
 PHOTOS = example_photos()
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
@@ -96,10 +94,6 @@ class Page:
 
         wait(has_happened, lambda: self.text("body"))
 
-    def set_width(self, width: int) -> None:
-        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
     def wait_text(self, selector: str, part: str) -> None:
         self.wait(lambda: part in self.text(selector))
 
@@ -167,7 +161,7 @@ def write_file(server: HttpServer, id: str) -> None:
 
 
 def test_the_page_asks_no_other_server_and_needs_no_inline_code() -> None:
-    files = {path.name: path.read_text() for path in PAGE.iterdir()}
+    files = {path.name: path.read_text() for path in (ROOT / "svdpp/serve/page").iterdir()}
     scripts = {name: text for name, text in files.items() if name.endswith(".js")}
 
     assert set(files) == {"index.html", "page.css", "icon.svg", *scripts}
@@ -297,7 +291,8 @@ def test_it_fits_any_window_and_a_narrow_one_has_the_queue_before_the_form(page:
     order = "return [...document.querySelectorAll('#new, #queue')].map((each) => each.id)"
     page.one(".card .about .thumb")
     for width in (1600, 1000, 360):
-        page.set_width(width)
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         first = "new" if width > 500 else "queue"
         page.wait(lambda first=first: page.run(order)[0] == first)  # type: ignore[misc]
         assert page.run("return document.documentElement.scrollWidth") <= width

@@ -18,7 +18,7 @@ from svdpp.errors import RankError, RequestError
 from svdpp.serve import database, job, postgres
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
-from tests.serve.store_jobs import SAMPLING, add, job_of, new_job, take_all, taken, token_of
+from tests.serve.engines import SAMPLING, add, in_state, job_of, new_job, take_all, taken
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert before <= (begun.started_at or 0) <= time.time()
     assert (store.waiting(), store.running()) == ([], [begun])
     metadata = {"file_sha256": "ab", "psnr": None}
-    assert store.complete(id, metadata, token_of(store, id))
+    assert store.complete(id, metadata, job_of(store, id).token)
     done = job_of(store, id)
     ended = {"state": JobState.COMPLETED, "finished_at": done.finished_at, "metadata": metadata}
     assert done == replace(begun, **ended)
@@ -97,19 +97,19 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
 def test_a_failure_is_kept_with_details_that_json_does_not_have(store: JobQueue) -> None:
     id = in_state(store, JobState.IN_PROGRESS)
     error = RankError("rank 1 died", "look", details={"x": float("nan"), "p": Path("x"), 3: [1]})
-    assert store.fail(id, error, token_of(store, id))
+    assert store.fail(id, error, job_of(store, id).token)
     about = {"type": "RankError", "message": "rank 1 died", "hint": "look"}
     assert job_of(store, id).error == {**about, "details": {"x": None, "p": "x", "3": [1]}}
 
 
 def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
     return {
-        "put_back": lambda id: store.put_back(id, token_of(store, id), counts=True),
-        "complete": lambda id: store.complete(id, {"late": True}, token_of(store, id)),
-        "fail": lambda id: store.fail(id, RequestError("late"), token_of(store, id)),
+        "put_back": lambda id: store.put_back(id, job_of(store, id).token, counts=True),
+        "complete": lambda id: store.complete(id, {"late": True}, job_of(store, id).token),
+        "fail": lambda id: store.fail(id, RequestError("late"), job_of(store, id).token),
         "cancel_waiting": store.cancel_waiting,
         "ask_to_cancel": store.ask_to_cancel,
-        "cancelled": lambda id: store.cancelled(id, token_of(store, id)),
+        "cancelled": lambda id: store.cancelled(id, job_of(store, id).token),
         "set_proof": lambda id: store.set_proof(id, "equal"),
         "remove": store.remove,
     }
@@ -122,21 +122,6 @@ ALLOWED = {
     JobState.FAILED: {"remove"},
     JobState.CANCELLED: {"remove"},
 }
-
-
-def in_state(store: JobQueue, state: JobState) -> str:
-    id = add(store)
-    if state is not JobState.QUEUED:
-        store.take_next()
-    match state:
-        case JobState.COMPLETED:
-            store.complete(id, {}, token_of(store, id))
-        case JobState.FAILED:
-            store.fail(id, RequestError("no"), token_of(store, id))
-        case JobState.CANCELLED:
-            store.cancelled(id, token_of(store, id))
-    assert job_of(store, id).state is state
-    return id
 
 
 @pytest.mark.parametrize("state", list(JobState))
@@ -177,7 +162,7 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
     ids = [add(store, created_at=float(index)) for index in range(4)]
     for _ in range(3):
         store.take_next()
-    store.complete(ids[0], {}, token_of(store, ids[0]))
+    store.complete(ids[0], {}, job_of(store, ids[0]).token)
     store.set_proof(ids[0], "running")
     store.ask_to_cancel(ids[1])
     store.close()
@@ -198,11 +183,11 @@ def test_putting_back_counts_attempts_and_cancels_what_was_to_be_cancelled(store
     id = add(store)
     for counts, attempts in ((True, 1), (False, 1), (True, 2)):
         store.take_next()
-        assert store.put_back(id, token_of(store, id), counts=counts)
+        assert store.put_back(id, job_of(store, id).token, counts=counts)
         assert job_of(store, id).attempts == attempts
     store.take_next()
     assert store.ask_to_cancel(id)
-    assert store.put_back(id, token_of(store, id), counts=True)
+    assert store.put_back(id, job_of(store, id).token, counts=True)
     assert job_of(store, id).state is JobState.CANCELLED
     assert job_of(store, id).finished_at is not None
     assert store.take_next() is None
@@ -218,7 +203,7 @@ def test_a_full_queue_refuses(store: JobQueue) -> None:
         store.add(new_job(owner="a"), max_open=10, max_open_of_owner=2)
     assert full.value.details == {"open": 2, "limit": 2, "owner": "a"}
     store.add(new_job(owner="b"), max_open=10, max_open_of_owner=2)
-    store.complete(ids[0], {}, token_of(store, ids[0]))
+    store.complete(ids[0], {}, job_of(store, ids[0]).token)
     store.add(new_job(owner="a"), max_open=3)
 
 
@@ -227,7 +212,7 @@ def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     again = new_job(idempotency_key="k", photo_name="renamed.png", created_at=2000.0)
     assert store.add(again, max_open=1) == first  # also if the queue is full meanwhile
     store.take_next()
-    store.complete(first.id, {}, token_of(store, first.id))
+    store.complete(first.id, {}, job_of(store, first.id).token)
     assert store.add(again, max_open=1).state is JobState.COMPLETED
     assert store.add(replace(again, owner="other"), max_open=1).id == again.id
     store.remove(first.id)
@@ -317,7 +302,7 @@ def test_the_order_that_is_shown_is_the_order_that_is_taken(store: JobQueue, see
     assert taken == order[:5]
     assert [job.id for job in store.running()] == taken
     for id in chance.sample(taken, len(taken)):
-        store.put_back(id, token_of(store, id), counts=False)
+        store.put_back(id, job_of(store, id).token, counts=False)
     assert waiting(store) == order
     store.take_next()
     add(store, owner="a", created_at=1.0, priority=chance.randint(0, 9))

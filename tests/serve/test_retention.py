@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.errors import OutputError
-from svdpp.serve.job import new_id
+from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.store import (
     FileStore,
@@ -20,7 +19,7 @@ from svdpp.serve.store import (
     set_strangers_aside,
     sweep,
 )
-from tests.serve.store_jobs import add, remove_leftovers_now, taken
+from tests.serve.engines import add, in_state, remove_leftovers_now
 
 FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
 
@@ -43,10 +42,8 @@ def put_files(folder: Path, id: str, num_bytes: int = 100, hours: float = 0.0) -
 
 def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> str:
     """A completed job with files; `at` is the time of its end."""
-    id = add(store, created_at=at)
+    id = in_state(store, JobState.COMPLETED, created_at=at)
     put_files(folder, id, num_bytes)
-    assert taken(store).id == id
-    store.complete(id, {})
     with store.database.change() as database:
         database.execute("UPDATE jobs SET finished_at = ? WHERE id = ?", (at, id))
     return id
@@ -73,9 +70,7 @@ def test_jobs_go_by_age_or_by_bytes_the_oldest_first(store: JobQueue, folder: Pa
 
 
 def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> None:
-    failed = add(store)
-    store.take_next()
-    store.fail(failed, OutputError("no"))
+    failed = in_state(store, JobState.FAILED)
     done = finished(store, folder, 1.0)
     running, waiting = add(store, created_at=0.0), add(store, created_at=1.0)
     store.take_next()
@@ -206,7 +201,7 @@ def test_a_removal_that_a_kill_ends_goes_on(
 def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     """A bucket or a folder may have other files, and files that were there before the store."""
     store.store = FileStore(folder, f"memory://{new_id()}")
-    ids = copied, _ = [finished(store, folder, at=1.0) for _ in range(2)]
+    ids = copied, used, _ = [finished(store, folder, at=1.0) for _ in range(3)]
     removed = new_id()
     put_files(folder, removed)
     names = ["photos/a.jpg", f"latents/{'0' * 64}.txt", "photos/.other", "clips/a.mp4"]
@@ -214,18 +209,18 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
         (folder / name).write_bytes(b"theirs")
     scratch = folder / "clips" / ".fetched-0123456789abcdef"
     scratch.write_bytes(b"")
-    for name in [*names, *(file.format(id=copied) for file in FILES)]:
+    for name in [*names, *(file.format(id=id) for id in (copied, used, removed) for file in FILES)]:
         store.store.put(folder / name)
-    store.store.put(folder / FILES[0].format(id=removed))
-    assert _sizes(store).keys() == {copied}, "a size of no job would remove others"
+    assert _sizes(store).keys() == {copied, used}, "a size of no job would remove others"
     system = store.store._system
     for each in system.store.values():
         each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)
-    seen = remove_leftovers(store, set())
-    store.store.fetch(folder / FILES[0].format(id=copied))  # it is used
-    remove_leftovers(store, seen)
+    seen = remove_leftovers(store, set(), in_use=[used])
+    store.store.fetch(folder / FILES[0].format(id=copied))  # it is played
+    remove_leftovers(store, seen, in_use=[used])
     left = {str(path.relative_to(folder)) for path in folder.glob("*/*")}
     kept = {file.format(id=id) for id in ids[1:] for file in FILES}
     assert left == {*names, *kept, FILES[0].format(id=copied)}
-    objects = {*names, *(file.format(id=copied) for file in FILES)}
-    assert set(store.store.objects()) == {*objects, FILES[0].format(id=removed)}
+    objects = {*names, *(file.format(id=id) for id in (copied, used) for file in FILES)}
+    objects |= {FILES[0].format(id=removed), FILES[2].format(id=removed)}
+    assert set(store.store.objects()) == objects

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from svdpp.serve.job import JobState
 from tests.cli.shell import ROOT
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, schema_of_form
+from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def test_every_route_and_field_is_named(demo: HttpServer) -> None:
     paths = demo.client.get("/openapi.json").json()["paths"]
     routes = {(method.upper(), path) for path, known in paths.items() for method in known}
     assert {(method, path) for method, path, _ in ROUTES} == routes
-    names = [*schema_of_form(demo)["properties"], *JobState]
+    names = [*demo.form_schema()["properties"], *JobState]
     assert [name for name in names if f"`{name}`" not in TEXT] == []
 
 
@@ -90,17 +90,8 @@ def test_the_fixed_limits_have_these_values() -> None:
 # --- metrics --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
 def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
-    """The type and the labels of each metric, by name.
-
-    The server has made a clip and refused one, so that it has all metrics.
-    """
-    demo.wait_for(demo.add()[0], "completed")
-    endless = demo.add(2, steps=1000)
-    assert demo.request().status_code == 429
-    for id in endless:
-        assert demo.client.delete(f"/v1/videos/{id}").status_code == 200
+    """The type and the labels of each metric, by name."""
     found = {}
     for family in text_string_to_metric_families(demo.client.get("/metrics").text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -111,19 +102,13 @@ def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_every_metric_is_in_the_table(exposed: dict[str, tuple[str, set[str]]]) -> None:
+def test_the_table_and_the_dashboard_have_the_metrics_of_the_server(demo: HttpServer) -> None:
+    demo.wait_for(demo.add()[0], "completed")  # now it has all of them
+    metrics = exposed(demo)
     documented = {
         name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in METRICS
     }
-
-    assert documented == exposed
-
-
-@pytest.mark.processes
-@pytest.mark.long
-def test_the_dashboard_asks_for_metrics_that_exist(
-    exposed: dict[str, tuple[str, set[str]]],
-) -> None:
+    assert documented == metrics
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
             asked = re.findall(r"svdpp_\w+", target["expr"])
@@ -131,7 +116,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(
             labels: set[str] = set()
             for name in asked:
                 base = re.sub(r"_(bucket|sum|count)$", "", name)
-                kind, its_labels = exposed.get(name) or exposed[base]
+                kind, its_labels = metrics.get(name) or metrics[base]
                 assert (kind == "histogram") == (base != name), name
                 labels |= its_labels
             used = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,11 @@ from svdpp.errors import RequestError
 from svdpp.serve.clips import ToRequest
 from svdpp.serve.database import AwayError
 from svdpp.serve.job import new_id
-from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import FileStore, _sizes
+from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
+from tests.serve.backends import Swift
 from tests.serve.engines import dummy_config, dummy_job
 from tests.serve.http_server import DEMO, PHOTO, HttpServer, error_of, wait
-from tests.serve.store_jobs import remove_leftovers_now, taken
-from tests.serve.swift import Swift
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -110,31 +107,6 @@ def _another_server_goes_on_with_the_clip_of_a_killed_one(pair: Pair, store: Fil
     assert other.client.delete(f"/v1/videos/{id}").json()["deleted"]
     # Latent checkpoints go within a second.
     wait(lambda: set(store.objects()) == {"queue.id"}, lambda: f"{store.objects()}")
-
-
-def test_leftovers_are_removed_from_store_and_folder(database: str, store: FileStore) -> None:
-    with closing(JobQueue(store.folder, url=database, store=store)) as queue:
-        for name in ("photos", "clips", "latents"):
-            (store.folder / name).mkdir()
-        job = queue.add(dummy_job(1, photo=""), max_open=None)
-        for token in (1, 2):
-            assert taken(queue).token == token
-            queue.put_back(job.id, token)
-        taken(queue)
-        own = [store.folder / "clips" / f"{job.id}-{number}.mp4" for number in (2, 3)]
-        lost = store.folder / "photos" / f"{new_id()}.jpg"
-        for path in (*own, lost):
-            path.write_bytes(b"content")
-            store.put(path)
-        remove_leftovers_now(queue, in_use=[job.id])
-        assert set(store.objects()) == {"queue.id", f"clips/{own[1].name}"}
-        assert not lost.exists()
-        assert own[1].exists()
-        remove_leftovers_now(queue)
-        assert not own[1].exists()
-        store.fetch(own[1])
-        assert own[1].read_bytes() == b"content"
-        assert _sizes(queue).total() == 7
 
 
 def test_what_the_store_lacks_stays_missing(store: FileStore) -> None:

@@ -40,8 +40,8 @@ from svdpp.serve.database import RESERVE
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from tests.bench.options import options
-from tests.serve.postgres import Postgres, postgres_server
-from tests.serve.store_jobs import remove_leftovers_now
+from tests.serve.backends import Postgres, postgres_server
+from tests.serve.engines import remove_leftovers_now
 from tests.soak.serve_clients import Clients, Request, photos, requests
 from tests.soak.serve_server import FaultyServer, belonging
 

@@ -1,0 +1,318 @@
+"""What a server knows without ranks: what they cannot make, when clips are done, its metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from svdpp.config import ClipRequest, WanSampling
+from svdpp.driver import resolve as memory
+from svdpp.driver.clips import ClipProgress
+from svdpp.driver.resolve import resolve
+from svdpp.errors import OutOfMemoryError, RequestError
+from svdpp.plan.actions import Action
+from svdpp.serve.clips import Admission, RunningClip
+from svdpp.serve.engine import Rank, RankView
+from svdpp.serve.fleet import Estimate, Estimates
+from svdpp.serve.job import JobState
+from svdpp.serve.metrics import Metrics
+from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.server import build
+from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.views import as_api_error
+from svdpp.worker.messages import ActionDone, Heartbeat, Joined, StepDone
+from tests.serve.engines import (
+    SAMPLING,
+    STEPS,
+    add,
+    demo_config,
+    dummy_config,
+    dummy_job,
+    job_of,
+    new_job,
+    take_all,
+)
+
+# --- what the ranks cannot make is refused, or held -----------------------------------------------
+
+
+def test_steps_that_need_a_rank_without_weights() -> None:
+    few, many = (replace(SAMPLING, num_inference_steps=steps) for steps in (2, 25))
+    with pytest.raises(RequestError, match="started with --steps 2") as caught:
+        Admission(dummy_config(4, split="alternating", sampling=few), None).check(many)
+    error = as_api_error(caught.value)
+    assert error.hint == "use 2 steps"
+    assert error.details == {"field": "steps"}
+    Admission(dummy_config(4, split="alternating", sampling=many), None).check(many)
+
+
+@pytest.mark.long
+def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, checkpoint = resolve(demo_config())
+    gate = Admission(config, checkpoint)
+    large = replace(config.sampling, width=128, height=128, num_frames=1024, decode_chunk_size=1024)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
+    with pytest.raises(OutOfMemoryError, match="out of memory before the run"):
+        gate.check(large)
+    # The ranks hold their own size already, however little is left.
+    gate.check(config.sampling)
+    gate.check(replace(config.sampling, num_inference_steps=2))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**50)
+    gate.check(large)
+
+
+def served(folder: Path, world_size: int = 2) -> Service:
+    """A server of the dummy model, which is not started."""
+    config = dummy_config(world_size)
+    settings = ServerSettings(config=config, folder=folder, sizes=((64, 64),), max_open=9)
+    return build(settings, None)[1]
+
+
+def test_what_is_held_says_why(tmp_path: Path) -> None:
+    """Weights count, and so do steps that the ranks cannot divide."""
+    with closing(JobQueue(tmp_path)) as queue:
+        add(queue, model="dummy")
+        other = add(queue, model="b", sampling=WanSampling())
+        newer = add(queue, model="dummy", weights="2" * 64)
+        odd = add(queue, model="dummy", sampling=replace(SAMPLING, num_inference_steps=6))
+    why: dict[str, str | None] = {
+        other: "its model is b, and this server runs dummy",
+        newer: "its model is dummy, and this server runs other weights of it",
+        odd: None,
+    }
+    service = served(tmp_path)
+    with closing(service.queue) as queue:
+        assert {id: service.video(job_of(queue, id)).held for id in why} == why
+    service = served(tmp_path, world_size=4)
+    with closing(service.queue) as queue:
+        assert "6" in (service.video(job_of(queue, odd)).held or "")
+        assert odd not in take_all(queue)
+    with closing(served(tmp_path).queue) as queue:
+        assert odd in take_all(queue)
+
+
+def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
+    id = add(store, model="b", created_at=1.0)
+    store.kind = "a"
+    assert store.oldest_waiting() is None
+    store.add(new_job(model="a", created_at=2.0), max_open=1, max_open_of_owner=1)
+    with pytest.raises(QueueFullError):
+        store.add(new_job(model="a"), max_open=1)
+    assert store.oldest_waiting() == 2.0
+    assert store.cancel_waiting(id)
+
+
+# --- ETAs: the work before a clip, divided among all ranks, and its own, as measured ------------
+
+HALF = replace(SAMPLING, width=SAMPLING.width // 2)
+
+
+def _clip(index: int, steps_done: int | None, passed: float = 0.0, **values: Any) -> RunningClip:
+    """One that the ranks have; `steps_done` is None before it is begun."""
+    clip = RunningClip(dummy_job(index, **values), ClipRequest(seed=0), {})
+    rank = None if steps_done is None else 0
+    handle: Any = SimpleNamespace(progress=ClipProgress(steps_done or 0, STEPS, rank))
+    return replace(clip, handle=handle, moved_at=time.monotonic() - passed)
+
+
+@pytest.fixture
+def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Estimates]:
+    """Those of a server whose clips take 1 s to encode, 2 s a step and 4 s to decode."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+
+    def of_server(
+        *clips: RunningClip, ranks: int = 1, servers: int = 1, preparing: Any = None
+    ) -> Estimates:
+        feeder = SimpleNamespace(
+            clips=lambda: list(clips), preparing=preparing, num_free=2, latest={0: dummy_job(0)}
+        )
+        config = SimpleNamespace(world_size=ranks, cfg_parallel=1)
+        engine: Any = SimpleNamespace(feeder=feeder, config=config)
+        found = Estimates(store, engine, lambda: servers)
+        for seconds in (9.0, 2.0, 2.0):  # the rank warms up
+            found(0, StepDone(clip=0, step=1, seconds=seconds))
+        for action, seconds in (("ENCODE c0 @0", 1.0), ("DECODE c0 @8", 4.0)):
+            end = 1.0 + seconds
+            found(0, ActionDone(action=Action.parse(action), start=1.0, end=end, waited=0.0))
+        return found
+
+    return of_server
+
+
+WHOLE = 1 + 2 * STEPS + 4
+
+
+@pytest.mark.parametrize(("ranks", "servers"), [(1, 1), (4, 1), (2, 3)])
+def test_clips_that_wait_share_all_ranks_in_the_order_of_their_turns(
+    store: JobQueue, estimates: Callable[..., Estimates], ranks: int, servers: int
+) -> None:
+    for seed in range(7):
+        store.add(dummy_job(seed), max_open=None)
+    found = estimates(ranks=ranks, servers=servers).all()
+    assert list(found) == [id for id, _ in store.waiting()]
+    assert [one.place for one in found.values()] == list(range(7))
+    expected = [WHOLE * (1 + place / (ranks * servers)) for place in range(7)]
+    assert [one.eta_seconds for one in found.values()] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("steps_done", "passed", "left"),
+    [(0, 0.5, WHOLE - 0.5), (0, 99, WHOLE - 3), (5, 1, 9), (5, 99, 8), (STEPS, 3, 1)],
+)
+def test_of_a_clip_at_work_its_rest_counts_until_its_next_event(
+    estimates: Callable[..., Estimates], steps_done: int, passed: float, left: float
+) -> None:
+    clip = _clip(1, steps_done, passed)
+    found = estimates(clip).all()[clip.job.id]
+    assert found.place is None
+    assert found.eta_seconds == pytest.approx(left)
+
+
+def test_the_next_clip_begins_once_the_first_rank_is_free(
+    store: JobQueue, estimates: Callable[..., Estimates]
+) -> None:
+    begun, following = _clip(0, 1), _clip(1, None)
+    waiting = store.add(dummy_job(2, sampling=HALF), max_open=None)
+    found = estimates(begun, following, ranks=4).all()
+    free = WHOLE / 4 - 1 - 2
+    assert found[following.job.id].eta_seconds == pytest.approx(free + WHOLE)
+    expected = free + WHOLE / 4 + WHOLE / 2
+    assert found[waiting.id].eta_seconds == pytest.approx(expected)
+    assert [one.place for one in found.values()] == [None, 0, 1]
+
+
+def test_others_go_before_a_large_image(
+    store: JobQueue, estimates: Callable[..., Estimates]
+) -> None:
+    jobs = [store.add(dummy_job(seed), max_open=None) for seed in range(4)]
+    large = store.take_next()
+    assert large is not None
+    prepared_at = time.monotonic() + 100
+    preparing = replace(_clip(0, None), job=large, prepared_at=prepared_at)
+    found = estimates(preparing=preparing).all()
+    assert [found[job.id].place for job in jobs] == [2, 0, 1, 3]
+    etas = [found[job.id].eta_seconds for job in jobs]
+    assert etas == pytest.approx([3 * WHOLE + 100, WHOLE, 2 * WHOLE, 4 * WHOLE + 100])
+
+
+def test_before_a_step_is_measured_there_are_places_alone(
+    store: JobQueue, estimates: Callable[..., Estimates]
+) -> None:
+    job = store.add(dummy_job(1), max_open=None)
+    own = estimates()
+    assert own.elsewhere(replace(job, step=5)) == pytest.approx(2 * (STEPS - 5) + 4)
+    own._samples["step"].clear()
+    assert own.of(job.id) == Estimate(0, None)
+    assert own.elsewhere(job) is None
+    assert own.seconds_until_room() == 5.0
+
+
+# --- metrics, and the view of the ranks -----------------------------------------------------------
+
+
+class Scraped:
+    """The metrics of a server."""
+
+    def __init__(self) -> None:
+        self.jobs = dict.fromkeys(JobState, 0)
+        self.oldest: float | None = None
+        config = SimpleNamespace(world_size=2)
+        self.engine: Any = SimpleNamespace(restarts=0, state="ready", config=config)
+        queue: Any = SimpleNamespace(counts=lambda: self.jobs, oldest_waiting=lambda: self.oldest)
+        self.metrics = Metrics(queue, self.engine)
+
+    def value(self, name: str, **labels: object) -> float:
+        wanted = {key: str(value) for key, value in labels.items()}
+        families = text_string_to_metric_families(self.metrics.exposed().decode())
+        samples = [sample for family in families for sample in family.samples]
+        (found,) = (each.value for each in samples if (each.name, each.labels) == (name, wanted))
+        return found
+
+
+def test_the_queue_is_read_at_each_scrape() -> None:
+    server = Scraped()
+    assert server.value("svdpp_queue_age_seconds") == 0
+    server.jobs[JobState.QUEUED] = 7
+    server.oldest = time.time() - 60
+    server.engine.restarts = 3
+    assert server.value("svdpp_jobs", state="queued") == 7
+    assert 60 <= server.value("svdpp_queue_age_seconds") < 600
+    assert server.value("svdpp_restarts_total") == 3
+    assert server.value("svdpp_live_ranks") == 2
+
+
+def test_events_of_the_ranks_are_counted() -> None:
+    server = Scraped()
+    observe = server.metrics
+    observe(1, Joined(device="cpu", load_seconds=1))
+    for step in range(3):
+        observe(1, StepDone(clip=0, step=step, seconds=0.2))
+    observe(1, ActionDone(action="DENOISE c0 0:3", start=10.0, end=10.6, waited=1.0))
+    observe(1, ActionDone(action="DECODE c0 @3", start=13.0, end=13.5, waited=0.4))
+
+    assert server.value("svdpp_step_seconds_sum", rank=1) == pytest.approx(0.6)
+    assert server.value("svdpp_step_seconds_bucket", rank=1, le="0.25") == 3
+    seconds = {"compute": 1.1, "wait": 1.4, "idle": 2.0}
+    for state, expected in seconds.items():
+        found = server.value("svdpp_rank_seconds_total", rank=1, state=state)
+        assert found == pytest.approx(expected), state
+
+
+def test_the_service_scores_its_promises_and_its_proofs() -> None:
+    """A clip that differs is an alert."""
+    server = Scraped()
+    assert server.metrics.eta_error() == {"clips": 0, "median": None}
+    for actual in (100.0, 110.0, 150.0):
+        done = new_job(state=JobState.COMPLETED, started_at=1040.0, finished_at=1000.0 + actual)
+        server.metrics.ended(replace(done, promised_seconds=100.0))
+    server.metrics.ended(new_job(state=JobState.FAILED, finished_at=1050.0))
+    # Without a promise there is nothing to score.
+    server.metrics.ended(new_job(state=JobState.COMPLETED, finished_at=1050.0))
+
+    assert server.value("svdpp_clips_total", state="completed") == 4
+    assert server.value("svdpp_clips_total", state="failed") == 1
+    assert server.value("svdpp_eta_error_ratio_bucket", le="0.1") == 2
+    assert server.metrics.eta_error() == {"clips": 3, "median": 0.1}
+    assert server.value("svdpp_clip_seconds_sum") == pytest.approx(60 + 70 + 110)
+
+    for proof, mismatch in (("equal", 0), ("different", 1)):
+        server.metrics.verified(proof)
+        assert server.value("svdpp_verifications_total", result=proof) == 1
+        assert server.value("svdpp_verification_mismatch") == mismatch
+
+
+def test_the_view_of_the_ranks_says_what_each_does_and_did() -> None:
+    view = RankView(3, {7: "video_7"}.get)
+    for rank in range(3):
+        view.add(rank, Joined(device="cpu", load_seconds=1.0))
+    view.add(0, Heartbeat(action="DENOISE c7 0:4"))
+    view.add(0, StepDone(clip=7, step=0, seconds=0.1))
+    view.add(1, Heartbeat(action="DENOISE c7 4:8", waiting=True))
+    assert view.now() == [
+        Rank(0, "cpu", "video_7", "denoise", 1, "compute"),
+        Rank(1, "cpu", "video_7", "denoise", None, "wait"),
+        Rank(2, "cpu", None, "", None, "idle"),
+    ]
+    (at_work,) = view.spans()
+    assert (at_work.rank, at_work.video, at_work.kind) == (0, "video_7", "denoise")
+    now = time.monotonic()
+    view.add(0, ActionDone(action="DENOISE c7 0:4", start=now - 5, end=now, waited=0.0))
+    view.add(2, ActionDone(action="DECODE c7 @8", start=now - 90, end=now - 80, waited=0.0))
+    view.add(0, Heartbeat())
+    (done,) = view.spans()
+    assert round(done.end - done.start, 3) == 5
+    view.reset()
+    assert [rank.doing for rank in view.now()] == ["idle"] * 3
+    assert view.spans() == [done]
+
+    for _ in range(5000):
+        view.add(0, ActionDone(action="DENOISE c7 0:4", start=now - 5, end=now, waited=0.0))
+    assert len(view.spans()) == 1024
