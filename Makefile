@@ -14,6 +14,7 @@ FOR ?= 3.12
 QUIET := $(if $(MAKE_TERMOUT),,-qq)
 
 # Tests start hundreds of processes; without bytecode each would compile the same files.
+# pip makes none: for all packages that takes a minute, and few of their modules are imported.
 unexport PYTHONDONTWRITEBYTECODE
 
 # import-linter cannot forbid a module inside an external package, so ruff checks this contract.
@@ -127,7 +128,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }; \
 	  $(PYTHON) -m venv --clear $(VENV); }
 	@echo "Installing the tested versions into $(VENV): PyTorch is large, this may take minutes."
-	@$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+	@$(BIN)/python -m pip install $(QUIET) --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
 	  echo "error: the installation failed; if one was interrupted before: rm -rf $(VENV)" >&2; exit 1; }
 	@touch $@
 endif

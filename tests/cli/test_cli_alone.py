@@ -21,6 +21,7 @@ from tests.cli.shell import (
     TINY,
     assert_error,
     parsed,
+    python,
     svdpp_alone,
     svdpp_and_modules,
     svdpp_here,
@@ -116,6 +117,33 @@ def test_errors_as_json() -> None:
             "details": {"steps": 25, "ranks": 7, "nearest": [21, 28]},
         },
     }
+
+
+INTERRUPTED_WHILE = """
+import os, signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+
+class Interrupter:
+    at = sys.argv.pop(1)
+
+    def find_spec(self, name, *_):
+        if name == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+from svdpp.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["svdpp.cli.command", "svdpp.plan.forecast"])
+def test_an_interrupt_while_modules_are_imported(module: str) -> None:
+    """In its first quarter of a second, Python answers Ctrl-C with a traceback."""
+    answer = python("-c", INTERRUPTED_WHILE, module, "plan")
+
+    assert answer.code == 130
+    assert answer.err in ("", "error: ended by SIGINT\n")
 
 
 def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,7 @@ def test_a_profile_gives_each_rank_a_step_of_its_expert(world_size: int) -> None
 
 @pytest.mark.processes
 @pytest.mark.long
+@pytest.mark.full
 def test_a_bench_gives_the_bits_of_diffusers(tmp_path: Path) -> None:
     sizes = ("clips=3", "frames=5", "height=32", "width=32", "max_sequence_length=8")
     fields = ("prompts=[the sea, a cat]", *sizes)

@@ -294,7 +294,7 @@ def test_what_profile_and_run_suggest_next() -> None:
     measured = read_costs(costs)
     assert measured.to_json() == json.loads(profiled.out)
     assert (measured.decode_seconds, measured.transfer_seconds) == (0, 0)
-    assert (measured.denoise_weights_gib, measured.decode_weights_gib) == (0, None)
+    assert (measured.denoise_weights_gib, measured.decode_weights_gib) == (0, 0)
     line = profiled.err.splitlines()[-1]
     assert line == "next: svdpp plan --world 1 --costs 'my costs.json' --compare"
     assert svdpp_here(*shlex.split(line)[2:]).code == 0

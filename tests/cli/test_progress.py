@@ -148,7 +148,7 @@ def test_an_interrupt_leaves_a_clean_terminal() -> None:
     """Ctrl-C in a real terminal of 80 columns: one sentence at the start of a line, the cursor."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = ("simulate", "--world", "2", "--steps", "4", "--clips", "5000")
+    command = ("simulate", "--world", "2", "--steps", "4", "--clips", "500")
     running = subprocess.Popen(
         [sys.executable, "-m", "svdpp", *command, "--latent-shape", "1", "4", "2", "8", "8"],
         stdin=child,

@@ -221,7 +221,12 @@ PROMPTED = ("--prompt", "the sea", "--max-prompt-tokens", "8", "--height", "32")
     [
         ("svd", "rocket_0.mp4", ("rocket.jpg", "--height=64", "--width=64", "--frames=4")),
         ("wan", "the-sea_0.mp4", (*PROMPTED, "--width=32", "--frames=5")),
-        ("ltx", "the-sea_0.mp4", (*PROMPTED, "--width=64", "--frames=9")),
+        pytest.param(
+            "ltx",
+            "the-sea_0.mp4",
+            (*PROMPTED, "--width=64", "--frames=9"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_clip_of_version_0_3_is_kept_and_verified(

@@ -152,7 +152,7 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("model", ["svd", "svd in bf16", "ltx"])
+@pytest.mark.parametrize("model", ["svd", pytest.param("svd in bf16", marks=MORE), "ltx"])
 def test_the_halves_of_a_batch_are_close_but_not_proven(tmp_path: Path, model: str) -> None:
     config, request = small_svd(2, cfg_parallel=2), replace(REQUESTS[0], image=PHOTO, prompt=None)
     if model == "svd in bf16":
@@ -248,7 +248,9 @@ def svd(world_size: int, **changes: Any) -> PipelineConfig:
     ("layout", "decodes"),
     [
         ({"world_size": 2, "cfg_parallel": 2}, {0: 2, 1: 2, 2: 1}),
-        ({"world_size": 4, "replicas": 2, "decode_ranks": 2}, {0: 2, 1: 2, 2: 1}),
+        pytest.param(
+            {"world_size": 4, "replicas": 2, "decode_ranks": 2}, {0: 2, 1: 2, 2: 1}, marks=MORE
+        ),
         ({"world_size": 3, "split": "balanced", "decode_ranks": 3}, {0: 3, 1: 2, 2: 1}),
     ],
 )

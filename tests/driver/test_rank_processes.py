@@ -43,7 +43,7 @@ UNLIKE_RANKS = Costs(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
     ("steps", "layout"),
     [
         *((28, {"world_size": world_size}) for world_size in (1, 7)),
-        pytest.param(28, {"world_size": 28}, marks=pytest.mark.long),
+        pytest.param(28, {"world_size": 28}, marks=pytest.mark.full),
         (7, {"world_size": 9, "split": "balanced"}),
         (7, {"world_size": 3, "split": "balanced", "costs": UNLIKE_RANKS}),
         (7, {"world_size": 3, "split": "alternating", "costs": UNLIKE_RANKS}),

@@ -72,6 +72,7 @@ def test_simulate_rehearses_on_all_gpus(machine: Machine) -> None:
     assert [rank["device"] for rank in found] == expected
 
 
+@pytest.mark.no_rehearsal  # on the CPU tests/cli/test_tools.py does the same
 def test_bench_smoke_is_bitwise(machine: Machine, tmp_path: Path) -> None:
     world_size, device = machine.everywhere
     svdpp(

@@ -124,7 +124,7 @@ SIZES = {
     "skyreels-v2": (160, 13, 256),
     "framepack": (96, 37, 8),
 }
-IN_CI = {"svd", "wan-image-bf16", "ltx-image", "ltx2", "wan-animate", "mochi"}
+IN_CI = {"svd", "wan-image-bf16", "ltx-image", "ltx2"}
 
 
 @pytest.mark.long

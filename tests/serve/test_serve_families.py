@@ -119,6 +119,7 @@ FOUR_STEPS = ("--world", "4", "--steps", "4", "--guidance-scale", "1", "--param"
 
 @pytest.mark.processes
 @pytest.mark.long
+@pytest.mark.full
 def test_clips_with_loras_are_proven(tmp_path: Path) -> None:
     """A LoRA for each expert, no guidance, and four ranks of one step each."""
     folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875)

@@ -32,7 +32,8 @@ def store(tmp_path: Path, bucket: str) -> FileStore:
 def test_servers_share_a_bucket_outlive_it_and_one_of_them_is_killed(
     start: Callable[..., HttpServer], bucket: str, store: FileStore, swift: Swift
 ) -> None:
-    options = (*DEMO, "--steps", "12", "--grace", "0", "--lease", "3", "--files", bucket)
+    clips = (*DEMO, "--frames", "4", "--steps", "20")
+    options = (*clips, "--grace", "0", "--lease", "3", "--files", bucket)
     first = start(*options, folder="first")
     _clips_survive_the_store(first, swift)
     pair = first, start(*options, folder="second")
@@ -62,7 +63,7 @@ def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
         error_of(answer, 503, "storage_failed")
         assert int(answer.headers["Retry-After"]) > 0
         assert server.client.get("/health").status_code == 200
-        wait(lambda: server.video(id)["step"] == 12)
+        wait(lambda: server.video(id)["step"] == 20)
         assert server.video(id)["status"] == "in_progress"
     finally:
         swift.start()
@@ -96,7 +97,7 @@ def _any_server_makes_and_serves_a_clip(pair: Pair, store: FileStore) -> None:
 
 
 def _another_server_goes_on_with_the_clip_of_a_killed_one(pair: Pair, store: FileStore) -> None:
-    (id,) = pair[0].add(steps=20)
+    (id,) = pair[0].add(steps=30)
     wait(lambda: store.objects("latents"), lambda: f"{pair[0].video(id)}")
     claims = [server.client.get("/v1/servers").json()["data"][0]["claims"] for server in pair]
     killed, other = pair if claims[0] else reversed(pair)
@@ -109,8 +110,11 @@ def _another_server_goes_on_with_the_clip_of_a_killed_one(pair: Pair, store: Fil
     wait(lambda: set(store.objects()) == {"queue.id"}, lambda: f"{store.objects()}")
 
 
-def test_what_the_store_lacks_stays_missing(store: FileStore) -> None:
-    store.put(store.folder / "queue.id")  # there is none
+def test_what_a_store_lacks_stays_missing_and_a_bucket_that_does_not_exist_is_refused(
+    store: FileStore,
+) -> None:
+    path = store.folder / "queue.id"
+    store.put(path)  # there is none
     assert store.mark() == ""
     store.belong_to("")
     store.fetch(store.folder / "none")
@@ -118,13 +122,11 @@ def test_what_the_store_lacks_stays_missing(store: FileStore) -> None:
     store.remove(store.folder / "none")
     assert list(store.folder.iterdir()) == []
 
-
-def test_a_bucket_that_does_not_exist_is_refused(store: FileStore) -> None:
-    (store.folder / "queue.id").write_text("id")
+    path.write_text("id")
     other = FileStore(store.folder, "s3://none/x")
     for _ in range(2):  # then without asking it
         with pytest.raises(AwayError, match=r"cannot be used: .*does not exist"):
-            other.put(store.folder / "queue.id")
+            other.put(path)
     with pytest.raises(RequestError, match="cannot be opened"):
         FileStore(store.folder, "nothing://x/y")
 
