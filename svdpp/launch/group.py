@@ -327,6 +327,7 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
     with _output_file(start.folder, rank).open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    sys.stdout = sys.stderr  # is written line by line: a rank that is killed leaves what it printed
     world = World(rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size)
 
     def join() -> None:
