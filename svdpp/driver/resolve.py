@@ -131,7 +131,8 @@ _NCCL_BYTES = 200_000_000
 def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
     """The memory of each part of the model, for the clips of a resolved `config`."""
     if checkpoint is None:  # the dummy takes megabytes
-        return MemoryEstimate(*[PartMemory(0, 0)] * 3)
+        nothing = PartMemory(0, 0)
+        return MemoryEstimate(nothing, nothing, nothing)
     with environment_defaults():
         from svdpp.models.memory import estimate  # diffusers: seconds
 

@@ -144,11 +144,12 @@ class Metrics(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """What is read at each scrape."""
         engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
+        num_ranks = engine.config.world_size if engine.state == "ready" else 0
         age = 0.0 if oldest is None else max(0.0, time.time() - oldest)
         yield _by("state", "jobs", "Stored jobs by state; held ones do not count.", jobs)
         for name, text, value in (
             ("queue_age_seconds", "Age of the oldest waiting job.", age),
-            ("live_ranks", "Ranks alive.", engine.config.world_size * (engine.state == "ready")),
+            ("live_ranks", "Ranks alive.", num_ranks),
             ("event_streams", "Open event streams.", self._num_streams()),
             ("verification_mismatch", "1 once a clip differed: an alert.", self._has_mismatch),
         ):

@@ -131,8 +131,12 @@ def shown_name(name: str | None) -> str:
 def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) -> tuple[str, ...]:
     numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
-        arguments = "svdpp.serve.photos", upload, *numbers
-        process = start_helper(*arguments, variables=_environment(), stderr=subprocess.DEVNULL)
+        process = start_helper(
+            "svdpp.serve.photos",
+            *(upload, *numbers),
+            variables=_environment(),
+            stderr=subprocess.DEVNULL,
+        )
     with process:
         try:
             code = process.wait(SECONDS)

@@ -153,8 +153,12 @@ class Prover:
     def _process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
         """The process, which ends with those that it started."""
         clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
-        arguments = "svdpp.serve.prover", f"{clip}.json", photo or "", os.getpid()
-        process = start_helper(*arguments, variables=os.environ, stderr=subprocess.STDOUT)
+        process = start_helper(
+            "svdpp.serve.prover",
+            *(f"{clip}.json", photo or "", os.getpid()),
+            variables=os.environ,
+            stderr=subprocess.STDOUT,
+        )
         with process:
             try:
                 yield process

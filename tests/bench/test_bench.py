@@ -360,6 +360,13 @@ def test_the_interval_is_all_differences_of_two_rounds_and_a_margin() -> None:
     assert four.high == pytest.approx(2 * math.exp(0.4))
 
 
+def test_one_wild_round_does_not_hide_what_is_plain() -> None:
+    a, b = [1.0, 1.01, 0.99, 1.0], [10.0, 10.5, 11.0, 60.0]
+    assert ratio("", a, b).is_noise is False
+    assert ratio("", a, b, drift=math.log(2)).is_noise is True  # most of it may be drift
+    assert ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_noise is True  # no wider than the spread of B
+
+
 @pytest.mark.parametrize("name", ["summary.json", "env.json"])
 @pytest.mark.parametrize("text", [None, "{", "{}", "[]", '{"versions": 1}'])
 def test_what_is_no_finished_bench_is_refused(name: str, text: str | None, tmp_path: Path) -> None:

@@ -12,13 +12,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from svdpp.media.inputs import example_photos
 from svdpp.media.output_files import locked
 from svdpp.media.video import read_frames
-from tests.cli.shell import DEMO, PHOTO, PYTHONPATH, TINY, Answer, assert_error, svdpp_here
+from tests.cli.shell import (
+    DEMO,
+    PHOTO,
+    PYTHONPATH,
+    TINY,
+    Answer,
+    assert_error,
+    svdpp_and_modules,
+    svdpp_here,
+)
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import wait_until
+from tests.models.builders import save_tiny_checkpoint
 from tests.small_disk import small_disk
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -82,6 +94,22 @@ def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_pat
     assert not out.exists()
 
 
+def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
+    """A photograph that cannot be read (7), together with latents that are not finite (9)."""
+    model = save_tiny_checkpoint(tmp_path / "model")
+    weights = model / "unet/diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors["conv_in.bias"][0] = torch.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
+    inputs, out = (PHOTOS[0], tmp_path / "torn.png"), tmp_path / "out"
+    command = _command(*inputs, "--world", 1, "--out", out, "--keep-going")
+    done = svdpp_here(*command, "--model", str(model))
+    assert done.code == 9, done.err
+    assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.err
+    assert done.out.count("(lost: ") == 2
+
+
 def test_control_characters_in_a_name_reach_neither_terminal_nor_log(tmp_path: Path) -> None:
     name = "a\x1b]0;title\x07\r\n12:00:00.000 INFO  rank 9 forged \x9b31m\u202egpj.jpg"
     photo = tmp_path / name
@@ -103,6 +131,17 @@ def test_control_characters_in_a_name_reach_neither_terminal_nor_log(tmp_path: P
     assert [
         ord(char) for file in out.iterdir() for char in file.name if not char.isprintable()
     ] == []
+
+
+def test_a_closed_folder_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    run = ("run", PHOTO, *DEMO, *TINY, "--out", "/proc/svdpp", "--log-file", str(log))
+    answer, loaded = svdpp_and_modules(*run)
+
+    assert_error(answer, 8, "'/proc/svdpp'")
+    assert log.read_text() == ""  # a rank reports there that it is ready
+    assert "svdpp.media.output_files" in loaded
+    assert "diffusers" not in loaded
 
 
 def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> None:

@@ -51,6 +51,15 @@ def test_versions_and_host() -> None:
     assert facts["ffmpeg"]["version"]
 
 
+def test_commit_and_state_are_those_of_a_checkout_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
+    assert machine._git() is None
+    (tmp_path / ".git").mkdir()  # not a git repository
+    assert machine._git() is None
+
+
 def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = torch.zeros(1, 1, 4, 2, 2), torch.ones(1, 1, 4, 2, 2)
     result = VerificationResult((compare_tensors("latent", one, other, Place(0, 1, 0)),))

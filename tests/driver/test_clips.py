@@ -335,16 +335,20 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
         (lambda data: data[:-5], "a CPU", "cannot be read"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "a CPU", "does not fit: its sha256"),
         (lambda _: b"<html>", "a CPU", "cannot be read"),
+        (lambda _: None, "a CPU", "cannot be read"),
         (lambda data: data, "another", "its conditions are .*a CPU.* not .*another"),
     ],
 )
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
-    damage: Callable[[bytes], bytes], here: str, words: str, tmp_path: Path
+    damage: Callable[[bytes], bytes | None], here: str, words: str, tmp_path: Path
 ) -> None:
     packet = Packet(3, 7, 12.5, {"latents": torch.randn(2, 3)})
     LatentCheckpoints(tmp_path, {"cpu_capability": "a CPU"}).save(KEYS[0], packet)
     (path,) = tmp_path.iterdir()
-    path.write_bytes(damage(path.read_bytes()))
+    damaged = damage(path.read_bytes())
+    path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged)
     checkpoints = LatentCheckpoints(tmp_path, {"cpu_capability": here})
     with pytest.raises(InputError, match=words) as caught:
         checkpoints.load(KEYS[0], 9, 7, torch.device("cpu"))

@@ -331,3 +331,13 @@ def test_steps_of_a_pair_cost_what_a_forecast_halves() -> None:
     trace(1, TransferDone(direction="recv", peer=0, **transfer))
     assert trace.costs().step_seconds == pytest.approx(1.0)
     assert trace.costs().of(action, 0) == pytest.approx(0.7)
+
+
+def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
+    trace = Trace(1)
+    trace(0, StepDone(clip=0, step=0, seconds=1.0))
+    trace(0, ActionDone(action="ENCODE c1 @0", start=2.0, end=3.0, waited=0.0))
+    trace(0, StepDone(clip=1, step=0, seconds=1.0))  # not finite, as before
+    trace(0, StepDone(clip=2, step=0, seconds=1.5))
+    trace(0, ActionDone(action="DENOISE c2 0:1", start=5.0, end=6.5, waited=0.0))
+    assert trace.steps == [StepSpan(0, 2, 0, 5.0, 6.5)]

@@ -215,6 +215,18 @@ def _of_one_rank() -> list[str]:
         return [result.metadata["latents_sha256"] for result in alone.run(_clips())]
 
 
+@pytest.mark.usefixtures("temporary_files")
+def test_a_rank_frozen_at_the_very_end_is_named() -> None:
+    """After all clips are done, when ranks only have to report it."""
+    config = replace(DUMMY, heartbeat_timeout_seconds=allowing_for_others(2.5))
+    with pytest.raises(RankError) as caught, Pipeline(config) as pipeline:
+        pipeline.run(_clips())
+        os.kill(_ranks()[MIDDLE], signal.SIGSTOP)
+        begun = time.monotonic()
+    assert time.monotonic() - begun <= config.heartbeat_timeout_seconds + allowing_for_others(5)
+    assert re.match(r"rank 1 \(cpu of .*\) has sent no heartbeat for", caught.value.message)
+
+
 def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
     """A step takes over three times the heartbeat timeout."""
     gate, heartbeat_timeout = temporary_files / "gate", allowing_for_others(2.0)

@@ -50,6 +50,14 @@ def error_of(name: str | Path, **options: Any) -> ModelError:
     return error
 
 
+def test_relative_paths_and_home_are_resolved(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.parent)
+    monkeypatch.setenv("HOME", str(tiny.parent))
+    for name in (tiny.name, f"./{tiny.name}", f"~/{tiny.name}"):
+        found = find_checkpoint(ModelConfig(name=name))
+        assert (found.name, found.folder) == (name, tiny)
+
+
 def content(name: str, data: bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(data)
 

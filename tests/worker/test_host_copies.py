@@ -1,12 +1,10 @@
 """What is hashed, compared or written is copied to the host first, by the module that owns copies.
 
-Beside the source, which few modules may read tensors in, tensors on the CPU take the place of a
-GPU's: they refuse what those refuse.
+Tensors on the CPU take the place of a GPU's: they refuse what those refuse.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import svdpp
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
@@ -33,44 +30,6 @@ from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.stage import RankTools
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
 from tests.driver.dummies import config
-
-#: What makes a stream, waits for one, or reads a tensor on a device.
-READS = re.compile(
-    r"torch\.cuda\.(Stream|stream|Event)\b"
-    r"|\.(record_stream|wait_stream|synchronize|numpy|cpu|item|tolist)\("
-    r"|\b(?:bool|int|float)\(.*\.(all|any|max|min|sum|mean|norm)\("
-    r"|\.to\(['\"](cpu)['\"]|\b(non_blocking|pin_memory)="
-)
-#: The modules that do so, and why they may.
-READERS = {
-    "comm/streams.py": {
-        *("Stream", "stream", "Event", "synchronize"),
-        *("record_stream", "non_blocking", "pin_memory"),
-    },
-    "verification/reference.py": {"synchronize"},  # one process, which measures its own steps
-    # Once for a clip and rank:
-    "models/engine/model.py": {"all"},  # finite?
-    "models/engine/records.py": {"numpy"},  # structure: on the host
-    "models/engine/rows.py": {"tolist"},  # timesteps: on the host
-    # Take tensors on the host, from `to_host` or from files:
-    "worker/tensor_files.py": {"numpy"},
-    "worker/side_threads.py": {"numpy"},
-    "comm/packet.py": {"numpy"},
-    "comm/transport.py": {"numpy"},
-    "verification/clip_proof.py": {"numpy"},
-    "verification/verify.py": {"any", "max", "mean"},
-}
-
-
-def test_only_one_module_makes_streams_or_reads_tensors_on_devices() -> None:
-    package, found = Path(svdpp.__file__).parent, {}
-    for path in package.rglob("*.py"):
-        source = path.read_text()
-        reads = {match[match.lastindex or 0] for match in READS.finditer(source)}
-        if reads and ("import torch" in source or "Tensor" in source):
-            found[path.relative_to(package).as_posix()] = reads
-    assert found == READERS
-
 
 CPU = torch.device("cpu")
 SHAPE = (1, 4, 2, 8, 8)
