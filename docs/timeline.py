@@ -44,6 +44,7 @@ def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
 
     Args:
         panels: from top to bottom; at least one, each with at least one span.
+        world_size: number of lanes in each panel.
         path: `.svg` or `.png`; an existing file is replaced.
     """
     import matplotlib as mpl

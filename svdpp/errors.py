@@ -37,6 +37,7 @@ class SvdppError(Exception):
     Args:
         message: one sentence that says what is wrong, with the values that matter.
         hint: the fix, usually the next command to type; empty if there is none.
+        details: the numbers of the message and what else a program needs, by name; JSON values.
     """
 
     exit_code: ClassVar[int] = 1
@@ -61,15 +62,18 @@ class RequestError(SvdppError, ValueError):
     meaning = "wrong request"
 
 
-class VerificationError(SvdppError):
+class VerificationError(SvdppError, RuntimeError):
     """Two results that had to be equal are not."""
 
     exit_code = 3
     meaning = "verify found a difference"
 
 
-class OutOfMemoryError(SvdppError, MemoryError):
-    """Too little memory: the message says for what, the hint which option lowers it."""
+class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
+    """Too little memory: the message says for what, the hint which option lowers it.
+
+    `details` has what is known of `requested_bytes`, `free_bytes`, `device` and `rank`.
+    """
 
     exit_code = 4
     meaning = "out of memory"
@@ -91,14 +95,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
-class ModelError(SvdppError):
+class ModelError(SvdppError, ValueError):
     """A model is missing, gated, incomplete, not safetensors, or of a class not supported."""
 
     exit_code = 5
     meaning = "model missing, gated, incomplete or not safetensors"
 
 
-class RankError(SvdppError):
+class RankError(SvdppError, RuntimeError):
     """A rank died, raised, stalled or never started.
 
     Args:
@@ -129,14 +133,14 @@ class BrokenLinkError(TransportError):
     """The connection to another rank broke; usually that rank has ended, and is the cause."""
 
 
-class InputError(SvdppError):
+class InputError(SvdppError, ValueError):
     """An input file is unreadable, hostile, or not what its name says."""
 
     exit_code = 7
     meaning = "input unreadable or hostile"
 
 
-class OutputError(SvdppError):
+class OutputError(SvdppError, RuntimeError):
     """A result cannot be written."""
 
     exit_code = 8
@@ -147,11 +151,18 @@ class ClosedError(SvdppError, RuntimeError):
     """From Python: a pipeline was used outside its block, or closed with clips unfinished."""
 
 
-class NotFiniteError(SvdppError):
+class NotFiniteError(SvdppError, RuntimeError):
     """A clip's latent or frames became NaN or infinite: that clip is lost, the others are not."""
 
     exit_code = 9
     meaning = "a latent is not finite"
+
+
+class TargetMissedError(SvdppError, RuntimeError):
+    """A benchmark measured a value outside the bounds that its configuration sets."""
+
+    exit_code = 10
+    meaning = "a benchmark missed a target"
 
 
 class Interrupted(BaseException):

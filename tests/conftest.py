@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from multiprocessing import util
 import pytest
 from hypothesis import HealthCheck, settings
 
+from svdpp.errors import SvdppError
 from svdpp.launch import group, process_lifetime
+from tests.details import numbers_not_in_details
 
 # Property tests measure no time, because the machine may be loaded.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -96,3 +99,27 @@ def _left() -> list[str]:
     lasting = (os.path.basename(own), "matplotlib-")
     runs = [name for name in os.listdir(own) if name.startswith("svdpp-")]
     return runs + [n for n in os.listdir(os.environ["TMPDIR"]) if not n.startswith(lasting)]
+
+
+@pytest.fixture(autouse=True)
+def _errors_have_their_numbers_in_details(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Check that each error met by a test has the numbers of its sentence in `details`."""
+    if not os.environ.get("CHECK_DETAILS"):
+        yield
+        return
+    missing: list[str] = []
+    construct = SvdppError.__init__
+
+    def check(self: SvdppError, *args: object, **more: object) -> None:
+        construct(self, *args, **more)  # type: ignore[arg-type]
+        if numbers := numbers_not_in_details(self):
+            frame = sys._getframe(1)
+            while frame.f_code.co_name in ("__init__", "require") and frame.f_back is not None:
+                frame = frame.f_back
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if "/svdpp/" in place and "error_from_dict" not in frame.f_code.co_name:
+                missing.append(f"{place}: {', '.join(numbers)} of {self.message!r}")
+
+    monkeypatch.setattr(SvdppError, "__init__", check)
+    yield
+    assert not missing, "numbers that are not in `details`:\n" + "\n".join(missing)

@@ -25,6 +25,7 @@ EXIT_CODES = {
     "OutputError": 8,
     "ClosedError": 1,
     "NotFiniteError": 9,
+    "TargetMissedError": 10,
 }
 TYPES = {
     name: each

@@ -59,8 +59,8 @@ Variables such as SVDPP_MODEL set defaults of options; svdpp env shows them. For
 
 Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of
 memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input
-unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 128 + n ended by signal
-n. If several clips fail, the exit code is the highest of theirs.
+unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 10 a benchmark missed a
+target; 128 + n ended by signal n. If several clips fail, the exit code is the highest of theirs.
 """
 
 # The annotation for the launcher's world.

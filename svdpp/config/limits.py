@@ -54,10 +54,20 @@ def max_threads() -> int:
     return MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
 
 
-def require(condition: bool, message: str, hint: str = "") -> None:
-    """Raises RequestError with `message` and `hint` unless `condition` is true."""
+def require(condition: bool, message: str, hint: str = "", **details: Any) -> None:
+    """Check that `condition` is true.
+
+    Args:
+        condition: the check's result.
+        message: one sentence that says what is wrong, with the values that matter.
+        hint: the fix, usually the next command to type.
+        details: the numbers of the message by name, for the error's `details`.
+
+    Raises:
+        RequestError: with `message`, `hint` and `details`, if it is not.
+    """
     if not condition:
-        raise RequestError(message, hint)
+        raise RequestError(message, hint, details=details)
 
 
 def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> None:

@@ -253,9 +253,12 @@ def costs_of(
     tells_ranks_apart: bool = True,
     **about: Any,
 ) -> Costs:
-    """The averages of all clips in `traces`, which have steps.
+    """Return the average costs of all clips in `traces`.
 
     Args:
+        config: of the run that the traces are of.
+        traces: at least one, with steps.
+        average: how several times of one kind become one.
         tells_ranks_apart: whether all work has a time for each rank if their steps differ by more
             than a tenth. A rank without steps counts as fast as the others.
         about: further fields of the costs.

@@ -337,7 +337,10 @@ def profile(
     Memory is estimated from the model's configs.
 
     Args:
+        config: a resolved or unresolved configuration; its layout is not used.
         repeats: measured clips through each rank, after one that warms up.
+        log: receives one line for each part that is measured.
+        open_observer: opens the progress display.
         prompt: of the clips; None: an example, if the model takes prompts.
     """
     config, checkpoint = resolve(measured_config(config), weights="all")
@@ -375,7 +378,10 @@ def median_costs(
     Ranks are told apart if GPUs or hosts differ; on one CPU, differences are noise.
 
     Args:
+        config: of the measured run.
         world: of the launcher that started the ranks; None if this process did.
+        traces: one for each run that was measured.
+        source: where the costs come from, for a reader of the file.
     """
     per_host = None if world is None else world.ranks_per_host
     sampling = config.sampling

@@ -168,6 +168,7 @@ def diagnose(figures: RunFigures, costs: Path, option: str = "--{} {}") -> Diagn
     """The diagnosis of `figures`.
 
     Args:
+        figures: of the finished run.
         costs: a file that has the measured costs.
         option: the form of an option of the layout; another one in a bench.
     """
