@@ -25,7 +25,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve soak-fleet \
-  lint format types imports docs check-docs files clean
+  lint format types imports pre-commit coverage docs check-docs files clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -92,6 +92,16 @@ imports: $(STAMP) ## Check which package imports which
 	$(BIN)/lint-imports
 	@echo "Models and media import no torch.distributed:"
 	@$(BIN)/ruff check --isolated --select TID251 --config '$(NO_RANKS)' svdpp/models svdpp/media
+
+pre-commit: $(STAMP) ## Run the hooks on all files: style, files, types, imports, pure tests
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+coverage: $(STAMP) ## Measure which lines of svdpp `make test` runs, in all its processes
+	mkdir -p build/coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 docs: $(STAMP) ## Generate docs/cli.md and the table in docs/models.md
 	$(BIN)/python docs/generate_cli_reference.py
