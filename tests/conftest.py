@@ -40,7 +40,8 @@ def pytest_configure() -> None:
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     process_lifetime.collect_rarely()
-    util.get_temp_dir()  # multiprocessing's own folder, which lasts as long as this process
+    # multiprocessing's own folder, which lasts as long as this process. Hashes of files go there.
+    os.environ["XDG_CACHE_HOME"] = util.get_temp_dir()
     # By a finalizer of lower priority than the one that removes that folder.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
 

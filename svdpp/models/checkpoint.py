@@ -45,6 +45,7 @@ from svdpp.models.files import (
     show_name,
     weight_files,
 )
+from svdpp.models.hashes import hash_files
 from svdpp.plan.layout import Roles
 
 #: What a model does with an input of a clip.
@@ -180,6 +181,22 @@ class Checkpoint:
         if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
             raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
         return files
+
+    def file_hashes(self) -> dict[str, str]:
+        """Return the SHA-256 of each file with weights, in hex, by its name below the folder.
+
+        The first call reads all files of the model, which takes a second or so for each GB; later
+        ones, also of other processes, only the files that have changed.
+
+        Raises:
+            ModelError: a file is missing or cannot be read.
+        """
+        paths = sorted({path for part in self.weighted for path in self.weight_files(part)})
+        try:
+            hashes = hash_files(paths)
+        except OSError as error:
+            raise ModelError(f"{self.label}: a file cannot be read ({error.strerror})") from error
+        return {path.relative_to(self.folder).as_posix(): hashes[path] for path in paths}
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""

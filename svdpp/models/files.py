@@ -35,6 +35,7 @@ from svdpp.errors import (
     redact,
     redact_tokens,
 )
+from svdpp.models.hashes import file_sha256
 
 #: Hint for a name that is not a model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
@@ -370,8 +371,7 @@ def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
         if path.suffix != ".safetensors":
             raise ModelError("only safetensors files are read", "convert it")
         read_dtypes(path)  # finds a damaged file before any rank starts
-        status = path.stat()
-        sha256 = _sha256(path, status.st_size, status.st_mtime_ns)
+        sha256 = file_sha256(path)
     except ModelError as error:
         raise ModelError(f"--lora {name}: {error.message}", error.hint) from error
     except OSError as error:
@@ -391,14 +391,6 @@ def lora_bytes(model: ModelConfig) -> int:
         file = find_lora(each, local_files_only=model.local_files_only)
         sizes[file.part] += file.path.stat().st_size
     return max(sizes.values(), default=0)
-
-
-@functools.cache
-def _sha256(path: Path, size: int, modified: int) -> str:
-    """The hash of a file, computed once; `size` and `modified` are new if it is another one."""
-    del size, modified
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download_lora(lora: Lora, local_files_only: bool) -> Path:
