@@ -17,7 +17,8 @@ _MODULES = {
     "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),
     "svdpp.driver.pipeline": ("Pipeline",),
     "svdpp.errors": ("SvdppError",),
-    "svdpp.verification.verify": ("VerificationResult", "verify"),
+    "svdpp.verification.result": ("VerificationResult",),
+    "svdpp.verification.verify": ("verify",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,7 +11,7 @@ from svdpp.driver.clips import ClipHandle as ClipHandle
 from svdpp.driver.clips import ClipResult as ClipResult
 from svdpp.driver.pipeline import Pipeline as Pipeline
 from svdpp.errors import SvdppError as SvdppError
-from svdpp.verification.verify import VerificationResult as VerificationResult
+from svdpp.verification.result import VerificationResult as VerificationResult
 from svdpp.verification.verify import verify as verify
 
 __version__: str

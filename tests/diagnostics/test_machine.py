@@ -18,7 +18,7 @@ from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.launch.gpus import available_bytes
 from svdpp.launch.world import World
-from svdpp.verification.verify import Place, VerificationResult, compare_tensors
+from svdpp.verification.result import Place, VerificationResult, compare_tensors
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 from tests.diagnostics.made_up_runs import config_of
 

@@ -163,10 +163,11 @@ def test_the_halves_of_a_batch_are_close_but_not_proven(tmp_path: Path, model: s
         config = replace(config, model=saved, sampling=LtxSampling(**LTX))
     with Pipeline(config) as pipeline:
         assert pipeline.submit(request).result().metadata["exact"] == "unproven"
-    result = verify(config, [request])
+    result = verify(config, [request], atol=0.05)
+    assert result.verdict in ("bitwise equal", "within tolerance")
     assert model != "ltx" or result.max_abs_diff <= 2 / 255
     (latent,) = (check for check in result.checks if check.what == "final_latent")
-    assert latent.equal or (latent.psnr_db is not None and latent.psnr_db > 80)
+    assert latent.bitwise or (latent.psnr_db is not None and latent.psnr_db > 80)
 
 
 #: Each clip is decoded in two chunks of a frame.

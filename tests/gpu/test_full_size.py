@@ -12,7 +12,8 @@ import pytest
 from svdpp.config import PipelineConfig
 from svdpp.driver.resolve import estimate_parts, resolve
 from svdpp.plan.actions import Schedule
-from svdpp.verification.verify import VerificationResult, verify
+from svdpp.verification.result import VerificationResult
+from svdpp.verification.verify import verify
 from svdpp.worker.messages import Event, Finished, StepDone
 from tests.gpu.machine import Machine, Report
 

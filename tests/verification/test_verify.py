@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import weakref
 from dataclasses import replace
@@ -15,23 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.errors import RequestError
 from svdpp.media.inputs import example_photos
 from svdpp.models.dummy import DummyModel
-from svdpp.verification.verify import (
+from svdpp.verification.result import (
     Check,
     Place,
+    Tolerance,
     VerificationResult,
     compare_tensors,
-    run_pipelined,
-    verify,
 )
+from svdpp.verification.verify import run_pipelined, verify
 from svdpp.worker.tensor_files import TensorStore
 from tests.faults.damage import Damage, one_ulp_off
 from tests.models.builders import save_tiny_checkpoint
 
 
-def _compare(ours: torch.Tensor, theirs: torch.Tensor, what: Any = "latent") -> Check:
-    return compare_tensors(what, ours, theirs, Place(clip=2, step=8, rank=1))
+def _compare(
+    ours: torch.Tensor, theirs: torch.Tensor, what: Any = "latent", **tolerance: float
+) -> Check:
+    place = Place(clip=2, step=8, rank=1)
+    return compare_tensors(what, ours, theirs, place, tolerance=Tolerance(**tolerance))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -87,6 +92,82 @@ def test_verdict_names_the_first_difference() -> None:
     report = verdict.to_json()
     assert (report["schema_version"], report["equal"], report["max_abs_diff"]) == (1, False, 1.0)
     assert report["checks"][0].keys() >= {"clip", "what", "step", "rank", "equal", "sha256"}
+
+
+_NUMBERS = st.floats(width=16, allow_nan=True, allow_infinity=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@given(
+    st.lists(st.tuples(_NUMBERS, _NUMBERS), min_size=1, max_size=4),
+    st.floats(0, 100),
+    st.floats(0, 2),
+)
+def test_a_tolerance_means_what_torch_means(
+    dtype: torch.dtype, pairs: list[tuple[float, float]], atol: float, rtol: float
+) -> None:
+    ours, theirs = (torch.tensor(side).to(dtype) for side in zip(*pairs, strict=True))
+    wide = [side.double() for side in (ours, theirs)]  # torch would round the difference
+    is_close = torch.isclose(*wide, atol=atol, rtol=rtol)
+    integer = torch.int32 if dtype is torch.float32 else torch.int16
+    same_bits = ours.view(integer) == theirs.view(integer)
+    check = _compare(ours, theirs, atol=atol, rtol=rtol)
+    assert check.bitwise == same_bits.all()
+    if atol or rtol:
+        assert check.equal == (is_close | same_bits).all()
+
+
+def test_a_difference_above_the_tolerance_is_found_behind_one_below_it() -> None:
+    expected = torch.ones(1, 2, 4, 3, 3)
+    ours = expected.clone()
+    ours[0, 0, 0, 0, 1], ours[0, 1, 2, 0, 0] = 1 + 1e-4, 1.5
+    for atol, equal, first in (
+        (0.0, False, (0, 0, 0, 0, 1)),
+        (1e-3, False, (0, 1, 2, 0, 0)),
+        (0.5, True, (0, 0, 0, 0, 1)),
+    ):
+        check = _compare(ours, expected, atol=atol)
+        assert (check.equal, check.bitwise, check.first_index) == (equal, False, first)
+        assert check.max_abs_diff == 0.5
+    levels = torch.zeros((2, 4, 4, 3), dtype=torch.uint8)
+    off = levels.clone()
+    off[1, 0, 0, 0] = 3
+    assert _compare(off, levels, "frames", atol=3 / 255).equal
+    assert not _compare(off, levels, "frames", atol=2.9 / 255).equal
+
+
+def test_the_three_verdicts_in_words_and_json() -> None:
+    latent = torch.ones(3)
+    same = VerificationResult((_compare(latent, latent),))
+    tolerance = Tolerance(atol=2.0)
+    near = VerificationResult(
+        (_compare(latent, latent), _compare(latent + 1, latent, atol=2.0)), tolerance=tolerance
+    )
+    far = VerificationResult(
+        (_compare(latent + 1, latent, atol=2.0), _compare(latent + 3, latent, atol=2.0)),
+        tolerance=tolerance,
+    )
+    words = ("bitwise equal", "within tolerance", "different")
+    for result, verdict, passes in zip((same, near, far), words, (True, True, False), strict=True):
+        report = json.loads(json.dumps(result.to_json(), allow_nan=False))
+        assert (report["verdict"], report["equal"], result.verdict) == (verdict, passes, verdict)
+        assert str(result).startswith(verdict)
+    assert near.to_json()["largest_difference"] == {
+        **{"clip": 2, "what": "latent", "step": 8, "rank": 1},
+        **{"max_abs_diff": 1.0, "max_ulp": 8388608},
+    }
+    assert "largest difference 1 (8388608 ULP" in str(near)
+    assert "clip 2, the latent after step 7, done by rank 1" in str(near)
+    assert far.first_difference is far.checks[1]
+    nan = VerificationResult((_compare(latent * torch.nan, latent, atol=1e30),))
+    assert json.loads(json.dumps(nan.to_json(), allow_nan=False))["max_abs_diff"] is None
+    assert not nan.equal
+
+
+@pytest.mark.parametrize("wrong", [{"atol": -1.0}, {"rtol": float("nan")}, {"atol": float("inf")}])
+def test_a_tolerance_that_allows_nothing_or_all_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(RequestError, match="must be a finite number"):
+        Tolerance(**wrong)
 
 
 def test_another_host_names_no_file_outside_the_folder(tmp_path: Path) -> None:
@@ -160,7 +241,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 @pytest.mark.processes
 def test_a_planted_fault_is_caught_where_it_was_planted(tiny: PipelineConfig) -> None:
     """All of this clip after the fault differs, and nothing else."""
-    verdict = verify(tiny, REQUESTS, fault=Damage("skip", 0, 1))
+    verdict = verify(tiny, REQUESTS, fault=Damage("skip", 0, 1), atol=1e-6, rtol=1e-6)
     first = verdict.first_difference
     assert first is not None
     assert (first.what, first.clip, first.step, first.rank) == ("latent", 1, 2, 0)

@@ -1,0 +1,319 @@
+"""Comparison of two tensors, bitwise or within a tolerance, and the verdict on all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from svdpp.config.limits import require
+from svdpp.worker.tensor_files import tensor_sha256
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LEVELS = {"frames": 255, "audio": 32767}
+_AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
+
+What = Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
+Verdict = Literal["bitwise equal", "within tolerance", "different"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Allowed difference of each element: atol + rtol * abs(expected), as in torch.testing.
+
+    Frames and audio are compared as shares of their highest level, so that 1/255 is one level of a
+    frame.
+
+    Args:
+        atol: absolute part, in the units of the latent.
+        rtol: part relative to the reference's value. With both 0 the bits must be equal.
+
+    Raises:
+        RequestError: one of the two is negative or not finite.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("atol", self.atol), ("rtol", self.rtol)):
+            is_valid = math.isfinite(value) and value >= 0
+            message = f"--{name} must be a finite number that is not negative, got {value}"
+            require(is_valid, message, **{name: str(value)})
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether no difference is allowed."""
+        return self.atol == 0 and self.rtol == 0
+
+    def __str__(self) -> str:
+        return f"atol {self.atol:g}, rtol {self.rtol:g}"
+
+
+BITWISE = Tolerance()
+
+
+class Place(NamedTuple):
+    """Clip, step and rank to which a comparison belongs."""
+
+    clip: int
+    step: int
+    """Number of steps done."""
+    rank: int
+    """The rank that computed the pipelined side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Comparison of one tensor of the pipelined run with the reference's."""
+
+    clip: int
+    what: What
+    """`solver_history` is what a multistep solver keeps of earlier steps, `prediction` what one
+    rank of a pair has received from the other. Both are listed only if their bits differ."""
+    step: int
+    rank: int
+    equal: bool
+    """Whether the check passes: every bit is equal, or every element within the tolerance."""
+    bitwise: bool
+    """Whether every bit is equal."""
+    max_abs_diff: float
+    """Largest difference. Infinite if one side has NaN there. Of frames and audio a share of the
+    highest level."""
+    max_ulp: int
+    """Largest distance in ULPs of the dtype; of frames and audio, in levels."""
+    first_index: tuple[int, ...] | None
+    """Index of the first element in row-major order beyond the tolerance, or else of the first
+    whose bits differ. None if no bit differs."""
+    num_beyond: int
+    """Number of elements beyond the tolerance."""
+    sha256: str
+    """Hash of the pipelined side."""
+    axes: str = ""
+    """The tensor's axes, one letter each."""
+    branch: int = -1
+    """Branch of the guidance, 0 or 1, for a prediction."""
+    psnr_db: float | None = None
+    """Peak signal-to-noise ratio of a latent that differs, against the largest value of the
+    reference. None if it is equal or has no finite ratio."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The check's result in words."""
+        return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
+
+    @property
+    def distance(self) -> str:
+        """The largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
+        if self.what in _LEVELS:
+            return f"{self.max_ulp} of {_LEVELS[self.what]} levels"
+        ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
+        return f"{self.max_abs_diff:.3g} ({self.max_ulp} ULP{ratio})"
+
+    @property
+    def place(self) -> str:
+        """Clip, tensor, step and rank, in words."""
+        what = {
+            "latent": f"the latent after step {self.step - 1}",
+            "final_latent": "the final latent",
+            "frames": "the frames",
+            "audio": "the sound",
+            "solver_history": f"the solver's history after step {self.step - 1}",
+            "prediction": f"the prediction of branch {self.branch} in step {self.step}",
+        }[self.what]
+        return f"clip {self.clip}, {what}, done by rank {self.rank}"
+
+    def __str__(self) -> str:
+        """Return the place and size of the difference, in words."""
+        index = self.first_index or ()
+        numbers = dict(zip(self.axes, index, strict=False))  # B is always 0
+        where = [f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers]
+        return (
+            f"{self.place}: first at {', '.join(where)} (index {list(index)}), "
+            f"max difference {self.distance}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; an infinite difference, which JSON lacks, is null."""
+        difference = self.max_abs_diff if math.isfinite(self.max_abs_diff) else None
+        return {**asdict(self), "verdict": self.verdict, "max_abs_diff": difference}
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """All checks, at least one: by clip, then in the order of the steps."""
+
+    checks: tuple[Check, ...]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    """Conditions besides the requests on which the bits depend, as the ranks have found them."""
+    tolerance: Tolerance = BITWISE
+
+    @property
+    def equal(self) -> bool:
+        """Whether every check passes: bitwise, or within the tolerance."""
+        return self.first_difference is None
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether every bit is equal."""
+        return all(check.bitwise for check in self.checks)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The result in words."""
+        return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
+
+    @property
+    def max_abs_diff(self) -> float:
+        """The largest difference of any latent or frame."""
+        return self.largest.max_abs_diff
+
+    @property
+    def largest(self) -> Check:
+        """The check with the largest difference; among equal ones the first."""
+        return max(self.checks, key=lambda check: (check.max_abs_diff, check.max_ulp))
+
+    @property
+    def first_difference(self) -> Check | None:
+        """The first check that fails; None if none does."""
+        return next((check for check in self.checks if not check.equal), None)
+
+    def __str__(self) -> str:
+        """Return the verdict in a sentence, with the largest difference and its place."""
+        clips = len({check.clip for check in self.checks})
+        compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
+        if self.bitwise:
+            return f"bitwise equal: {compared} with diffusers' sequential result"
+        largest = f"largest difference {self.largest.distance}, {self.largest.place}"
+        first = self.first_difference
+        if first is None:
+            return f"within tolerance ({largest}; {self.tolerance}): {compared}, not all bitwise"
+        if self.tolerance.is_bitwise:
+            return f"not equal: {first}"
+        return f"different, beyond {self.tolerance}: {first}; {largest}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as plain values."""
+        largest = self.largest.to_json()
+        place = ("clip", "what", "step", "rank", "max_abs_diff", "max_ulp")
+        return {
+            "schema_version": 1,
+            "verdict": self.verdict,
+            "equal": self.equal,
+            "bitwise": self.bitwise,
+            **asdict(self.tolerance),
+            "max_abs_diff": largest["max_abs_diff"],
+            "largest_difference": None if self.bitwise else {name: largest[name] for name in place},
+            "checks": [check.to_json() for check in self.checks],
+            "conditions": dict(self.conditions),
+        }
+
+
+def _verdict(*, is_bitwise: bool, is_equal: bool) -> Verdict:
+    if is_bitwise:
+        return "bitwise equal"
+    return "within tolerance" if is_equal else "different"
+
+
+def compare_tensors(
+    what: What,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    place: Place,
+    axes: str = "",
+    tolerance: Tolerance = BITWISE,
+) -> Check:
+    """Compare two tensors of one shape and dtype, in host memory.
+
+    Args:
+        what: kind of the tensors. Of frames (uint8) and audio (int16), levels are compared.
+        ours: tensor of the pipelined run.
+        theirs: tensor of the reference, to which `tolerance.rtol` is relative.
+        place: clip, step and rank that computed `ours`.
+        axes: the tensors' axes, one letter each, to name the place of a difference.
+        tolerance: allowed difference of each element. Other integers than levels must be equal.
+
+    Raises:
+        ValueError: shapes or dtypes differ.
+    """
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        raise ValueError(f"{what}: {ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
+    differs = _bits(ours) != _bits(theirs)
+    is_bitwise = not bool(differs.any())
+    beyond, max_ulp, max_abs_diff, psnr_db = differs, 0, 0.0, None
+    if not is_bitwise:
+        max_ulp = int((_ordered(ours) - _ordered(theirs)).abs().max())
+        # Levels are small integers: float32, which takes less memory, has them exactly.
+        dtype = torch.float32 if what in _LEVELS else torch.float64
+        scale, expected = _LEVELS.get(what, 1), theirs.to(dtype)
+        # Subtraction gives NaN for NaN and for two equal infinities.
+        difference = (ours.to(dtype) - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        difference = torch.where(differs, difference, 0.0)
+        max_abs_diff = float(difference.max()) / scale
+        if what in _LEVELS:
+            beyond = _beyond(differs, difference, expected, tolerance, scale)
+        else:
+            psnr_db = _psnr_db(difference, expected)
+            if ours.is_floating_point():
+                beyond = _beyond(differs, difference, expected, tolerance)
+    num_beyond = int(beyond.count_nonzero())
+    return Check(
+        **place._asdict(),
+        what=what,
+        equal=num_beyond == 0,
+        bitwise=is_bitwise,
+        max_abs_diff=max_abs_diff,
+        max_ulp=max_ulp,
+        first_index=None if is_bitwise else _first_index(beyond if num_beyond else differs),
+        num_beyond=num_beyond,
+        sha256=tensor_sha256(ours),
+        axes=axes,
+        psnr_db=psnr_db,
+    )
+
+
+def _beyond(
+    differs: torch.Tensor,
+    difference: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: Tolerance,
+    scale: int = 1,
+) -> torch.Tensor:
+    """Return which of the elements with other bits differ by more than the tolerance."""
+    if tolerance.is_bitwise:  # also -0 in place of 0
+        return differs
+    allowed = tolerance.atol * scale + tolerance.rtol * expected.abs()
+    return differs & (~(difference <= allowed) | difference.isinf())
+
+
+def _first_index(differs: torch.Tensor) -> tuple[int, ...]:
+    first = differs.flatten().byte().argmax()  # `nonzero` would take 8 bytes for each dimension
+    return tuple(map(int, torch.unravel_index(first, differs.shape)))
+
+
+def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
+    peak, error = float(theirs.abs().max()), float(difference.square().mean())
+    ratio = peak**2 / error if error > 0 else math.inf
+    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bits as integers; distinguishes -0 from 0 and one NaN from another."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def _ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return integers in the order of the numbers, so that differences are ULPs, or levels.
+
+    See Bruce Dawson, "Comparing Floating Point Numbers": negative numbers count down from zero.
+    """
+    if not tensor.is_floating_point():
+        return tensor.int()
+    bits = _bits(tensor).long()
+    lowest = -(2 ** (8 * tensor.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)
