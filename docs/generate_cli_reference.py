@@ -16,11 +16,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
+import typer
+from typer.core import TyperCommand
 
 from svdpp import errors
-from svdpp.cli.command import COMMANDS, App, Command, command_named
+from svdpp.cli.app import COMMANDS, app, load_command
+from svdpp.cli.command import unhide
 from svdpp.cli.models import describe
+from svdpp.cli.options.declare import PANELS, names_of
 from svdpp.config import SAMPLING_CLASSES
 
 TARGET = Path(__file__).resolve().parent / "cli.md"
@@ -80,37 +83,60 @@ def families() -> str:
 
 
 def reference() -> str:
-    """The whole page in Markdown."""
-    root = App()
-    context = click.Context(root, **root.context_settings)
-    options: Any = root.get_params(context)
-    blocks = [_HEAD, "# `svdpp`", _escaped(inspect.cleandoc(root.help or ""))]
+    """Return the whole page in Markdown."""
+    root = typer.main.get_command(app)
+    blocks = [_HEAD, "# `svdpp`", _escaped(root.help or "")]
     blocks.append("```console\n$ svdpp COMMAND ...\n```")
-    blocks.append(_list("Options", options, context))
+    blocks.append(_list("Options", root.params))
     links = (f"- [`{name}`](#svdpp-{name}): {_escaped(text)}" for name, text in COMMANDS.items())
     blocks.append("**Commands**\n\n" + "\n".join(links))
     for name in COMMANDS:
-        blocks += _command(command_named(name))
+        blocks += _command(load_command(name))
     return "\n\n".join([*blocks, *_exit_codes()]) + "\n"
 
 
-def _command(command: Command) -> Iterator[str]:
-    """One command's section."""
+def _command(command: TyperCommand) -> Iterator[str]:
+    """Yield one command's section."""
+    unhide(command)
     yield f"## `svdpp {command.name}`"
-    yield _escaped(inspect.cleandoc(command.help or ""))
-    context = click.Context(command, **command.context_settings)
-    arguments: list[Any] = [one for one in command.params if isinstance(one, click.Argument)]
-    words = ["svdpp", command.name, "[OPTIONS]", *(one.metavar for one in arguments)]
-    yield f"```console\n$ {' '.join(words)}\n```"
-    yield "For example:\n\n```sh\n" + "\n".join(command.examples) + "\n```"
-    for title, members in command.panels(context).items():
-        yield _list(title, members, context)
+    yield _escaped(command.help or "")
+    parameters: list[Any] = list(command.params)
+    arguments = [one for one in parameters if one.param_type_name == "argument"]
+    words = ["svdpp", command.name, "[OPTIONS]"]
+    words += [f"{one.metavar}..." if one.nargs != 1 else one.metavar for one in arguments]
+    yield f"```console\n$ {' '.join(map(str, words))}\n```"
+    examples = [line.strip() for line in (command.epilog or "").splitlines()[1:]]
+    yield "For example:\n\n```sh\n" + "\n".join(examples) + "\n```"
+    if arguments:
+        yield _list("Arguments", arguments)
+    for panel in (*PANELS, "Options"):
+        members = [one for one in parameters if one.rich_help_panel == panel]
+        if members:
+            yield _list(panel, members)
 
 
-def _list(title: str, members: Iterable[Any], context: click.Context) -> str:
-    rows = (each.get_help_record(context) for each in members)
-    lines = [_folded(f"- `{left}`: {_escaped(right)}") for left, right in rows]
+def _list(title: str, members: Iterable[Any]) -> str:
+    lines = [_folded(f"- `{_names(each)}`: {_escaped(_described(each))}") for each in members]
     return f"**{title}**\n\n" + "\n".join(lines)
+
+
+def _names(parameter: Any) -> str:
+    """Return the names of an option and the placeholder of its value."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar)
+    names = ", ".join(sorted(names_of(parameter.opts), key=lambda name: name[:2] == "--"))
+    return f"{names} {parameter.metavar or ''}".rstrip()
+
+
+def _described(parameter: Any) -> str:
+    """Return the help of a parameter with its default and its variable."""
+    shown, default = parameter.show_default, parameter.default
+    if not isinstance(shown, str):
+        shown = str(default) if shown and default not in (None, False) else ""
+    more = [f"default: {shown}"] if shown else []
+    if parameter.envvar:
+        more.append(f"variable: {parameter.envvar}")
+    return f"{parameter.help}  [{'; '.join(more)}]" if more else parameter.help
 
 
 def _folded(item: str) -> str:

@@ -22,7 +22,8 @@ def main() -> None:
 
     process_lifetime.collect_rarely()
     process_lifetime.set_environment_defaults()  # before libraries are imported
-    from svdpp.cli.command import end_at_once, run_command_line
+    from svdpp.cli.app import run_command_line
+    from svdpp.cli.failures import end_at_once
     from svdpp.launch.world import was_launched
 
     code = run_command_line(sys.argv[1:])

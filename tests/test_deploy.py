@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from svdpp.cli.serve import serve
+from svdpp.cli.app import load_command
+from tests.cli.shell import parsed
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 UNIT = (DEPLOY / "svdpp.service").read_text(encoding="utf-8").replace("\\\n", "")
@@ -62,14 +64,14 @@ COMMANDS = {
 def test_the_server_takes_the_command_and_ends_in_time(name: str) -> None:
     (command, *arguments), seconds = COMMANDS[name]
     assert command == "serve"
-    options = serve.make_context("svdpp serve", arguments).params
+    options = parsed(shlex.join(["svdpp", "serve", *arguments]))["options"]
     # The ranks may take 30 s longer, and the last webhooks 10 s.
-    assert int(seconds) >= options["grace"] + 60
-    assert options["api_key_file"] is not None
-    assert name == "systemd" or options["host"] == "0.0.0.0"
+    assert int(seconds) >= options.grace + 60
+    assert options.api_key_file is not None
+    assert name == "systemd" or options.host == "0.0.0.0"
 
 
-PORT = serve.make_context("svdpp serve", []).params["port"]
+PORT = parsed("svdpp serve")["options"].port
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -87,13 +89,13 @@ def test_kubernetes_finds_the_port_and_sets_no_option(name: str) -> None:
     (offered,) = manifests["Service"]["spec"]["ports"]
     probe = _container(manifests)["readinessProbe"]["httpGet"]["port"]
     assert (offered["port"], offered["targetPort"], probe) == (PORT, "http", "http")
-    # Kubernetes sets a variable for each service, which would be taken for an option's default.
+    # Kubernetes sets a variable for each service, which might be taken for an option's default.
     assert _pod(manifests)["enableServiceLinks"] is False
 
 
 def test_the_servers_of_a_fleet_share_queue_and_folder() -> None:
-    (queue,) = (option for option in serve.params if option.opts == ["--queue"])
-    assert queue.envvar == ["SVDPP_QUEUE"]
+    (queue,) = (option for option in load_command("serve").params if option.opts == ["--queue"])
+    assert queue.envvar == "SVDPP_QUEUE"
     assert FLEET["first"]["environment"]["SVDPP_QUEUE"].endswith("@database/svdpp")
     assert FLEET["first"]["volumes"] == FLEET["second"]["volumes"]
     (one,), (other,) = (

@@ -35,7 +35,7 @@ TYPES = {
 
 
 def test_every_type_has_its_exit_code_and_its_meaning_in_the_help() -> None:
-    from svdpp.cli.command import EPILOG
+    from svdpp.cli.app import EPILOG
 
     assert {name: errors.exit_code_of(each("no")) for name, each in TYPES.items()} == EXIT_CODES
     for each in TYPES.values():

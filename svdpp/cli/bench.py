@@ -6,10 +6,14 @@ import shlex
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from svdpp.cli.command import DIAGNOSTICS, argument, command
+import typer
+
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
+from svdpp.cli.options import complete
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.config.limits import require
@@ -20,32 +24,47 @@ if TYPE_CHECKING:
     from svdpp.bench.runner import Bench, BenchConfig
 
 
+app = typer.Typer(add_completion=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """What to measure or compare."""
 
-    words: list[str] | None = argument(
-        "CONFIG [--SECTION.FIELD=VALUE]...",
-        "A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or two), "
-        "svd-xt (all GPUs) or wan-a14b (4 GPUs).",
-    )
-    compare: tuple[Path, Path] | None = DIAGNOSTICS.setting(
-        "A B", "Compare the results in folder B with those in folder A; measure nothing."
-    )
-    results: Path = DIAGNOSTICS.setting(
-        "DIR", "Write results to DIR/EXPERIMENT/RUN/.", default=Path("results")
-    )
+    words: Annotated[
+        list[str] | None,
+        argument(
+            "CONFIG [--SECTION.FIELD=VALUE]",
+            "A YAML file, or a configuration that comes with svdpp: smoke (CPU, a minute or two), "
+            "svd-xt (all GPUs) or wan-a14b (4 GPUs).",
+            autocompletion=complete.configurations,
+        ),
+    ] = None
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        path_option(
+            panel=DIAGNOSTICS,
+            metavar="A B",
+            help="Compare the results in folder B with those in folder A; measure nothing.",
+        ),
+    ] = None
+    results: Annotated[
+        Path,
+        path_option(panel=DIAGNOSTICS, metavar="DIR", help="Write results to DIR/EXPERIMENT/RUN/."),
+    ] = Path("results")
 
 
-@command(
-    examples=(
+@app.command(
+    **about(
         "svdpp bench smoke",
         "svdpp bench --compare results/smoke/A results/smoke/B",
         "svdpp bench smoke --measure.repeats=7 --pipeline.split=balanced",
-    ),
-    # Options of the form --section.field=value are the configuration's, not this command's.
-    settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        # Options of the form --section.field=value are the configuration's, not this command's.
+        allow_extra_args=True,
+        ignore_unknown_options=True,
+    )
 )
+@with_option_groups
 def bench(console: Console, launched: World | None, asked: BenchOptions) -> None:
     """Measure a pipeline against data parallel and against diffusers on one device.
 

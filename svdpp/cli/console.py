@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
+import typer
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
@@ -50,7 +50,7 @@ class Stdout(RichConsole):
     def on_broken_pipe(self) -> None:
         """See `RichConsole`."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise click.exceptions.Exit(128 + signal.SIGPIPE)
+        raise typer.Exit(128 + signal.SIGPIPE)
 
 
 class _Stderr(RichConsole):

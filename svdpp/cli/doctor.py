@@ -1,37 +1,53 @@
-"""`svdpp doctor` checks what a run needs; `svdpp env` shows what results depend on."""
+"""`svdpp doctor` checks what a run needs."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
 
-import click
+import typer
 
-from svdpp.cli.command import command
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.files import OutputOptions
-from svdpp.cli.options.model import LOOKS, PROMPT_FIELDS
-from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest
+from svdpp.cli.options.files import out_option
+from svdpp.cli.options.model import ModelName, WithoutLooks
+from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest, WithoutLayout
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError, redact
 from svdpp.launch.world import World
 
+app = typer.Typer(add_completion=False)
 
-@command(
-    examples=("svdpp doctor", "svdpp doctor --gpus 8 --out clips"),
-    without=(
-        *("timeout", "start_timeout", "checksum", "local_files_only", "latent_shape", "steps"),
-        *(*LOOKS, *PROMPT_FIELDS, "seed", "allow_mixed_devices", "lora"),
-        *(*OF_LAYOUT, "costs", "share_experts"),
-        *("format", "crf", "resume", "overwrite", "latents_dir", "dry_run"),
-    ),
-    meanings={"out": "Output folder to check."},
-)
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(WithoutLooks, WithoutLayout):
+    """What is checked: a model, its size, devices, and a folder."""
+
+    model: ModelName = DEMO_MODEL
+    out: Annotated[Path, out_option("Output folder to check, out by default.")] = Path("out")
+
+    # The checks depend on none of these.
+    timeout: float = 600.0
+    start_timeout: float = 600.0
+    checksum: bool = False
+    allow_mixed_devices: bool = False
+    local_files_only: bool = False
+    latent_shape: tuple[int, int, int, int, int] | None = None
+    lora: list[str] | None = None
+    steps: int | None = None
+    seed: int | None = None
+    guidance_scale: float | None = None
+    max_sequence_length: int | None = None
+    param: list[str] | None = None
+
+
+@app.command(**about("svdpp doctor", "svdpp doctor --gpus 8 --out clips"))
+@with_option_groups
 def doctor(
     console: Console,
     launched: World | None,
-    folder: OutputOptions,
-    options: PipelineOptions = PipelineOptions(model=DEMO_MODEL),
+    options: DoctorOptions,
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
@@ -43,7 +59,7 @@ def doctor(
     from svdpp.diagnostics.machine import examine
 
     checks = []
-    for check in examine(config, folder.out):
+    for check in examine(config, options.out):
         checks.append(check)
         console.prose(f"{check.verdict:<8}{check.name:<18}{redact(check.detail)}", " " * 26)
         if check.fix:
@@ -60,7 +76,7 @@ def doctor(
     )
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
-        raise click.exceptions.Exit(failed[0].exit_code)
+        raise typer.Exit(failed[0].exit_code)
     ranks = counted(config.world_size, f"{config.device} rank")
     console.info(f"{options.model} on {ranks} has what it needs")
     if options.model == DEMO_MODEL:
@@ -84,18 +100,3 @@ def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfi
     )
     config = request.with_a_step_each().resolve()[0]
     return replace(config, model=replace(config.model, name=options.model))
-
-
-@command(examples=("svdpp env", "svdpp env --json"))
-def env(console: Console) -> None:
-    """Show versions, devices, ffmpeg and settings, ready to paste into a report.
-
-    Settings are the variables such as SVDPP_MODEL, which set defaults of options. The home folder
-    is shown as ~. Other variables are shown only if they are on a list of harmless names, so no
-    token is shown.
-    """
-    from svdpp.diagnostics.machine import environment
-
-    named = sorted(name for name in os.environ if name.startswith("SVDPP_"))
-    defaults = {name: redact(os.environ[name]) for name in named}
-    console.answer({**environment(), "defaults": defaults})

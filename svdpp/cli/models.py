@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from svdpp.cli.command import argument, command
+import typer
+
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console
+from svdpp.cli.options import complete
+from svdpp.cli.options.declare import argument
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, own_params
 from svdpp.errors import ModelError, RequestError
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
 
 
+app = typer.Typer(add_completion=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NameOptions:
     """Which models."""
 
-    name: str | None = argument(
-        "[FAMILY|MODEL]", "A family that the list names, or a diffusers folder or hub id."
-    )
+    name: Annotated[
+        str | None,
+        argument(
+            "FAMILY|MODEL",
+            "A family that the list names, or a diffusers folder or hub id.",
+            autocompletion=complete.families,
+        ),
+    ] = None
 
 
-@command(examples=("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint"))
+@app.command(**about("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint"))
+@with_option_groups
 def models(console: Console, asked: NameOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 

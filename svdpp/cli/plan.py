@@ -6,15 +6,23 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-import click
+import typer
 
-from svdpp.cli.command import COSTS, LAYOUT, MEMORY, command, given_options
+from svdpp.cli.command import about, given_options, with_option_groups
 from svdpp.cli.console import MAX_ROWS, Console, counted
-from svdpp.cli.options.files import ClipOptions
-from svdpp.cli.options.model import LOOKS
-from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest, remark_on
+from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, flag, option
+from svdpp.cli.options.files import ClipOptions, clips_option
+from svdpp.cli.options.model import WithoutLooks
+from svdpp.cli.options.pipeline import (
+    OF_LAYOUT,
+    Device,
+    PipelineOptions,
+    PipelineRequest,
+    gpus_option,
+    remark_on,
+)
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole, require
 from svdpp.errors import RequestError
@@ -43,43 +51,98 @@ _CLIPS_PER_RANK = 2
 _CLIPS_PER_RANK_TO_COMPARE = 16
 
 
+app = typer.Typer(add_completion=False)
+
+
 def _seconds(help: str) -> Any:
-    return COSTS.setting("SECONDS", help, shown="that of --costs")
+    return option(panel=COSTS, metavar="SECONDS", help=help, show_default="that of --costs")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(PipelineOptions, ClipOptions):
+class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
     """The options of the pipeline, and what to forecast; times replace those of `--costs`."""
 
-    compare: bool = LAYOUT.switch("Show every split, auto and data parallel side by side.")
-    hosts: str | None = LAYOUT.setting(
-        "HxG",
-        "Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
-        shown="all ranks are on one host",
-    )
-    expert_boundary: int | None = LAYOUT.setting(
-        "N",
-        "The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank "
-        "then does steps of one expert only, and loads no other.",
-        shown="one expert",
-    )
-    memory: bool = MEMORY.switch(
-        "Estimate each rank's peak memory from the configuration of --model, without "
-        "downloading weights. Takes seconds, since it imports torch."
-    )
-    device_memory: str | None = MEMORY.setting(
-        "GIB,GIB",
-        "Memory of each device, or of all, such as 79,79,47,47; --layout auto and --compare "
-        "leave out layouts that need more.",
-    )
-    step_seconds: float | None = _seconds("Time of one step, above 0.")
-    encode_seconds: float | None = _seconds("Time of one clip's encode.")
-    decode_seconds: float | None = _seconds("Time of one clip's decode.")
-    transfer_seconds: float | None = _seconds("Latency of one transfer from rank to rank.")
-    inter_host_transfer_seconds: float | None = _seconds(
-        "Latency of one transfer to a rank on another host. A plan over several hosts needs it, "
-        "here or in the costs."
-    )
+    world: Annotated[int | None, gpus_option(str(_DEFAULT_WORLD))] = None
+    clips: Annotated[
+        int | None, clips_option("Number of clips.", "2 for each rank; with --compare 16")
+    ] = None
+    device: Device = "cuda"
+    compare: Annotated[
+        bool,
+        flag(
+            "--compare",
+            panel=LAYOUT,
+            help="Show every split, auto and data parallel side by side.",
+            common=True,
+        ),
+    ] = False
+    hosts: Annotated[
+        str | None,
+        option(
+            panel=LAYOUT,
+            metavar="HxG",
+            help="Hosts and ranks on each, such as 2x4; transfers between hosts take longer.",
+            show_default="all ranks are on one host",
+            common=True,
+        ),
+    ] = None
+    expert_boundary: Annotated[
+        int | None,
+        option(
+            panel=LAYOUT,
+            metavar="N",
+            help="The model changes its expert after N steps, as Wan 2.2 A14B does. Each rank then "
+            "does steps of one expert only, and loads no other.",
+            show_default="one expert",
+        ),
+    ] = None
+    memory: Annotated[
+        bool,
+        flag(
+            "--memory",
+            panel=MEMORY,
+            help="Estimate each rank's peak memory from the configuration of --model, without "
+            "downloading weights. Takes seconds, since it imports torch.",
+            common=True,
+        ),
+    ] = False
+    device_memory: Annotated[
+        str | None,
+        option(
+            panel=MEMORY,
+            metavar="GIB,GIB",
+            help="Memory of each device, or of all, such as 79,79,47,47; --layout auto and "
+            "--compare leave out layouts that need more.",
+            common=True,
+        ),
+    ] = None
+    step_seconds: Annotated[float | None, _seconds("Time of one step, above 0.")] = None
+    encode_seconds: Annotated[float | None, _seconds("Time of one clip's encode.")] = None
+    decode_seconds: Annotated[float | None, _seconds("Time of one clip's decode.")] = None
+    transfer_seconds: Annotated[
+        float | None, _seconds("Latency of one transfer from rank to rank.")
+    ] = None
+    inter_host_transfer_seconds: Annotated[
+        float | None,
+        _seconds(
+            "Latency of one transfer to a rank on another host. A plan over several hosts needs "
+            "it, here or in the costs."
+        ),
+    ] = None
+
+    # No plan depends on these, so they are no options.
+    threads: int | None = None
+    timeout: float = 600.0
+    start_timeout: float = 600.0
+    checksum: bool = False
+    allow_mixed_devices: bool = False
+    variant: str | None = None
+    latent_shape: tuple[int, int, int, int, int] | None = None
+    seed: int | None = None
+    channels_last: bool = False
+    deterministic: bool = False
+    guidance_scale: float | None = None
+    max_sequence_length: int | None = None
 
     def num_clips(self, world_size: int) -> int:
         """Clips to plan for."""
@@ -131,23 +194,18 @@ class PlanOptions(PipelineOptions, ClipOptions):
         return replace(costs, **needs)
 
 
-@command(
-    examples=(
+@app.command(
+    **about(
         "svdpp plan --gpus 7 --split alternating",
         "svdpp plan --gpus 8 --clips 100 --compare",
         "svdpp plan --hosts 2x4 --split alternating --inter-host-transfer-seconds 0.002",
-    ),
-    without=(
-        *("threads", "timeout", "start_timeout", "checksum", "variant", "latent_shape", "seed"),
-        *(*LOOKS, "channels_last", "deterministic", "allow_mixed_devices"),
-        *("guidance_scale", "max_sequence_length"),
-    ),
-    defaults={"world": str(_DEFAULT_WORLD), "clips": "2 for each rank; with --compare 16"},
+    )
 )
+@with_option_groups
 def plan(
-    context: click.Context,
+    context: typer.Context,
     console: Console,
-    options: PlanOptions = PlanOptions(device="cuda"),
+    options: PlanOptions,
 ) -> None:
     """Show which rank does which steps, when, and how long it takes.
 
@@ -186,14 +244,14 @@ def plan(
         console.info(remark_on(costs))
 
 
-def _refuse_contradictions(context: click.Context, options: PlanOptions) -> None:
+def _refuse_contradictions(context: typer.Context, options: PlanOptions) -> None:
     is_used = options.device_memory is None or options.compare or options.chooses
     require(is_used, "--device-memory has an effect only with --layout auto or --compare")
     is_given = options.memory and options.expert_boundary is not None
     require(not is_given, "with --memory the model gives the boundary: leave out --expert-boundary")
-    for name, option in given_options(context).items():
+    for name, typed in given_options(context).items():
         is_shown = options.compare and name in OF_LAYOUT
-        require(not is_shown, f"--compare shows all layouts: leave out {option}")
+        require(not is_shown, f"--compare shows all layouts: leave out {typed}")
 
 
 def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason: str = "") -> None:

@@ -6,41 +6,62 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from svdpp.cli.command import COSTS, RECOVERY, command
+import typer
+
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console
+from svdpp.cli.options.declare import COSTS, RECOVERY, between, flag, option, path_option
 from svdpp.cli.options.files import LogOptions, PromptOptions
-from svdpp.cli.options.model import LOOKS
-from svdpp.cli.options.pipeline import OF_LAYOUT, PipelineOptions, PipelineRequest
+from svdpp.cli.options.model import WithoutLooks
+from svdpp.cli.options.pipeline import PipelineRequest, WithoutLayout
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
 from svdpp.launch.world import World, is_member
 
+app = typer.Typer(add_completion=False)
+
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions(PipelineOptions, PromptOptions):
+class MeasureOptions(WithoutLooks, WithoutLayout, PromptOptions):
     """The options of the pipeline, number of repeats, and output file of a measurement."""
 
-    out: Path = COSTS.setting("FILE", "Output file.", "--out", "-o", default=Path("costs.json"))
-    repeats: int = COSTS.setting(
-        "N",
-        "Number of clips to measure after the warm-up; the result is their median.",
-        default=3,
-        between=(1, None),
-    )
-    overwrite: bool = RECOVERY.switch("Replace the file if it exists.")
+    out: Annotated[
+        Path,
+        path_option("--out", "-o", panel=COSTS, metavar="FILE", help="Output file.", common=True),
+    ] = Path("costs.json")
+    repeats: Annotated[
+        int,
+        option(
+            panel=COSTS,
+            metavar="N",
+            help="Number of clips to measure after the warm-up; the result is their median.",
+            callback=between(1),
+            common=True,
+        ),
+    ] = 3
+    overwrite: Annotated[
+        bool,
+        flag("--overwrite", panel=RECOVERY, help="Replace the file if it exists.", common=True),
+    ] = False
+
+    # The costs depend on none of these.
+    checksum: bool = False
+    steps: int | None = None
+    seed: int | None = None
+    prompts: Path | None = None
+    negative_prompt: str | None = None
+    video: list[str] | None = None
 
 
-@command(
-    examples=(
+@app.command(
+    **about(
         "svdpp profile --model demo --device cpu --frames 4",
         "svdpp profile --gpus 8 --out a100.json",
-    ),
-    without=(
-        *(*LOOKS, "checksum", "steps", "seed", "prompts", "negative_prompt", "video"),
-        *(*OF_LAYOUT, "costs", "share_experts"),
-    ),
+    )
 )
+@with_option_groups
 def profile(console: Console, launched: World | None, options: MeasureOptions) -> None:
     """Measure the costs that plans are based on.
 

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from svdpp.cli.command import argument, command
+import typer
+
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
+from svdpp.cli.options.declare import path_argument
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.figures import RankFigures
     from svdpp.diagnostics.report import Diagnosis
 
 
+app = typer.Typer(add_completion=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """The run."""
 
-    folder: Path = argument("FOLDER", "Folder of a run, or a run.json.", required=True)
+    folder: Annotated[Path, path_argument("FOLDER", "Folder of a run, or a run.json.")]
 
 
-@command(examples=("svdpp report out", "svdpp report out --json"))
+@app.command(**about("svdpp report out", "svdpp report out --json"))
+@with_option_groups
 def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run, and what would make it faster.
 

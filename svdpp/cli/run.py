@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.command import command
+import typer
+
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.files import (
     InputOptions,
@@ -50,19 +52,25 @@ _AT_ONCE = 1000
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
 
+app = typer.Typer(add_completion=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
     """The options of the pipeline, and those of its clips."""
 
+    # The dummy model makes no video files.
+    latent_shape: tuple[int, int, int, int, int] | None = None
 
-@command(
-    examples=(
+
+@app.command(
+    **about(
         "svdpp run photo.jpg",
         "svdpp run photos/ --seeds 1-4 --out clips --resume",
         "svdpp run photo.jpg --model demo --device cpu",
-    ),
-    without=("latent_shape",),
+    )
 )
+@with_option_groups
 def run(
     console: Console,
     launched: World | None,
@@ -70,10 +78,7 @@ def run(
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
-    """Animate images, or make clips from prompts.
-
-    Clips are OUT/NAME_SEED.mp4; parameters and hashes are in NAME_SEED.mp4.json.
-    """
+    """Animate images, or make clips from prompts: OUT/NAME_SEED.mp4 and a JSON file beside it."""
     from svdpp.launch.group import start_fork_server_early
     from svdpp.media.output_files import locked
 

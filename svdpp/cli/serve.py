@@ -7,15 +7,34 @@ import socket
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from svdpp.cli.command import COSTS, RECOVERY, SERVICE, VIDEO, command
+import typer
+
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
+from svdpp.cli.options.declare import (
+    COSTS,
+    LAYOUT,
+    SERVICE,
+    VIDEO,
+    between,
+    flag,
+    option,
+    path_option,
+)
 from svdpp.cli.options.files import ImageOptions, LogOptions
-from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import (
+    SPLIT_HELP,
+    PipelineOptions,
+    PipelineRequest,
+    gpus_option,
+    seconds_option,
+)
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, require, shown
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member
+from svdpp.plan.layout import Split
 
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
@@ -30,85 +49,217 @@ _EXTRAS = {
 _MANY_CLIPS = 1000
 
 
-def _limit(metavar: str, help: str, default: int, most: int) -> Any:
-    return SERVICE.setting(metavar, help, default=default, between=(1, most))
+app = typer.Typer(add_completion=False)
+
+
+def _service(metavar: str, help: str, **more: Any) -> Any:
+    return option(panel=SERVICE, metavar=metavar, help=help, **more)
+
+
+def _limit(metavar: str, help: str, most: int, **more: Any) -> Any:
+    return _service(metavar, help, callback=between(1, most), **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(PipelineOptions, ImageOptions):
     """The options of the pipeline; where the service listens, what it keeps, and limits."""
 
-    host: str = SERVICE.setting(
-        "HOST",
-        "Address to listen on. One that other machines reach needs --api-key-file.",
-        default="127.0.0.1",
+    host: Annotated[
+        str,
+        _service(
+            "HOST",
+            "Address to listen on. One that other machines reach needs --api-key-file.",
+            common=True,
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, _service("PORT", "Port; 0 takes a free one.", callback=between(0, 65535), common=True)
+    ] = 8000
+    data: Annotated[
+        Path,
+        path_option(
+            panel=SERVICE,
+            metavar="DIR",
+            help="Folder of queue, images and clips; the next start goes on.",
+            common=True,
+            envvar="SVDPP_DATA",
+            show_envvar=False,
+        ),
+    ] = Path("svdpp-data")
+    queue: Annotated[
+        str | None,
+        _service(
+            "URL",
+            "Queue that several servers share, such as postgresql://svdpp@db/svdpp; they share "
+            "the --data folder, too, or --files.",
+            common=True,
+            envvar="SVDPP_QUEUE",
+            show_envvar=False,
+        ),
+    ] = None
+    files: Annotated[
+        str | None,
+        _service(
+            "URL",
+            "With --queue: the servers' common store, such as s3://bucket/prefix; each then has a "
+            "--data folder of its own.",
+            common=True,
+            envvar="SVDPP_FILES",
+            show_envvar=False,
+        ),
+    ] = None
+    lease: Annotated[
+        float,
+        _service("SECONDS", "With --queue: silence after which others take a server's clips."),
+    ] = 30.0
+    adopt: Annotated[
+        bool,
+        flag(
+            "--adopt",
+            panel=SERVICE,
+            help="Start a new queue in a --data folder that has other files; they are left alone.",
+        ),
+    ] = False
+    api_key_file: Annotated[
+        Path | None,
+        path_option(
+            panel=SERVICE,
+            metavar="FILE",
+            help="Serve only requests with a key in this file, each its own clips.",
+            common=True,
+        ),
+    ] = None
+    new_key: Annotated[
+        str | None,
+        _service(
+            "NAME",
+            "Add a new key to --api-key-file, print it, and end.",
+            show_default="start the server",
+        ),
+    ] = None
+    callback_hosts: Annotated[
+        list[str] | None,
+        _service(
+            "HOST[:PORT]",
+            "Let requests name a callback_url of this host, repeatable; without a port, that of "
+            "the URL's scheme. A private address must be listed itself. Needs "
+            "--callback-secret-file.",
+            show_default="none",
+        ),
+    ] = None
+    callback_secret_file: Annotated[
+        Path | None,
+        path_option(
+            panel=SERVICE,
+            metavar="FILE",
+            help="Sign webhooks with the secrets in this file, each whsec_ and base64.",
+        ),
+    ] = None
+    max_queue: Annotated[int, _limit("N", "Clips that may wait or be made.", 100_000)] = 1000
+    max_upload_mb: Annotated[int, _limit("MIB", "Largest image, in MiB.", 256)] = 32
+    max_steps: Annotated[int, _limit("N", "Steps that a request may ask for.", MAX_STEPS)] = (
+        MAX_STEPS
     )
-    port: int = SERVICE.setting(
-        "PORT", "Port; 0 takes a free one.", default=8000, between=(0, 65535)
+    max_frames: Annotated[int, _limit("N", "Frames that a request may ask for.", MAX_FRAMES)] = (
+        MAX_FRAMES
     )
-    data: Path = SERVICE.setting(
-        "DIR",
-        "Folder of queue, images and clips; a new start with it goes on.",
-        default=Path("svdpp-data"),
-    )
-    queue: str | None = SERVICE.setting(
-        "URL",
-        "PostgreSQL database of a queue that several servers share, such as "
-        "postgresql://svdpp@db/svdpp; all of them share the --data folder, too, or --files.",
-        shown="a file in --data",
-    )
-    files: str | None = SERVICE.setting(
-        "URL",
-        "With --queue: the store that all its servers reach, such as s3://bucket/prefix; then each "
-        "has a --data folder of its own.",
-        shown="the --data folder",
-    )
-    lease: float = SERVICE.setting(
-        "SECONDS", "With --queue: silence after which others take a server's clips.", default=30.0
-    )
-    adopt: bool = SERVICE.switch(
-        "Start a new queue in a --data folder that has other files; they are left alone."
-    )
-    api_key_file: Path | None = SERVICE.setting(
-        "FILE",
-        "Serve only requests with a key in this file, each its own clips.",
-        shown="no keys: this machine only",
-    )
-    new_key: str | None = SERVICE.setting(
-        "NAME", "Add a new key to --api-key-file, print it, and end.", shown="start the server"
-    )
-    callback_hosts: list[str] | None = SERVICE.setting(
-        "HOST[:PORT]",
-        "Let requests name a callback_url of this host, repeatable; without a port, that of the "
-        "URL's scheme. A private address must be listed itself. Needs --callback-secret-file.",
-        shown="none",
-    )
-    callback_secret_file: Path | None = SERVICE.setting(
-        "FILE", "Sign webhooks with the secrets in this file, each whsec_ and base64."
-    )
-    max_queue: int = _limit("N", "Clips that may wait or be made.", 1000, 100_000)
-    max_upload_mb: int = _limit("MIB", "Largest image, in MiB.", 32, 256)
-    max_steps: int = _limit("N", "Steps that a request may ask for.", MAX_STEPS, MAX_STEPS)
-    max_frames: int = _limit("N", "Frames that a request may ask for.", MAX_FRAMES, MAX_FRAMES)
-    keep_days: float | None = SERVICE.setting(
-        "DAYS", "Remove finished clips, with their rows, after this time.", shown="never"
-    )
-    keep_gb: float | None = SERVICE.setting(
-        "GB", "Remove the oldest finished clips beyond this size.", shown="no limit"
-    )
-    verify_when_idle: bool = SERVICE.switch(
-        "While nothing waits, make finished clips again on one device and compare their bits."
-    )
-    sizes: str | None = VIDEO.setting("WxH,WxH", "Further sizes, such as 768x448.", shown="none")
-    time_scale: float | None = COSTS.setting(
-        "X", "Make --model dummy sleep for the time of --costs times X.", shown="no sleep"
-    )
-    grace: float = RECOVERY.setting(
-        "SECONDS", "On SIGTERM, finish the clips in progress within this time.", default=30.0
-    )
-    heartbeat_timeout: float = RECOVERY.setting(
-        "SECONDS", "Start the ranks again if one is silent for this long.", default=15.0
-    )
+    keep_days: Annotated[
+        float | None,
+        _service(
+            "DAYS",
+            "Remove finished clips, with their rows, after this time.",
+            show_default="never",
+        ),
+    ] = None
+    keep_gb: Annotated[
+        float | None,
+        _service(
+            "GB",
+            "Remove the oldest finished clips beyond this size.",
+            show_default="no limit",
+        ),
+    ] = None
+    verify_when_idle: Annotated[
+        bool,
+        flag(
+            "--verify-when-idle",
+            panel=SERVICE,
+            help="While nothing waits, make finished clips again on one device and compare their "
+            "bits.",
+        ),
+    ] = False
+    steps: Annotated[
+        int | None,
+        option(
+            panel=VIDEO,
+            metavar="N",
+            help="Steps of a clip, unless requested; 28 for SVD.",
+            common=True,
+        ),
+    ] = None
+    num_frames: Annotated[
+        int | None,
+        option(
+            "--frames",
+            panel=VIDEO,
+            metavar="F",
+            help="Frames of a clip, unless requested.",
+            common=True,
+        ),
+    ] = None
+    sizes: Annotated[
+        str | None,
+        option(
+            panel=VIDEO,
+            metavar="WxH,WxH",
+            help="Further sizes, such as 768x448.",
+            show_default="none",
+        ),
+    ] = None
+    world: Annotated[int | None, gpus_option("all GPUs; on the CPU 2")] = None
+    split: Annotated[
+        Split | None,
+        option(
+            panel=LAYOUT,
+            metavar="NAME",
+            help=SPLIT_HELP,
+            show_default="alternating; with two experts balanced",
+        ),
+    ] = None
+    time_scale: Annotated[
+        float | None,
+        option(
+            panel=COSTS,
+            metavar="X",
+            help="Make --model dummy sleep for the time of --costs times X.",
+            show_default="no sleep",
+        ),
+    ] = None
+    timeout: Annotated[
+        float,
+        seconds_option(
+            "--timeout", "Start the ranks again if one makes no progress for this long."
+        ),
+    ] = 600.0
+    start_timeout: Annotated[
+        float,
+        seconds_option(
+            "--start-timeout", "Start the ranks again if they are not ready after this long."
+        ),
+    ] = 600.0
+    grace: Annotated[
+        float,
+        seconds_option("--grace", "On SIGTERM, finish the clips in progress within this time."),
+    ] = 30.0
+    heartbeat_timeout: Annotated[
+        float,
+        seconds_option(
+            "--heartbeat-timeout", "Start the ranks again if one is silent for this long."
+        ),
+    ] = 15.0
+
+    # Requests have seeds of their own.
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,24 +291,14 @@ class ServeOptions(PipelineOptions, ImageOptions):
         return tuple(dict.fromkeys(sizes))
 
 
-@command(
-    examples=(
+@app.command(
+    **about(
         "svdpp serve --gpus 7 --data clips",
         "svdpp serve --device cpu --model demo",
         "svdpp serve --new-key alice --api-key-file keys.txt",
-    ),
-    without=("seed",),
-    defaults={
-        "world": "all GPUs; on the CPU 2",
-        "split": "alternating; with two experts balanced",
-    },
-    meanings={
-        "steps": "Denoising steps of a clip, unless its request says otherwise.",
-        "num_frames": "Frames of a clip, unless its request says otherwise.",
-        "start_timeout": "Start the ranks again if they are not ready after this long.",
-        "timeout": "Start the ranks again if one makes no progress for this long.",
-    },
+    )
 )
+@with_option_groups
 def serve(console: Console, launched: World | None, options: ServeOptions, log: LogOptions) -> None:
     """Serve clips over HTTP, with a queue that survives crashes and a web page.
 

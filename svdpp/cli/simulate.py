@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from svdpp.cli.command import COSTS, command
+import typer
+
+from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console
+from svdpp.cli.options import complete
+from svdpp.cli.options.declare import COSTS, MODEL, option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
-from svdpp.cli.options.model import LOOKS
-from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
+from svdpp.cli.options.model import WithoutLooks
+from svdpp.cli.options.pipeline import (
+    Device,
+    PipelineOptions,
+    PipelineRequest,
+    costs_option,
+)
 from svdpp.config import DUMMY_MODEL
 from svdpp.config.limits import require
 from svdpp.launch.world import World, is_member
@@ -20,39 +30,69 @@ if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
 
 
+app = typer.Typer(add_completion=False)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RehearsalOptions(PipelineOptions, PromptOptions, ClipOptions):
+class RehearsalOptions(WithoutLooks, PipelineOptions, PromptOptions, ClipOptions):
     """The options of the pipeline, and the clips of a rehearsal and their speed."""
 
-    time_scale: float | None = COSTS.setting(
-        "X",
-        "Make the dummy model sleep for the time of --costs times X, to imitate other devices at "
-        "another speed.",
-        shown="no sleep",
-    )
+    model: Annotated[
+        str,
+        option(
+            panel=MODEL,
+            metavar="MODEL",
+            help="dummy (a small random Conv3d network without weight files), demo, a diffusers "
+            "folder or a hub id.",
+            common=True,
+            envvar="SVDPP_MODEL",
+            show_envvar=False,
+            autocompletion=complete.models,
+        ),
+    ] = DUMMY_MODEL
+    device: Device = "cpu"
+    costs: Annotated[
+        str | None,
+        costs_option("for --time-scale svd-xt-a100; else a step is 1, all else 0"),
+    ] = None
+    time_scale: Annotated[
+        float | None,
+        option(
+            panel=COSTS,
+            metavar="X",
+            help="Make the dummy model sleep for the time of --costs times X, to imitate other "
+            "devices at another speed.",
+            show_default="no sleep",
+            common=True,
+        ),
+    ] = None
+
+    # A rehearsal needs no more of a model.
+    revision: str | None = None
+    variant: str | None = None
+    lora: list[str] | None = None
+    local_files_only: bool = False
+    memory_opt: bool = False
+    channels_last: bool = False
+    decode_chunk_size: int | None = None
+    prompts: Path | None = None
+    negative_prompt: str | None = None
+    video: list[str] | None = None
 
 
-@command(
-    examples=(
+@app.command(
+    **about(
         "svdpp simulate --gpus 2 --steps 8",
         "svdpp simulate --gpus 4 --split alternating --time-scale 0.01 --trace t.json",
-    ),
-    without=(
-        *(*LOOKS, "decode_chunk_size", "memory_opt", "channels_last", "lora"),
-        *("revision", "variant", "local_files_only", "prompts", "negative_prompt", "video"),
-    ),
-    meanings={
-        "model": "dummy (a small random Conv3d network without weight files), demo, a diffusers "
-        "folder or a hub id.",
-    },
-    defaults={"costs": "for --time-scale svd-xt-a100; else a step is 1, all else 0"},
+    )
 )
+@with_option_groups
 def simulate(
     console: Console,
     launched: World | None,
     traces: TraceOptions,
     log: LogOptions,
-    options: RehearsalOptions = RehearsalOptions(device="cpu", model=DUMMY_MODEL),
+    options: RehearsalOptions,
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 

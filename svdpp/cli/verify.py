@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import click
+import typer
 
-from svdpp.cli.command import DIAGNOSTICS, argument, command, given_options
+from svdpp.cli.command import about, given_options, with_option_groups
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
+from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, clips_option
+from svdpp.cli.options.model import ModelName
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.config.limits import require
@@ -31,45 +33,63 @@ _CONDITIONS = (
 )
 
 
+app = typer.Typer(add_completion=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
     """The options of the pipeline, and the inputs of a proof."""
 
-    inputs: list[str] | None = argument(
-        "[INPUT...|CLIP...]",
-        "Image files, folders or globs, by default one that comes with svdpp; or finished clips to "
-        "recompute: files, their JSON, or a folder of them.",
-    )
-    image: Path | None = DIAGNOSTICS.setting(
-        "PATH",
-        "For finished clips: their image, or the folder that contains all that they start from.",
-        shown="the path in the clip's metadata, or beside the clip",
-    )
+    inputs: Annotated[
+        list[str] | None,
+        argument(
+            "INPUT|CLIP",
+            "Images, by default one that comes with svdpp; or finished clips, to recompute: files, "
+            "their JSON, or a folder.",
+        ),
+    ] = None
+    model: ModelName = DEMO_MODEL
+    clips: Annotated[
+        int | None,
+        clips_option(
+            "Number of clips; a further turn has the next seed.",
+            "one for each input, at least 2",
+        ),
+    ] = None
+    image: Annotated[
+        Path | None,
+        path_option(
+            panel=DIAGNOSTICS,
+            metavar="PATH",
+            help="For finished clips: their image, or its folder.",
+            common=True,
+        ),
+    ] = None
+
+    # A proof compares hashes at every transfer.
+    checksum: bool = False
 
 
-@command(
-    examples=(
+@app.command(
+    **about(
         "svdpp verify",
         "svdpp verify out/photo_0.mp4",
         "svdpp verify photo.jpg --gpus 4 --split alternating",
-    ),
-    without=("checksum",),
-    defaults={"clips": "one for each input, at least 2"},
-    meanings={"clips": "Number of clips: inputs in turn, each turn with the next seed."},
+    )
 )
+@with_option_groups
 def verify(
-    context: click.Context,
+    context: typer.Context,
     console: Console,
     launched: World | None,
     log: LogOptions,
-    options: ProofOptions = ProofOptions(model=DEMO_MODEL),
+    options: ProofOptions,
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
-    Images: makes clips with the ranks (pipelined) and with diffusers' unmodified pipeline in
-    one process (sequential), and compares the latent at every transfer, the final latent and the
-    frames. Finished clips: recomputes them from their metadata, and compares latent, frames and
-    file with the recorded hashes. The exit code is 3 if anything differs or a file is missing.
+    Clips of images are made by the ranks and by diffusers' unmodified pipeline in one process;
+    latents and frames are compared. Finished clips are made again and compared with their hashes.
+    The exit code is 3 if anything differs.
     """
     from svdpp.driver.pipeline import Pipeline
     from svdpp.verification.clip_files import find_clips
@@ -155,7 +175,7 @@ def _compare(console: Console, config: PipelineConfig, requests: list[ClipReques
         raise VerificationError(f"not equal: {verdict.first_difference}")
 
 
-def _refuse_without_effect(context: click.Context) -> None:
+def _refuse_without_effect(context: typer.Context) -> None:
     given = [each for name, each in given_options(context).items() if name not in _EFFECTIVE]
     require(
         not given,

@@ -89,9 +89,7 @@ SHARED: Mapping[str, Param] = {
     "decode_chunk_size": _whole(
         1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it."
     ),
-    "guidance_scale": Param(
-        None, MAX_GUIDANCE, "Guidance by the prompt; 1 or less turns guidance off."
-    ),
+    "guidance_scale": Param(None, MAX_GUIDANCE, "Guidance by the prompt; up to 1 it is off."),
     "max_sequence_length": _whole(
         1,
         4096,

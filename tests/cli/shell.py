@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shlex
@@ -10,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
+from typer.testing import CliRunner
 
 import svdpp
-from svdpp.cli.command import command_named, run_command_line
+from svdpp.cli.app import load_command, run_command_line
 
 ROOT = Path(svdpp.__file__).parent.parent
 #: For new processes: the checkout, and what the session of tests itself has (tests/jitter).
@@ -58,9 +58,14 @@ def parsed(line: str) -> dict[str, Any]:
     """The arguments that a command line gives to its command's function, which is not called."""
     program, name, *arguments = shlex.split(line)
     assert program == "svdpp"
-    spec, calls = copy.copy(command_named(name)), []
-    spec.function = lambda **values: calls.append(values)
-    spec.main(arguments, standalone_mode=False)
+    module, calls = import_module(f"svdpp.cli.{name}"), []
+    (registered,) = module.app.registered_commands
+    function = registered.callback.__wrapped__
+    registered.callback.__wrapped__ = lambda **values: calls.append(values)
+    try:
+        load_command(name).main(arguments, standalone_mode=False)
+    finally:
+        registered.callback.__wrapped__ = function
     (values,) = calls
     return values
 

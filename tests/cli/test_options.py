@@ -122,22 +122,21 @@ def _plan(*options: str, **env: str) -> dict[str, Any]:
 
 
 def test_an_option_before_a_variable_before_what_is_built_in() -> None:
-    assert _plan()["world_size"] == 4
-    assert _plan(SVDPP_WORLD="7")["world_size"] == _plan(SVDPP_GPUS="7")["world_size"] == 7
-    assert _plan("--gpus", "14", SVDPP_WORLD="7")["world_size"] == 14
-    assert _plan("--world", "14", SVDPP_GPUS="7")["world_size"] == 14
-    assert "layouts" in _plan(SVDPP_COMPARE="1")
-    assert "layouts" not in _plan(SVDPP_COMPARE="off")
-    assert "layouts" not in _plan(SVDPP_COMPARE="")  # as if it was not set
-    wrong = svdpp_here("plan", env={"SVDPP_GPUS": "2.5"})
-    assert_error(wrong, 2, "'--gpus' / '--world': '2.5' is not a valid integer")
+    assert _plan(SVDPP_MODEL="")["world_size"] == 4  # as if it was not set
+    assert parsed("svdpp plan")["options"].device == "cuda"
+    wrong = svdpp_here("run", PHOTO, *TINY, env={"SVDPP_MODEL": "dummy"})
+    assert_error(wrong, 2, "the dummy model makes no video files")
+    assert_error(svdpp_here("run", PHOTO, *DEMO, env={"SVDPP_LOG_FILE": "/dev/null/log"}), 8, "log")
+    assert "layouts" not in _plan(SVDPP_COMPARE="1")  # has no variable
+    assert _plan("--world", "14")["world_size"] == _plan("--gpus", "14")["world_size"] == 14
 
 
 def test_env_shows_what_is_set_without_passwords() -> None:
     variables = {"SVDPP_FRAM": "2", "SVDPP_QUEUE": "postgresql://a:b@c/d"}
     answer = svdpp_here("env", "--json", env=variables)
-    shown = {"SVDPP_FRAM": "2", "SVDPP_QUEUE": "postgresql://***@c/d"}
-    assert json.loads(answer.out)["defaults"] == shown
+    found = json.loads(answer.out)
+    assert found["defaults"] == {"SVDPP_QUEUE": "postgresql://***@c/d"}
+    assert found["without_effect"] == ["SVDPP_FRAM"]
     assert "a:b@" not in svdpp_here("env", env=variables).out
 
 

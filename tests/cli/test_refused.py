@@ -23,14 +23,14 @@ PLAN = [
     ("--layout auto --device-memory 0", "must be 1 or 4 finite numbers above 0, got '0'"),
     ("--device-memory 9", "has an effect only with --layout auto or --compare"),
     ("--compare --world 0", "--world must be 1 to 65536, got 0"),
-    ("--clips 100000000", "'--clips': 100000000 is not in the range 1<=x<=100000"),
+    ("--clips 100000000", "'--clips': must be 1 to 100000, got 100000000"),
     ("--world 4096 --clips 9999 --split alternating", "replicas of 4096 are too many to forecast"),
     ("--world 7 --steps 25", "the nearest step counts that can are 21 and 28"),
     ("--transfer-seconds nan", "--transfer-seconds must be a number from 0 to 1e+09, got nan"),
     ("--share-experts", "--share-experts is for models with two experts"),
     ("--expert-boundary 28", "--expert-boundary must be 1 or more and less than the number of"),
     ("--hosts 2x4 --expert-boundary 5", "cannot be split evenly over 8 stages"),
-    ("--world four", "'--gpus' / '--world': 'four' is not a valid integer"),
+    ("--world four", "'--gpus': must be a valid integer"),
 ]
 
 # tests/test_config.py has the range of each number.
@@ -40,12 +40,12 @@ RUN = [
     ("-o a.avi", "-o a.avi is no file in the format mp4 or gif or webp"),
     ("-o a.mp4 --format gif", "-o a.mp4 is no file in the format gif"),
     ("-o a.mp4 --seeds 1-2", "would both become 'a.mp4'"),
-    ("--seed -1", "'--seed': -1 is not in the range 0<=x<="),
+    ("--seed -1", "--seed must be 0 to 9223372036854775807, got -1"),
     ("--seed 1 --seeds 2", "--seed and --seeds contradict each other"),
     ("--overwrite --skip-existing", "--overwrite and --skip-existing contradict"),
     ("--model dummy", "the dummy model makes no video files"),
     ("--prompts two.txt", "model 'demo' takes no prompt"),
-    ("--max-megapixels 60", "'--max-megapixels': 60 is not in the range 1<=x<=50"),
+    ("--max-megapixels 60", "'--max-megapixels': must be 1 to 50, got 60"),
     ("--trace photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
 ]
 
@@ -87,7 +87,7 @@ OTHERS = [
     (f"simulate {TRACE}", 8, "a folder above it, is a file"),
     (f"profile {_DEMO} --out folder", 8, "'folder'"),
     (f"run {PHOTO_}", 2, "on a CPU\nhint: --device cpu runs it there anyway; --model demo is"),
-    (f"profile {_DEMO} --repeats 0", 2, "'--repeats': 0 is not in the range x>=1"),
+    (f"profile {_DEMO} --repeats 0", 2, "'--repeats': must be 1 or more, got 0"),
 ]
 BENCH = [
     ("", 2, "one configuration, got none\nhint: try: svdpp bench smoke"),
@@ -145,15 +145,47 @@ def test_refused(line: str, code: int, words: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("line", "words", "command"),
+    ("line", "words", "hint"),
     [
-        ("run --seed", "option '--seed' requires an argument", "svdpp run"),
-        ("plan --wrold 3", "no such option '--wrold'. Did you mean '--world'?", "svdpp plan"),
-        ("plann", "no such command 'plann'", "svdpp"),
+        (
+            "run --json --seed",
+            "option '--seed' requires an argument",
+            "svdpp run --help shows",
+        ),
+        ("plan --wrold 3", "no such option: --wrold", "did you mean --world?"),
+        ("run --sedes 3", "no such option: --sedes", "did you mean --seeds?"),
+        ("run --qqq", "no such option: --qqq", "svdpp run --help shows"),
+        ("run -x", "no such option: -x", ""),
+        ("plann", "no such command 'plann'. Did you mean 'plan'?", "svdpp --help shows its"),
+        ("report", "missing argument 'FOLDER'", "svdpp report --help shows its usage"),
     ],
 )
-def test_wrong_usage_leads_to_the_help(line: str, words: str, command: str) -> None:
-    assert_error(svdpp_here(*line.split()), 2, words, f"\nhint: {command} --help shows its usage")
+def test_wrong_usage_is_one_sentence_and_a_suggestion(line: str, words: str, hint: str) -> None:
+    assert_error(svdpp_here(*line.split()), 2, words, f"\nhint: {hint}")
+    as_json = svdpp_here(line.split()[0], "--json", *line.split()[1:])
+    assert_error(as_json, 2)
+    assert "error" in as_json.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "serve --queue ''",
+        "serve --data ''",
+        "serve --queue postgresql:// --files ''",
+        "serve --api-key-file ''",
+        "run --model ''",
+        "run --out ''",
+        "run --log-file ''",
+        "run --device ''",
+        "plan --costs ''",
+        "bench --compare a ''",
+        "report ''",
+    ],
+)
+def test_an_empty_value_is_refused(line: str) -> None:
+    """As a shell makes it of a variable that is not set."""
+    assert_error(svdpp_here(*shlex.split(line)), 2, "empty")
 
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}

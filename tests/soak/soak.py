@@ -23,12 +23,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import click
 import psutil
 import torch
+import typer
 
-from svdpp.cli.command import answered
 from svdpp.cli.console import Console
+from svdpp.cli.failures import answered
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files
@@ -229,5 +229,5 @@ if __name__ == "__main__":
     try:
         with answered(Console(), debug=False):
             work(folder=Path(sys.argv[2]), num_clips=int(sys.argv[3]))
-    except click.exceptions.Exit as ended:
+    except typer.Exit as ended:
         sys.exit(ended.exit_code)

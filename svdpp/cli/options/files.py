@@ -8,11 +8,23 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp import __version__
-from svdpp.cli.command import DIAGNOSTICS, LAYOUT, PROMPTS, RECOVERY, VIDEO, argument
 from svdpp.cli.console import Console
+from svdpp.cli.options.declare import (
+    DIAGNOSTICS,
+    LAYOUT,
+    OUTPUT,
+    PROMPTS,
+    RECOVERY,
+    VIDEO,
+    argument,
+    between,
+    flag,
+    option,
+    path_option,
+)
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.config.limits import MAX_CLIPS, MAX_MEGAPIXELS, read_small_file, require
 from svdpp.config.pipeline import check_prompt
@@ -28,30 +40,67 @@ if TYPE_CHECKING:
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
 
 
+def clips_option(help: str, default: str) -> Any:
+    """Return the option for the number of clips, with its help and a text for its default."""
+    return option(
+        panel=LAYOUT,
+        metavar="M",
+        help=help,
+        show_default=default,
+        callback=between(1, MAX_CLIPS),
+        common=True,
+    )
+
+
+def out_option(help: str) -> Any:
+    """Return the option for the output, with its help."""
+    return path_option(
+        "--out", "-o", panel=OUTPUT, metavar="PATH", help=help, show_default=False, common=True
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions:
     """The number of clips, if images and seeds do not determine it."""
 
-    clips: int | None = LAYOUT.setting(
-        "M", "Number of clips.", shown="2 for each rank", between=(1, MAX_CLIPS)
-    )
+    clips: Annotated[int | None, clips_option("Number of clips.", "2 for each rank")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """Prompts, for models that take them."""
 
-    prompt: str | None = PROMPTS.setting(
-        "TEXT", "What happens in the clip; with an image or, for text to video, without."
-    )
-    prompts: Path | None = PROMPTS.setting(
-        "FILE", "Several prompts, one in each line of a UTF-8 file."
-    )
-    negative_prompt: str | None = PROMPTS.setting("TEXT", "What must not be in the clip.")
-    video: list[str] | None = PROMPTS.setting(
-        "NAME=FILE",
-        "A further video of each clip, repeatable; svdpp models FAMILY lists those that it takes.",
-    )
+    prompt: Annotated[
+        str | None,
+        option(
+            panel=PROMPTS,
+            metavar="TEXT",
+            help="What happens in the clip.",
+            common=True,
+        ),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        path_option(
+            panel=PROMPTS,
+            metavar="FILE",
+            help="Several prompts: the lines of a UTF-8 file.",
+            common=True,
+        ),
+    ] = None
+    negative_prompt: Annotated[
+        str | None,
+        option(panel=PROMPTS, metavar="TEXT", help="What must not be in the clip.", common=True),
+    ] = None
+    video: Annotated[
+        list[str] | None,
+        option(
+            panel=PROMPTS,
+            metavar="NAME=FILE",
+            help="A further video of each clip, repeatable; svdpp models FAMILY lists those that "
+            "it takes.",
+        ),
+    ] = None
 
     def combined(
         self,
@@ -106,61 +155,95 @@ class PromptOptions:
 class ImageOptions:
     """Which images are taken."""
 
-    max_megapixels: int = VIDEO.setting(
-        "N",
-        f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.",
-        default=24,
-        between=(1, MAX_MEGAPIXELS),
-    )
+    max_megapixels: Annotated[
+        int,
+        option(
+            panel=VIDEO,
+            metavar="N",
+            help=f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.",
+            callback=between(1, MAX_MEGAPIXELS),
+        ),
+    ] = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(ImageOptions):
     """Images and seeds; each combination of them, and of prompts, becomes a clip."""
 
-    inputs: list[str] | None = argument(
-        "INPUT...", "Images or videos: files, folders, quoted globs."
-    )
-    seeds: str | None = VIDEO.setting(
-        "LIST", "Several seeds for each image, such as 1-8 or 1,3,5-7.", shown="--seed alone"
-    )
-    keep_going: bool = RECOVERY.switch(
-        "If some images cannot be used, make the clips of the others; the exit code is the highest."
-    )
+    inputs: Annotated[
+        list[str] | None, argument("INPUT", "Images or videos: files, folders, quoted globs.")
+    ] = None
+    seeds: Annotated[
+        str | None,
+        option(
+            panel=VIDEO,
+            metavar="LIST",
+            help="Several seeds for each image, such as 1-3,7.",
+            common=True,
+        ),
+    ] = None
+    keep_going: Annotated[
+        bool,
+        flag(
+            "--keep-going",
+            panel=RECOVERY,
+            help="If some images cannot be used, make the clips of the others; the exit code is "
+            "the highest.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Where clips are written, how they are encoded, and what happens to existing files."""
 
-    out: Path = VIDEO.setting(
-        "PATH",
-        "Folder for the clips, or the file of a single clip.",
-        "--out",
-        "-o",
-        default=Path("out"),
+    out: Annotated[Path, out_option("Folder, out by default, or the file of one clip.")] = Path(
+        "out"
     )
-    format: VideoFormat | None = VIDEO.setting(
-        "",
-        "Format of the clips; frames: a folder of PNG files.",
-        shown="the suffix of --out, else mp4",
-    )
-    crf: int = VIDEO.setting("Q", "H.264 quality of mp4, 0 (lossless) to 51 (worst).", default=18)
-    resume: bool = RECOVERY.switch(
-        "Keep finished clips, continue started ones from --latents-dir, make the others.",
-        "--resume",
-        "--skip-existing",
-    )
-    overwrite: bool = RECOVERY.switch("Replace clips that exist.")
-    latents_dir: Path | None = RECOVERY.setting(
-        "DIR",
-        "Keep each transferred latent here until its clip is finished. --resume continues from it, "
-        "with any number of ranks and the same --threads.",
-        shown="keep none",
-    )
-    dry_run: bool = DIAGNOSTICS.switch(
-        "Make no clips; show their names, the layout and each rank's memory."
-    )
+    format: Annotated[
+        VideoFormat | None,
+        option(
+            panel=OUTPUT,
+            metavar="FORMAT",
+            help="Format of the clips: mp4, gif, webp, or frames, a folder of PNG files.",
+            show_default="the suffix of --out, else mp4",
+        ),
+    ] = None
+    crf: Annotated[
+        int,
+        option(panel=OUTPUT, metavar="Q", help="H.264 quality of mp4, 0 (lossless) to 51 (worst)."),
+    ] = 18
+    resume: Annotated[
+        bool,
+        flag(
+            "--resume",
+            panel=OUTPUT,
+            help="Keep finished clips and make the others.",
+            common=True,
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool, flag("--overwrite", panel=OUTPUT, help="Replace clips that exist.", common=True)
+    ] = False
+    latents_dir: Annotated[
+        Path | None,
+        path_option(
+            panel=RECOVERY,
+            metavar="DIR",
+            help="Keep each transferred latent here until its clip is finished. --resume continues "
+            "from it, with any number of ranks and the same --threads.",
+            show_default="keep none",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool,
+        flag(
+            "--dry-run",
+            panel=OUTPUT,
+            help="Show names, layout and memory; make no clips.",
+            common=True,
+        ),
+    ] = False
 
     def policy(self, *, is_restarted: bool) -> OutputPolicy:
         """Where clips are written, and what happens to existing files; checks the options."""
@@ -190,18 +273,28 @@ class OutputOptions:
 class LogOptions:
     """Options of the log."""
 
-    verbose: int = DIAGNOSTICS.switch(
-        "Log ranks and clips to stderr; -vv adds every transfer and step.",
-        "--verbose",
-        "-v",
-        default=0,
-        count=True,
-    )
-    log_file: Path | None = DIAGNOSTICS.setting(
-        "FILE",
-        "Append the log to this file as JSON lines, with -v every transfer and step; at 50 MB it "
-        "becomes FILE.1, and four old files are kept.",
-    )
+    verbose: Annotated[
+        int,
+        flag(
+            "--verbose",
+            "-v",
+            panel=DIAGNOSTICS,
+            help="Log ranks and clips to stderr; -vv adds every transfer and step.",
+            show_default=False,
+            count=True,
+        ),
+    ] = 0
+    log_file: Annotated[
+        Path | None,
+        path_option(
+            panel=DIAGNOSTICS,
+            metavar="FILE",
+            help="Append the log to this file as JSON lines, with -v every transfer and step; at "
+            "50 MB it becomes FILE.1, and four old files are kept.",
+            envvar="SVDPP_LOG_FILE",
+            show_envvar=False,
+        ),
+    ] = None
 
     def open(self, console: Console, launched: World | None, *, warns: bool = False) -> None:
         """Opens the log; of the ranks of a host only the first makes remarks, or `warns`."""
@@ -223,10 +316,15 @@ class LogOptions:
 class TraceOptions:
     """The trace of a run."""
 
-    trace: Path | None = DIAGNOSTICS.setting(
-        "FILE.json",
-        "Write every action, step and transfer in Chrome's trace format, for ui.perfetto.dev.",
-    )
+    trace: Annotated[
+        Path | None,
+        path_option(
+            panel=DIAGNOSTICS,
+            metavar="FILE.json",
+            help="Write every action, step and transfer in Chrome's trace format, for "
+            "ui.perfetto.dev.",
+        ),
+    ] = None
 
     def check(self) -> None:
         """Checks before any work that the file can be written at its end."""

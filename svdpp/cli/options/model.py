@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from svdpp.cli.command import MODEL, PROMPTS, VIDEO
+from svdpp.cli.options import complete
+from svdpp.cli.options.declare import MODEL, PROMPTS, VIDEO, flag, option
 from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -38,92 +39,168 @@ _LOW_MEMORY_CHUNK = 2
 _SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
 #: The parameters that only families with prompts take.
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
-#: The parameters, besides the seed, on which neither costs nor memory depend.
-LOOKS = (
-    *("fit", "fps", "motion_bucket_id", "noise_aug_strength"),
-    *("min_guidance_scale", "max_guidance_scale"),
-)
 
 
-def _of(field: str, metavar: str = "", *aliases: str, shown: str = "") -> Any:
-    """The option of a parameter, as its `Param` says."""
-    param = _SHARED[field]
-    is_prompted = field in PROMPT_FIELDS
-    default = "the model's" if is_prompted or param.default is None else f"{param.default} for SVD"
-    return (PROMPTS if is_prompted else VIDEO).setting(
-        metavar or ("N" if param.kind is int else "X"),
-        param.help,
-        *dict.fromkeys((param.option, f"--{field.replace('_', '-')}", *aliases)),
-        shown=shown or default,
+def _of(name: str, metavar: str = "", *, default: str = "", **more: Any) -> Any:
+    """Return the option of the parameter `name`, as its `Param` describes it."""
+    param = _SHARED[name]
+    if not default and param.default is not None and name not in PROMPT_FIELDS:
+        default = f"{param.default} for SVD"
+    return option(
+        param.option,
+        panel=PROMPTS if name in PROMPT_FIELDS else VIDEO,
+        metavar=metavar or ("N" if param.kind is int else "X"),
+        help=f"{param.help.rstrip('.')}; {default}." if default else param.help,
+        **more,
     )
+
+
+#: `--model`, for commands with another default.
+ModelName = Annotated[
+    str,
+    option(
+        panel=MODEL,
+        metavar="MODEL",
+        help="A hub id, a diffusers folder, or demo: a stand-in.",
+        common=True,
+        envvar="SVDPP_MODEL",
+        show_envvar=False,
+        autocompletion=complete.models,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """The weights, their precision, and the arguments of diffusers' `__call__`."""
 
-    model: str = MODEL.setting(
-        "MODEL",
-        "A hub id, a diffusers folder, or demo: a small built-in stand-in for trials.",
-        default=DEFAULT_MODEL,
-    )
-    as_family: str | None = MODEL.setting(
-        "NAME", "Run the model by another family, such as wan_v2v.", "--family"
-    )
-    revision: str | None = MODEL.setting(
-        "REV", "Branch, tag or commit of a hub model.", shown="its main branch"
-    )
-    variant: str | None = MODEL.setting("NAME", "Variant of the weights, such as fp16.")
-    lora: list[str] | None = MODEL.setting(
-        "FILE[:WEIGHT][:high|:low]",
-        "A LoRA, repeatable: a safetensors file, or OWNER/NAME/FILE on the hub; of two experts, "
-        "the one for high or low noise. Needs svdpp[lora].",
-    )
-    local_files_only: bool = MODEL.switch("Use only the hub cache; never download.")
-    dtype: Dtype | None = MODEL.setting(
-        "",
-        "Precision of weights and latents.",
-        shown="fp32 on the CPU; on CUDA fp16, for Wan and LTX-Video bf16",
-    )
-    memory_opt: bool = MODEL.switch(
-        "Save memory at the cost of time: feed-forward in chunks, decode 2 frames at a time."
-    )
-    channels_last: bool = MODEL.switch(
-        "Store weights of UNet and VAE in the memory format channels_last; bits differ."
-    )
-    deterministic: bool = MODEL.switch(
-        "Use torch's deterministic algorithms and no TF32; without it torch keeps its settings, as "
-        "in a plain diffusers script."
-    )
-    latent_shape: tuple[int, int, int, int, int] | None = MODEL.setting(
-        "B C F H W",
-        "Shape of the dummy model's latent: five sizes, each 1 or more.",
-        shown="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
-    )
-    steps: int | None = _of("num_inference_steps", "N", "--total-steps")
-    num_frames: int | None = _of("num_frames", "F")
-    decode_chunk_size: int | None = _of("decode_chunk_size", "F", shown="all")
-    seed: int | None = VIDEO.setting(
-        "N", "Seed of every clip, 0 to 2^63 - 1.", shown="0", between=(0, MAX_SEED)
-    )
-    height: int | None = _of("height", "PIXELS")
-    width: int | None = _of("width", "PIXELS")
-    fit: Fit = VIDEO.setting(
-        "",
-        "How to fit an image of another shape to the frame; diffusers stretches it.",
-        default="stretch",
-    )
-    fps: int | None = _of("fps", "FPS")
-    motion_bucket_id: int | None = _of("motion_bucket_id")
-    noise_aug_strength: float | None = _of("noise_aug_strength")
-    min_guidance_scale: float | None = _of("min_guidance_scale")
-    max_guidance_scale: float | None = _of("max_guidance_scale")
-    guidance_scale: float | None = _of("guidance_scale")
-    max_sequence_length: int | None = _of("max_sequence_length")
-    param: list[str] | None = PROMPTS.setting(
-        "NAME=VALUE",
-        "A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
-    )
+    model: ModelName = DEFAULT_MODEL
+    as_family: Annotated[
+        str | None,
+        option(
+            "--family",
+            panel=MODEL,
+            metavar="NAME",
+            help="Run the model by another family, such as wan_v2v.",
+            autocompletion=complete.families,
+        ),
+    ] = None
+    revision: Annotated[
+        str | None,
+        option(
+            panel=MODEL,
+            metavar="REV",
+            help="Branch, tag or commit of a hub model.",
+            show_default="its main branch",
+        ),
+    ] = None
+    variant: Annotated[
+        str | None,
+        option(panel=MODEL, metavar="NAME", help="Variant of the weights, such as fp16."),
+    ] = None
+    lora: Annotated[
+        list[str] | None,
+        option(
+            panel=MODEL,
+            metavar="LORA",
+            help="A LoRA, repeatable: FILE or OWNER/NAME/FILE, then :WEIGHT, :high or :low. Needs "
+            "the extra lora.",
+            common=True,
+        ),
+    ] = None
+    local_files_only: Annotated[
+        bool,
+        flag("--local-files-only", panel=MODEL, help="Use only the hub cache; never download."),
+    ] = False
+    dtype: Annotated[
+        Dtype | None,
+        option(
+            panel=MODEL,
+            metavar="TYPE",
+            help="Precision of weights and latents: fp32, fp16 or bf16.",
+            show_default="fp32 on the CPU; on CUDA fp16, for Wan and LTX-Video bf16",
+        ),
+    ] = None
+    memory_opt: Annotated[
+        bool,
+        flag(
+            "--memory-opt",
+            panel=MODEL,
+            help="Save memory at the cost of time: feed-forward in chunks, decode 2 frames at a "
+            "time.",
+        ),
+    ] = False
+    channels_last: Annotated[
+        bool,
+        flag(
+            "--channels-last",
+            panel=MODEL,
+            help="Store weights of UNet and VAE in the memory format channels_last; bits differ.",
+        ),
+    ] = False
+    deterministic: Annotated[
+        bool,
+        flag(
+            "--deterministic",
+            panel=MODEL,
+            help="Use torch's deterministic algorithms and no TF32; without it torch keeps its "
+            "settings, as in a plain diffusers script.",
+        ),
+    ] = False
+    latent_shape: Annotated[
+        tuple[int, int, int, int, int] | None,
+        option(
+            panel=MODEL,
+            metavar="B C F H W",
+            help="Shape of the dummy model's latent: five sizes, each 1 or more.",
+            show_default="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
+        ),
+    ] = None
+    steps: Annotated[int | None, _of("num_inference_steps", common=True)] = None
+    num_frames: Annotated[int | None, _of("num_frames", "F", common=True)] = None
+    decode_chunk_size: Annotated[
+        int | None, _of("decode_chunk_size", "F", default="all by default", common=True)
+    ] = None
+    seed: Annotated[
+        int | None,
+        option(
+            panel=VIDEO,
+            metavar="N",
+            help="Seed of every clip; 0 by default.",
+            common=True,
+        ),
+    ] = None
+    height: Annotated[int | None, _of("height", "N", common=True)] = None
+    width: Annotated[int | None, _of("width", "N", common=True)] = None
+    fit: Annotated[
+        Fit,
+        option(
+            panel=VIDEO,
+            metavar="HOW",
+            help="Fit of an image: stretch, crop or pad.",
+            show_default=False,
+            common=True,
+        ),
+    ] = "stretch"
+    fps: Annotated[int | None, _of("fps", "FPS", common=True)] = None
+    motion_bucket_id: Annotated[int | None, _of("motion_bucket_id")] = None
+    noise_aug_strength: Annotated[float | None, _of("noise_aug_strength")] = None
+    min_guidance_scale: Annotated[float | None, _of("min_guidance_scale")] = None
+    max_guidance_scale: Annotated[float | None, _of("max_guidance_scale")] = None
+    guidance_scale: Annotated[float | None, _of("guidance_scale", common=True)] = None
+    max_sequence_length: Annotated[int | None, _of("max_sequence_length")] = None
+    param: Annotated[
+        list[str] | None,
+        option(
+            panel=PROMPTS,
+            metavar="NAME=VALUE",
+            help="A parameter of the model's family, repeatable; svdpp models FAMILY lists them.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            check_whole("--seed", self.seed, 0, MAX_SEED)
 
     @property
     def is_dummy(self) -> bool:
@@ -187,6 +264,18 @@ class ModelOptions:
             given["from_image"] = from_image
         sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
         return sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutLooks(ModelOptions):
+    """The options of commands that make no videos: neither costs nor memory depend on these."""
+
+    fit: Fit = "stretch"
+    fps: int | None = None
+    motion_bucket_id: int | None = None
+    noise_aug_strength: float | None = None
+    min_guidance_scale: float | None = None
+    max_guidance_scale: float | None = None
 
 
 _LORA = re.compile(

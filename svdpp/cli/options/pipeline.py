@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from svdpp.cli.command import DIAGNOSTICS, LAYOUT, RECOVERY
+from svdpp.cli.options import complete
+from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, flag, option
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.config.limits import find_costs, is_number, require
@@ -25,80 +26,165 @@ if TYPE_CHECKING:
 OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
+SPLIT_HELP = (
+    "How a pipeline divides the steps. uniform: equally; balanced: so that the slowest rank is as "
+    "fast as possible; alternating: differently from clip to clip, for equal work."
+)
+
+
+def gpus_option(default: str) -> Any:
+    """Return the option for the number of ranks, with a text for its default."""
+    return option(
+        "--gpus",
+        panel=LAYOUT,
+        metavar="W",
+        help="Number of ranks, one on each GPU.",
+        show_default=default,
+        common=True,
+    )
+
+
+def seconds_option(name: str, help: str) -> Any:
+    """Return an option for a time limit."""
+    return option(name, panel=RECOVERY, metavar="SECONDS", help=help)
+
+
+def costs_option(default: str) -> Any:
+    """Return the option for costs, with a text for its default."""
+    return option(
+        panel=LAYOUT,
+        metavar="FILE|PRESET",
+        help="Costs for splits and forecasts: a file of svdpp profile, the run.json of an earlier "
+        f"run, or published costs: {', '.join(PRESETS)}.",
+        show_default=default,
+        autocompletion=complete.presets,
+    )
+
+
+#: `--device`, for commands with another default.
+Device = Annotated[
+    str,
+    option(
+        panel=LAYOUT,
+        metavar="DEVICE",
+        help="cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, over "
+        "gloo. auto: GPUs if there are any, else the CPU for demo and dummy, verify and doctor.",
+        envvar="SVDPP_DEVICE",
+        show_envvar=False,
+        autocompletion=complete.devices,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions(ModelOptions):
     """The options that together give one configuration; None stands for the default."""
 
-    world: int | None = LAYOUT.setting(
-        "W",
-        "Number of ranks, one on each GPU. With the uniform split it must divide the steps.",
-        "--gpus",
-        "--world",
-        shown="all GPUs, if they divide the steps; on the CPU 2",
-    )
-    device: str = LAYOUT.setting(
-        "auto|cuda|cpu|cuda:N",
-        "cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, over gloo. "
-        "auto: GPUs if there are any, else the CPU for demo and dummy, verify and doctor.",
-        default="auto",
-    )
-    threads: int | None = LAYOUT.setting(
-        "T",
-        "CPU threads of each rank, at most 16 per core. Bits depend on this number.",
-        shown="cores divided by ranks; on CUDA 1",
-    )
-    timeout: float = RECOVERY.setting(
-        "SECONDS", "End the run if a rank makes no progress for this long.", default=600.0
-    )
-    start_timeout: float = RECOVERY.setting(
-        "SECONDS", "End the run if ranks are not ready after this long.", default=600.0
-    )
-    checksum: bool = DIAGNOSTICS.switch("Send a crc32 with each packet and compare it on arrival.")
-    allow_mixed_devices: bool = LAYOUT.switch(
-        "Accept ranks on different GPUs or library versions; their clips are not marked as exact."
-    )
-    layout: Literal["auto", "pipeline", "data-parallel"] | None = LAYOUT.setting(
-        "",
-        "pipeline: each rank does some steps of all clips; data-parallel: each makes whole clips; "
-        "auto: best forecast, with pairs or without.",
-        shown="pipeline",
-    )
-    split: Split | None = LAYOUT.setting(
-        "",
-        "How a pipeline divides the steps. uniform: equally; balanced: so that the slowest rank is "
-        "as fast as possible; alternating: differently from clip to clip, for equal work.",
-        shown="uniform",
-    )
-    replicas: int | None = LAYOUT.setting(
-        "R", "Independent pipelines of W/R ranks; R divides W.", shown="1"
-    )
-    decoders: int | None = LAYOUT.setting(
-        "K", "Ranks at the end of each pipeline that decode clips in turn.", shown="1"
-    )
-    cfg_parallel: Literal["auto", "1", "2"] | None = LAYOUT.setting(
-        "",
-        "Ranks that do each step of a clip together. 2: pairs of ranks, each for one branch of "
-        "the guidance; a clip takes about half as long. auto: by forecast, if the bits are equal.",
-        shown="1; with --layout auto auto",
-    )
-    decode_ranks: int | None = LAYOUT.setting(
-        "N",
-        "Ranks that decode each clip of SVD together, each some of its --decode-chunk-size chunks.",
-        shown="both ranks of a pair, if there are several chunks, else 1",
-    )
-    costs: str | None = LAYOUT.setting(
-        "FILE|PRESET",
-        "Costs for splits and forecasts: a file of svdpp profile, the run.json of an earlier run, "
-        f"or published costs: {', '.join(PRESETS)}.",
-        shown=ASSUMED_COSTS,
-    )
-    share_experts: bool = LAYOUT.switch(
-        "Let one rank hold both experts, so that the steps can be cut anywhere."
-    )
+    world: Annotated[int | None, gpus_option("all GPUs; on the CPU 2")] = None
+    device: Device = "auto"
+    threads: Annotated[
+        int | None,
+        option(
+            panel=LAYOUT,
+            metavar="T",
+            help="CPU threads of each rank, at most 16 per core. Bits depend on this number.",
+            show_default="cores divided by ranks; on CUDA 1",
+        ),
+    ] = None
+    timeout: Annotated[
+        float, seconds_option("--timeout", "End the run if a rank makes no progress for this long.")
+    ] = 600.0
+    start_timeout: Annotated[
+        float,
+        seconds_option("--start-timeout", "End the run if ranks are not ready after this long."),
+    ] = 600.0
+    checksum: Annotated[
+        bool,
+        flag(
+            "--checksum",
+            panel=DIAGNOSTICS,
+            help="Send a crc32 with each packet and compare it on arrival.",
+        ),
+    ] = False
+    allow_mixed_devices: Annotated[
+        bool,
+        flag(
+            "--allow-mixed-devices",
+            panel=LAYOUT,
+            help="Accept ranks on different GPUs or library versions; their clips are not marked "
+            "as exact.",
+        ),
+    ] = False
+    layout: Annotated[
+        Literal["auto", "pipeline", "data-parallel"] | None,
+        option(
+            panel=LAYOUT,
+            metavar="NAME",
+            help="pipeline, the default: each rank does some steps of all clips; data-parallel: "
+            "each makes whole clips; auto: the best forecast.",
+            common=True,
+        ),
+    ] = None
+    split: Annotated[
+        Split | None,
+        option(
+            panel=LAYOUT,
+            metavar="NAME",
+            help=SPLIT_HELP,
+            show_default="uniform",
+        ),
+    ] = None
+    replicas: Annotated[
+        int | None,
+        option(
+            panel=LAYOUT,
+            metavar="R",
+            help="Independent pipelines of W/R ranks; R divides W.",
+            show_default="1",
+        ),
+    ] = None
+    decoders: Annotated[
+        int | None,
+        option(
+            panel=LAYOUT,
+            metavar="K",
+            help="Ranks at the end of each pipeline that decode clips in turn.",
+            show_default="1",
+        ),
+    ] = None
+    cfg_parallel: Annotated[
+        Literal["auto", "1", "2"] | None,
+        option(
+            panel=LAYOUT,
+            metavar="N",
+            help="Ranks that do each step of a clip together: auto, 1 or 2. 2: pairs of ranks, "
+            "each for one branch of the guidance; a clip takes about half as long. auto: by "
+            "forecast, if the bits are equal.",
+            show_default="1; with --layout auto auto",
+        ),
+    ] = None
+    decode_ranks: Annotated[
+        int | None,
+        option(
+            panel=LAYOUT,
+            metavar="N",
+            help="Ranks that decode each clip of SVD together, each some of its "
+            "--decode-chunk-size chunks.",
+            show_default="both ranks of a pair, if there are several chunks, else 1",
+        ),
+    ] = None
+    costs: Annotated[str | None, costs_option(ASSUMED_COSTS)] = None
+    share_experts: Annotated[
+        bool,
+        flag(
+            "--share-experts",
+            panel=LAYOUT,
+            help="Let one rank hold both experts, so that the steps can be cut anywhere.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.refined if self.layout in ("auto", "data-parallel") else ():
             raise RequestError(f"--layout {self.layout} chooses the layout: leave out --{name}")
         is_twice = self.chooses and self.decode_ranks is not None
@@ -157,6 +243,20 @@ class PipelineOptions(ModelOptions):
         if device.startswith("cuda"):  # bits then do not depend on the number of ranks
             return 1
         return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutLayout(PipelineOptions):
+    """The options of commands for which each rank does the same."""
+
+    layout: Literal["auto", "pipeline", "data-parallel"] | None = None
+    split: Split | None = None
+    replicas: int | None = None
+    decoders: int | None = None
+    cfg_parallel: Literal["auto", "1", "2"] | None = None
+    decode_ranks: int | None = None
+    costs: str | None = None
+    share_experts: bool = False
 
 
 def remark_on(costs: Costs) -> str:

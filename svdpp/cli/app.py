@@ -1,0 +1,134 @@
+"""The program: its commands, each of which is imported only to run it, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from svdpp import __version__
+from svdpp.cli.command import unhide
+from svdpp.cli.failures import wrong_usage
+from svdpp.cli.given import GivenGroup, help_option
+from svdpp.cli.options.declare import flag
+
+#: The first sentence of each command's help.
+COMMANDS: Mapping[str, str] = {
+    "run": "Animate images: each becomes a clip.",
+    "plan": "Show which rank does which steps, when, and how long it takes.",
+    "simulate": "Rehearse a run with real processes, without weights or GPUs.",
+    "verify": "Prove that the pipeline's clips equal those of diffusers, bit for bit.",
+    "profile": "Measure the costs that plans are based on.",
+    "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
+    "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
+    "models": "List the families of models, and what one family or checkpoint takes.",
+    "report": "Say what limits a finished run, and what would make it faster.",
+    "doctor": "Check in half a minute that a run has what it needs.",
+    "env": "Show versions, devices, ffmpeg and settings, ready to paste into a report.",
+}
+
+_HELP = """\
+Run video diffusion on several devices by splitting the denoising steps.
+
+Every clip has the same bits as from diffusers on one device, and svdpp verify proves it. The \
+pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make each clip sooner.
+"""
+
+#: Paragraphs at the end of the help.
+EPILOG = """\
+The variables SVDPP_MODEL, SVDPP_DEVICE, SVDPP_DATA, SVDPP_QUEUE, SVDPP_FILES and SVDPP_LOG_FILE \
+set the defaults of the options that they are named after.
+
+Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of \
+memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input \
+unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 10 a benchmark missed \
+a target; 128 + n ended by signal n. If several clips fail, the exit code is the highest of theirs.
+"""
+
+# Options that fit on a screen; the help of a command with more shows the common ones.
+_ONE_SCREEN = 16
+
+
+class LazyGroup(GivenGroup):
+    """Commands whose module is imported only when they are named; the help has stubs of them."""
+
+    def resolve_command(  # type: ignore[override]  # the base class has a private context
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, Any, list[str]]:
+        """Return name, command and further words of a command line; see `TyperGroup`."""
+        name, stub, rest = super().resolve_command(ctx, args)
+        if name is None:
+            return name, stub, rest
+        command = load_command(name)
+        if ctx.resilient_parsing:  # a shell completes the names of all options
+            unhide(command)
+        return name, command, rest
+
+
+app = typer.Typer(name="svdpp", cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"svdpp {__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    help=_HELP,
+    epilog=EPILOG,
+    subcommand_metavar="COMMAND ...",
+    options_metavar="",
+    add_help_option=False,
+)
+def svdpp(
+    version: Annotated[
+        bool,
+        flag(
+            "--version",
+            panel="Options",
+            common=True,
+            help="Show the version and exit.",
+            is_eager=True,
+            callback=_show_version,
+        ),
+    ] = False,
+    help: Annotated[bool, help_option()] = False,
+) -> None:
+    """Answer the options of the program itself."""
+
+
+def _stub() -> None:
+    raise AssertionError("LazyGroup runs the command itself")
+
+
+for _name, _summary in COMMANDS.items():
+    app.command(_name, help=_summary)(_stub)
+
+
+def load_command(name: str) -> TyperCommand:
+    """Return the command of that name; its module is imported."""
+    command = typer.main.get_command(import_module(f"svdpp.cli.{name}").app)
+    assert isinstance(command, TyperCommand), "a module has one command"
+    if len(command.params) <= _ONE_SCREEN:
+        unhide(command)
+    return command
+
+
+def run_command_line(arguments: Sequence[str]) -> int:
+    """Run the command that `arguments` name, and return the exit code."""
+    words = list(arguments)
+    try:
+        return app(words, prog_name="svdpp", standalone_mode=False, obj=tuple(words)) or 0
+    except typer.TyperException as error:
+        if not arguments:  # the help was shown instead
+            return 2
+        return wrong_usage(error, arguments)
+    except typer.Abort:
+        return 1
+    except SystemExit as error:  # after a completion, or if the reader of stdout has ended
+        return 128 + signal.SIGPIPE if error.code else 0

@@ -1,0 +1,98 @@
+"""Ends of a command: errors and signals become a sentence or JSON, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from svdpp.cli.console import Console
+from svdpp.cli.options.declare import names_of
+from svdpp.errors import (
+    Interrupted,
+    RankError,
+    RequestError,
+    SvdppError,
+    error_to_dict,
+    exit_code_of,
+    nearest,
+)
+from svdpp.launch import process_lifetime
+from svdpp.launch.world import find_world, is_member
+
+# Typer converts values by pydantic, in whose words it reports wrong ones.
+_PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
+# Rank 0 may have failed with the same error before it could listen.
+_REPORT_SECONDS = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
+    """Report a command line that Typer refuses, and return the exit code."""
+    # Of Typer's usage errors only their base class is public.
+    context: Any = getattr(error, "ctx", None)
+    sentence = error.format_message().strip().rstrip(".")
+    for words, ours in _PYDANTIC.items():
+        sentence = sentence.replace(words, ours)
+    # Typer does not say where a value is missing.
+    path = " ".join(["svdpp", *arguments[:1]]) if context is None else context.command_path
+    hint = f"{path} --help shows its usage"
+    if (word := getattr(error, "option_name", None)) and sentence.startswith("No such option"):
+        sentence = f"no such option: {word}"
+        known = [name for one in context.command.params for name in names_of(one.opts)]
+        hint = nearest(word, known, hint)
+    refused = RequestError(sentence[:1].lower() + sentence[1:], hint)
+    Console(as_json="--json" in arguments).error(refused)
+    return refused.exit_code
+
+
+@contextlib.contextmanager
+def answered(console: Console, *, debug: bool) -> Iterator[None]:
+    """Reports signals and errors of the block in one sentence, and exits with their code."""
+    previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (Interrupted, Exception) as error:
+        if isinstance(error, Interrupted):
+            previous = {}  # keep `end_at_once` for a second signal until the process ends
+        if debug or not _is_told_elsewhere(error):
+            console.error(error, debug=debug)
+        raise typer.Exit(exit_code_of(error)) from error
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _is_told_elsewhere(error: BaseException) -> bool:
+    """Whether rank 0 reports `error`, which a rank that could not start sends there, or nobody."""
+    try:
+        launched = find_world()
+    except RequestError:
+        return False
+    if not is_member(launched):
+        return False
+    if not isinstance(error, SvdppError) or isinstance(error, RankError):
+        return not isinstance(error, Exception) or launched.local_rank != 0
+    from svdpp.worker.rank import report_failure
+
+    return report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    """Ends the run in order at the first signal, and at once at the second."""
+    for other in _SIGNALS:
+        signal.signal(other, end_at_once)
+    raise Interrupted(number)
+
+
+def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
+    """Ends the process silently as by signal `number`; its ranks notice and end, too."""
+    process_lifetime.remove_temp_files()
+    os._exit(128 + number)

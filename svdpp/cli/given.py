@@ -1,0 +1,82 @@
+"""Typer's commands, faster: options that are not on the command line are not converted.
+
+Typer 0.29 makes a pydantic model of each option that it parses, also of those that keep their
+default. That takes light commands longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from svdpp.cli.options.declare import flag, names_of
+
+_HELP = ("-h", "--help", "--help-all")
+
+
+def show_help(context: typer.Context, wanted: bool) -> None:
+    """Print the help and end the command."""
+    if wanted:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def help_option() -> Any:
+    """Return the option `--help`; Typer's own is converted in every command."""
+    return flag(
+        "--help",
+        "-h",
+        panel="Options",
+        help="Show this message and exit.",
+        common=True,
+        is_eager=True,
+        callback=show_help,
+    )
+
+
+class GivenGroup(TyperGroup):
+    """A group whose options are converted only if they are given."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Return the arguments that follow the options; see `TyperGroup`."""
+        offered = self.params
+        self.params = [*_given(offered, args[:1], ctx)]
+        try:
+            return super().parse_args(ctx, args)
+        finally:
+            self.params = offered
+
+
+class GivenCommand(TyperCommand):
+    """A command whose options are converted only if they are given."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Return the arguments that no parameter took; see `TyperCommand`."""
+        offered = self.params
+        self.params = [*_given(offered, args, ctx)]
+        try:
+            return super().parse_args(ctx, args)
+        finally:
+            self.params = offered
+
+
+def _given(offered: Sequence[Any], words: list[str], context: typer.Context) -> Iterator[Any]:
+    """Yield the parameters to parse: arguments, and options with a value from the user."""
+    heads = {word.partition("=")[0] for word in words}
+    needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
+    # Such as -o, -ofile and -vq.
+    has_short = any(word[:1] == "-" and word[:2] != "--" for word in words)
+    for one in offered:
+        is_short = any(name[:2] != "--" for name in one.opts)
+        if (
+            needs_all
+            or one.param_type_name == "argument"
+            or not heads.isdisjoint(names_of(one.opts))
+            or (has_short and is_short)
+            or (one.envvar is not None and os.environ.get(one.envvar))
+        ):
+            yield one

@@ -1,0 +1,109 @@
+"""Declaration of options: names, panel of the help, and the values that a shell completes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+# Panels of the help, in its order.
+SERVICE = "Service"
+OUTPUT = "Output"
+VIDEO = "Video"
+PROMPTS = "Prompts"
+MODEL = "Model and precision"
+LAYOUT = "Layout"
+COSTS = "Costs"
+MEMORY = "Memory"
+RECOVERY = "Recovery"
+DIAGNOSTICS = "Diagnostics"
+PANELS = (*(SERVICE, OUTPUT, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS),)
+
+#: Variables that set the default of an option.
+VARIABLES = (
+    *("SVDPP_MODEL", "SVDPP_DEVICE", "SVDPP_DATA", "SVDPP_QUEUE", "SVDPP_FILES", "SVDPP_LOG_FILE"),
+)
+
+#: Further spellings of options and choices, which the help does not show: those of diffusers and
+#: torchrun, and those of earlier versions.
+FURTHER_NAMES = {
+    "world": "gpus",
+    "num-inference-steps": "steps",
+    "total-steps": "steps",
+    "num-frames": "frames",
+    "max-sequence-length": "max-prompt-tokens",
+    "skip-existing": "resume",
+    "dithered": "alternating",
+}
+
+
+def option(
+    *names: str, panel: str, metavar: str, help: str, common: bool = False, **more: Any
+) -> Any:
+    """Return an option with a value, for `Annotated`.
+
+    Args:
+        names: as users type them; without any, the field's name with dashes.
+        panel: one of `PANELS`.
+        metavar: placeholder of the value in the help.
+        help: one or two sentences without square brackets, which rich takes for markup.
+        common: whether `--help` shows it; `--help-all` shows all.
+        more: further arguments of `typer.Option`.
+    """
+    return typer.Option(
+        *names, rich_help_panel=panel, metavar=metavar, help=help, hidden=not common, **more
+    )
+
+
+def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) -> Any:
+    """Return an option without a value; arguments as for `option`, with at least one name."""
+    return option(*names, panel=panel, metavar="", help=help, common=common, **more)
+
+
+def path_option(*names: str, **about: Any) -> Any:
+    """Return an option whose value is a path; arguments as for `option`.
+
+    Whether the file exists and can be read or written is the command's own check.
+    """
+    return option(*names, parser=_path, **about)
+
+
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    """Return a positional argument, for `Annotated`; `more` are arguments of `typer.Argument`."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
+
+
+def path_argument(metavar: str, help: str) -> Any:
+    """Return a positional argument that is a path."""
+    return argument(metavar, help, parser=_path)
+
+
+def between(low: int, high: int | None = None) -> Any:
+    """Return a check of a whole number for `callback`; None as `high` is no upper limit."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and not low <= value <= (value if high is None else high):
+            limits = f"{low} or more" if high is None else f"{low} to {high}"
+            raise typer.BadParameter(f"must be {limits}, got {value}")
+        return value
+
+    return check
+
+
+def present_name(name: str) -> str:
+    """Return the present name of an option without its dashes, or of a choice."""
+    return FURTHER_NAMES.get(name, name)
+
+
+def names_of(options: list[str]) -> list[str]:
+    """Return `options` with their further names: `--gpus` as `--gpus` and `--world`."""
+    further = [f"--{old}" for old, new in FURTHER_NAMES.items() if f"--{new}" in options]
+    return [*options, *further]
+
+
+def _path(text: str | Path) -> Path:
+    # Typer also converts defaults. Path("") would be the working folder.
+    if text == "":
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
