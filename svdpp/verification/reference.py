@@ -25,7 +25,13 @@ from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import step_callback
-from svdpp.models.engine.load import apply_memory_options, dtype_of, load_loras, silence_libraries
+from svdpp.models.engine.load import (
+    apply_memory_options,
+    dtype_of,
+    load_loras,
+    silence_libraries,
+    text_processors,
+)
 from svdpp.models.engine.model import audio_of, call_arguments
 from svdpp.models.engine.records import Packer, changed_state, replaced, snapshot
 from svdpp.models.engine.rows import Row
@@ -179,6 +185,7 @@ class Reference:
                 variant=checkpoint.variant,
                 use_safetensors=True,
                 local_files_only=True,
+                **text_processors(checkpoint),
             )
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.to(device)

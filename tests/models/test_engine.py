@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 import pytest
@@ -16,12 +17,13 @@ from transformers import TokenizersBackend
 from svdpp.config import ClipRequest
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.base import Tensors
+from svdpp.models.engine.load import component_class
 from svdpp.models.engine.model import EngineModel
 from svdpp.models.engine.records import Packer, unpack, zeros
 from svdpp.models.engine.rows import ltx_generator_device
 from tests.models.builders import edit_json
 from tests.models.range_checks import Row, assert_equal, nothing, ranks, read_folder
-from tests.models.test_rows import Rows
+from tests.models.test_rows import CASES, FIRST, Rows
 from tests.models.tiny_families import save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -219,3 +221,26 @@ def test_wrong_configs_are_refused(
     assert f": {file}: " in said or ": scheduler/" in said
     assert said.isprintable()
     assert len(said) < 400
+
+
+def test_no_prompt_reaches_a_loader_of_images(rows: Rows) -> None:
+    """A processor of text and images takes images first: a URL is fetched, a path is opened."""
+    row = rows(KANDINSKY)
+    for prompt in ("http://127.0.0.1:9/a.png", __file__, "the sea at night"):
+        row.encode(row.request(prompt))
+        assert row.encoder.removed_text(prompt) == ""
+    short = encoder(row, max_sequence_length=8)
+    assert short.removed_text("the sea at night") == "at night"
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_small_checkpoints_have_the_classes_of_published_ones(rows: Rows, name: str) -> None:
+    """Those that the constructor of diffusers' pipeline names."""
+    checkpoint, case = rows(name).checkpoint, CASES[name]
+    pipeline = getattr(diffusers, checkpoint.row.pipeline(case.image))
+    index = json.loads((checkpoint.folder / "model_index.json").read_text())
+    for part, annotation in inspect.get_annotations(pipeline.__init__, eval_str=True).items():
+        named = [each.__name__ for each in get_args(annotation) or [annotation]]
+        if (part in checkpoint.row.parts) and index[part][1] is not None:
+            found = component_class(part, index[part][1]).__name__
+            assert found in named or "AutoTokenizer" in named, part

@@ -70,7 +70,26 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
         row = ROWS[family]
         pipeline: Any = getattr(diffusers, row.pipeline(image or row.text is None))
         pipeline(**parts).save_pretrained(folder, safe_serialization=True, **options)
+    _name_published_classes(folder, family)
     return folder
+
+
+def _name_published_classes(folder: Path, family: str) -> None:
+    """Names classes in `model_index.json` as published checkpoints do.
+
+    Without torchvision, transformers has neither these image processors, whose place others take,
+    nor Kandinsky's processor, which cannot be made here.
+    """
+    path = folder / "model_index.json"
+    index = json.loads(path.read_text())
+    for part, entry in index.items():
+        if isinstance(entry, list) and str(entry[1]).endswith("ProcessorPil"):
+            index[part] = [entry[0], entry[1].removesuffix("Pil")]
+    if family == "kandinsky5":
+        index["tokenizer"] = ["transformers", "Qwen2VLProcessor"]
+        image = {"image_processor_type": "Qwen2VLImageProcessor"}
+        (folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(image))
+    path.write_text(json.dumps(index))
 
 
 save_tiny_wan = partial(save_tiny, "wan")
@@ -124,11 +143,24 @@ def _tokenizer() -> transformers.T5TokenizerFast:
     )
 
 
-def _fast_tokenizer(**options: Any) -> transformers.PreTrainedTokenizerFast:
-    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer().backend_tokenizer, **names, **options
-    )
+def _letters(kind: str, *special: str, **options: Any) -> Any:
+    """A tokenizer of a class of transformers, whose tokens are letters."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = [*special, "\u0120", "\u2581", *letters, *(f"{each}</w>" for each in letters)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return getattr(transformers, kind)(vocab=vocabulary, merges=[], **options)
+
+
+def _llama_tokenizer(**options: Any) -> Any:
+    return _letters("LlamaTokenizerFast", "<pad>", "<s>", "</s>", pad_token="<pad>", **options)
+
+
+def _clip_tokenizer() -> Any:
+    return _letters("CLIPTokenizer", "<|startoftext|>", "<|endoftext|>", model_max_length=77)
+
+
+def _qwen_tokenizer(**options: Any) -> Any:
+    return _letters("Qwen2Tokenizer", "<|endoftext|>", **options)
 
 
 def _t5(width: int = 1, kind: str = "T5", dtype: torch.dtype = torch.float32) -> Parts:
@@ -190,7 +222,12 @@ def _wan(
 
 def _like_wan(transformer: Any, **changes: float) -> Parts:
     scheduler = UniPCMultistepScheduler(**{**WAN_UNIPC, **changes})
-    return {**_t5(), "vae": _wan_vae(16), "transformer": transformer, "scheduler": scheduler}
+    return {
+        **_t5(kind="UMT5"),
+        "vae": _wan_vae(16),
+        "transformer": transformer,
+        "scheduler": scheduler,
+    }
 
 
 def _wan_vae(z_dim: int, residual: bool = False, width: int = 1) -> diffusers.AutoencoderKLWan:
@@ -289,7 +326,10 @@ def _ltx2(_: bool) -> Parts:
         **{"resolution": 32, "latent_channels": 2, "mel_bins": 8},
     )
     return {
-        "tokenizer": _fast_tokenizer(padding_side="left"),
+        "tokenizer": _letters(
+            *("GemmaTokenizerFast", "<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
+            padding_side="left",
+        ),
         "text_encoder": transformers.Gemma3ForConditionalGeneration(config),
         "connectors": diffusers.pipelines.ltx2.LTX2TextConnectors(
             **{"caption_channels": TEXT, "text_proj_in_factor": 3, **connectors},
@@ -324,9 +364,9 @@ def _hunyuan_video(image: bool) -> Parts:
     clip_sizes = {**_LLM, "hidden_size": 8, "num_hidden_layers": 2}
     clip = transformers.CLIPTextConfig(**clip_sizes, pad_token_id=0, eos_token_id=2)
     parts = {
-        "tokenizer": _fast_tokenizer(),
+        "tokenizer": _llama_tokenizer(),
         "text_encoder": transformers.LlamaModel(llama),
-        "tokenizer_2": _fast_tokenizer(model_max_length=77),
+        "tokenizer_2": _clip_tokenizer(),
         "text_encoder_2": transformers.CLIPTextModel(clip),
         "vae": diffusers.AutoencoderKLHunyuanVideo(
             latent_channels=4, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4
@@ -339,7 +379,7 @@ def _hunyuan_video(image: bool) -> Parts:
     if not image:
         return parts
     marks = ["<image>", "<|end_header_id|>"]
-    parts["tokenizer"] = _fast_tokenizer(additional_special_tokens=marks)
+    parts["tokenizer"] = _llama_tokenizer(additional_special_tokens=marks)
     llava = transformers.LlavaConfig(
         vision_config=_vision(48, 2),  # the 576 patches that the pipeline expects
         text_config=llama,
@@ -385,7 +425,7 @@ def _qwen() -> Any:
 def _hunyuan_video_15(image: bool) -> Parts:
     template = "{% for each in messages %}{{ each.content }}{% endfor %}"
     parts = {
-        "tokenizer": _fast_tokenizer(chat_template=template),
+        "tokenizer": _qwen_tokenizer(chat_template=template),
         "text_encoder": transformers.Qwen2_5_VLTextModel(_qwen()),
         "tokenizer_2": transformers.ByT5Tokenizer(),
         "text_encoder_2": transformers.T5EncoderModel(
@@ -435,7 +475,7 @@ def _skyreels_v2(image: bool) -> Parts:
 def _kandinsky5(image: bool) -> Parts:
     parts = {
         **_hunyuan_video(image=False),
-        "tokenizer": _fast_tokenizer(),
+        "tokenizer": _qwen_tokenizer(),
         "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(
             transformers.Qwen2_5_VLConfig(
                 text_config=_qwen().to_dict(),

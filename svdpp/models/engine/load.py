@@ -15,6 +15,7 @@ import torch
 import tqdm
 import transformers
 from transformers.initialization import no_init_weights
+from transformers.processing_utils import ProcessorMixin
 
 from svdpp.config import ModelConfig
 from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory
@@ -137,14 +138,55 @@ def _on_device(cls: Any, device: str) -> Any:
 # 2. A component.
 
 
+class TextProcessor(ProcessorMixin):  # type: ignore[misc]
+    """A processor of text and images of which only the tokenizer is loaded.
+
+    Kandinsky 5 has such a processor as its tokenizer, and gives it text alone, whose tokens are the
+    same. Called with a prompt in the first place, the whole processor would take it for an image:
+    fetch a URL, open a path. This one has no code for images, and needs no torchvision.
+    """
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        super().__init__(tokenizer)
+
+
 def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
-    """A component without weights: a tokenizer, an image processor or a guider."""
+    """Load a component without weights: a tokenizer, an image processor or a guider.
+
+    Args:
+        checkpoint: checked checkpoint.
+        part: name of the component, which is that of its folder.
+        cls: class of the component. Of a processor in a tokenizer's place, only the tokenizer is
+            loaded.
+
+    Raises:
+        ModelError: the component's files are missing or damaged.
+    """
     folder = checkpoint.folder / part
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
     if part == "tokenizer" and not any(map(Path.is_file, files)):
         raise ModelError("tokenizer/tokenizer.json is missing")  # the library makes one up
     with library_errors(part, checkpoint):
-        return cls.from_pretrained(folder, local_files_only=True)
+        if not issubclass(cls, ProcessorMixin):
+            return cls.from_pretrained(folder, local_files_only=True)
+        local = {"local_files_only": True, "trust_remote_code": False}
+        if not part.startswith("tokenizer"):
+            return cls.from_pretrained(folder, **local)
+        return TextProcessor(transformers.AutoTokenizer.from_pretrained(folder, **local))
+
+
+def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Load each `TextProcessor` of a checkpoint, by the name of its component.
+
+    Raises:
+        ModelError: the component's files are missing or damaged.
+    """
+    tokenizers = {part: component_class(part, name) for part, name in checkpoint.classes}
+    return {
+        part: load_processor(checkpoint, part, cls)
+        for part, cls in tokenizers.items()
+        if part.startswith("tokenizer") and issubclass(cls, ProcessorMixin)
+    }
 
 
 def _load_module(

@@ -11,6 +11,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch.nn import functional
+from transformers.processing_utils import ProcessorMixin
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.config.pipeline import IMAGE
@@ -120,8 +121,13 @@ class EngineModel:
         return result if isinstance(result, tuple) else (result,)
 
     def removed_text(self, prompt: str) -> str:
-        """The end of `prompt` that does not fit in `max_sequence_length`; on the encoding rank."""
+        """Return the end of `prompt` that does not fit in `max_sequence_length` tokens.
+
+        It is empty if all of the prompt fits. Only a rank that encodes has the tokenizer.
+        """
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
+        if isinstance(tokenizer, ProcessorMixin):  # its first argument is an image
+            tokenizer = tokenizer.tokenizer
         tokens = tokenizer(prompt).input_ids
         if len(tokens) <= length:
             return ""
