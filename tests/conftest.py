@@ -99,7 +99,8 @@ def _left() -> list[str]:
     own = util.get_temp_dir()
     lasting = (os.path.basename(own), "matplotlib-")
     runs = [name for name in os.listdir(own) if name.startswith("svdpp-")]
-    return runs + [n for n in os.listdir(os.environ["TMPDIR"]) if not n.startswith(lasting)]
+    # Not by the variable, which a test may have replaced.
+    return runs + [n for n in os.listdir(tempfile.gettempdir()) if not n.startswith(lasting)]
 
 
 @pytest.fixture(autouse=True)

@@ -138,6 +138,7 @@ class PipelineRanks:
             device=self.config.device,
             preload=modules_for(None if self.checkpoint is None else self.checkpoint.family),
             ignores_signals=self._ignores_signals,
+            start_timeout=self.config.start_timeout_seconds,
         )
 
     def _terms(self) -> Terms:
@@ -170,8 +171,13 @@ class PipelineRanks:
 
     def _start(self) -> None:
         """Starts or joins the ranks, and waits until all are ready for work."""
-        self.trace.begun = self.trace.ready = time.monotonic()
-        self._supervisor = Supervisor(self._open(), self.config, self._take_event, trace=self.trace)
+        begun = self.trace.begun = self.trace.ready = time.monotonic()
+        group = self._open()
+        if self.world is not None:
+            begun = time.monotonic()  # joining a launcher's ranks has a deadline of its own
+        self._supervisor = Supervisor(
+            group, self.config, self._take_event, trace=self.trace, begun=begun
+        )
         try:
             self._thread.start()
             self._has_begun.wait()

@@ -56,10 +56,11 @@ class Supervisor:
         config: PipelineConfig,
         *observers: Observer,
         trace: Trace | None = None,
+        begun: float | None = None,
     ) -> None:
         self._group = group
         self._config = config
-        self._liveness = Liveness(config, time.monotonic())
+        self._liveness = Liveness(config, time.monotonic(), begun)
         self._observers = observers
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
@@ -272,8 +273,9 @@ class Liveness:
     of computing without progress. `seen` is by rank; all times are seconds on one clock.
     """
 
-    def __init__(self, config: PipelineConfig, now: float) -> None:
-        self._begun = self._polled = now
+    def __init__(self, config: PipelineConfig, now: float, begun: float | None = None) -> None:
+        self._polled = now
+        self._begun = now if begun is None else begun
         self._start_timeout = config.start_timeout_seconds
         self._heartbeat_timeout = silence_limit(config)
         self._timeout = config.timeout_seconds

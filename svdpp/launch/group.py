@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.launch import process_lifetime
+from svdpp.launch.start_deadline import StartDeadline, end_fork_server
 from svdpp.launch.world import World
 
 #: What a program has to do whose ranks are started as multiprocessing starts processes.
@@ -223,6 +226,7 @@ class Group:
             member.channel.close(0.0 if is_local else max(0.0, deadline - time.monotonic()))
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        _groups.discard(self)
 
     def _processes(self) -> list[Any]:
         return [m.process for m in self.members if getattr(m.process, "pid", None) is not None]
@@ -258,19 +262,35 @@ def start_ranks(
     device: str = "cpu",
     preload: Sequence[str] = (),
     ignores_signals: bool = False,
+    start_timeout: float = 600.0,
 ) -> Group:
-    """Starts ranks on this machine; each runs `entry` with `argument`, which is pickled.
+    """Start ranks on this machine by torch.multiprocessing; each runs `entry`.
 
-    CPU ranks are forked from a server, which imports `preload` once for all; CUDA ranks are
-    spawned. With `ignores_signals` they survive INT, TERM and HUP, which a terminal and systemd
-    send to all processes; they end with this process in any case.
+    CPU ranks are forked from a server, CUDA ranks are spawned.
+
+    Args:
+        entry: function at module level.
+        argument: second argument of `entry`; it is pickled.
+        world_size: number of ranks.
+        backend: `gloo` or `nccl`.
+        device: `cpu`, `cuda` or `cuda:N`, of the configuration.
+        preload: modules that the fork server imports once for all ranks, as of `modules_for`.
+        ignores_signals: whether the ranks survive INT, TERM and HUP, which a terminal and systemd
+            send to all processes; they end with this process in any case.
+        start_timeout: seconds within which all processes must run, though not be ready for work.
+
+    Raises:
+        RequestError: the program comes from stdin, or its ranks import it without a guard.
+        RankError: a process has not started in time, or the system refuses to start one.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(1)  # a rank that imports the script; the parent says what is wrong
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         raise RequestError(f"ranks import your script, which stdin does not allow: {GUARD}")
     method = start_method(device)
-    context: Any = multiprocessing.get_context(method)
+    from torch import multiprocessing as torch_multiprocessing  # not at the top: see the module
+
+    context: Any = torch_multiprocessing.get_context(method)
     is_main_thread = threading.current_thread() is threading.main_thread()
     start = _Start(
         entry,
@@ -286,13 +306,15 @@ def start_ranks(
     group = Group(members, start.folder)
     try:
         with contextlib.ExitStack() as while_starting:
+            deadline = while_starting.enter_context(StartDeadline(start_timeout))
             if method == "spawn":  # ranks that still import are protected from Ctrl-C
                 resource_tracker.ensure_running()  # first: starting it unblocks the signals
                 while_starting.enter_context(process_lifetime.environment_defaults())
                 while_starting.enter_context(process_lifetime.signals_blocked())
             else:  # the first rank waits for the server's imports, and Ctrl-C must end that wait
                 start_fork_server(preload)
-            for rank in range(world_size):
+            for deadline.rank in range(world_size):
+                rank = deadline.rank
                 ours, theirs = context.Pipe(duplex=True)
                 # Daemons: at its exit this process would wait for processes that are not.
                 process = context.Process(target=_main, args=(rank, start, theirs), daemon=True)
@@ -301,8 +323,15 @@ def start_ranks(
                 theirs.close()
     except BaseException:  # usually a signal
         group.kill()
+        if not _groups:  # of others it knows the exit codes
+            end_fork_server()
         raise
+    _groups.add(group)
     return group
+
+
+#: The groups whose ranks may run.
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class _Start(NamedTuple):
@@ -371,12 +400,24 @@ _WAIT_SECONDS = 1.0
 
 
 def start_fork_server(preload: Sequence[str]) -> None:
-    """Starts the server unless it is running; does not wait for its imports."""
+    """Start the server unless it is running; do not wait for its imports.
+
+    Args:
+        preload: modules that it imports for all ranks, as of `modules_for`.
+    """
+    end_fork_server(only_if_stopped=True)
+    _end_server_at_exit()
     resource_tracker.ensure_running()  # first, because starting it unblocks the signals
     forkserver.set_forkserver_preload([__name__])
     task = json.dumps([os.getpid(), util.get_temp_dir(), *preload])
     with process_lifetime.environment_defaults({_TASK: task}), process_lifetime.signals_blocked():
         forkserver.ensure_running()
+
+
+@functools.cache
+def _end_server_at_exit() -> None:
+    # By itself it would end at the end of this process, but not while it is stopped.
+    atexit.register(end_fork_server)
 
 
 def modules_for(family: str | None) -> list[str]:

@@ -158,7 +158,7 @@ def kill_with_children(pids: Collection[int]) -> None:
     after their parent, which would otherwise report their end as a failed clip. A child that starts
     in between ends by itself, because its input is closed.
     """
-    for pid in [*pids, *_children(pids)]:
+    for pid in [*pids, *children_of(pids)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -170,7 +170,7 @@ def kill_descendants() -> None:
     thread could report a killed ffmpeg as a lost clip.
     """
     sys.setswitchinterval(1000)
-    kill_with_children(_children([os.getpid()]))
+    kill_with_children(children_of([os.getpid()]))
 
 
 @functools.cache
@@ -219,7 +219,8 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _children(pids: Collection[int]) -> list[int]:
+def children_of(pids: Collection[int]) -> list[int]:
+    """Return the process ids of the children of `pids`, as /proc shows them now."""
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended since

@@ -169,7 +169,14 @@ def run_reference(
 
     process_group.check_devices(alone.device, 1)
     backend = process_group.choose_backend(alone.device, 1)
-    group = start_ranks(_reference_main, setup, world_size=1, backend=backend, device=alone.device)
+    group = start_ranks(
+        _reference_main,
+        setup,
+        world_size=1,
+        backend=backend,
+        device=alone.device,
+        start_timeout=alone.start_timeout_seconds,
+    )
     supervisor = Supervisor(group, alone, collect, *observers)
     try:
         supervisor.supervise(lambda: len(hashes) == len(setup.requests))

@@ -66,6 +66,25 @@ def test_a_signal_while_ranks_start_or_an_mp4_is_written(
     assert not rest or writes
 
 
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_stopped_fork_server_does_not_hang_the_start(
+    start: StartCommand, by_signal: bool
+) -> None:
+    """Python waits for ever for its answer; afterwards it is stopped, and ignores all but KILL."""
+    command = start(*SIMULATE, "--start-timeout", "600" if by_signal else "2")
+    stopped = command.process_with("multiprocessing.forkserver")
+    os.kill(stopped, signal.SIGSTOP)
+    if by_signal:
+        time.sleep(1)
+        code = command.end(command.signal(signal.SIGINT), 2)
+        assert code == 128 + signal.SIGINT
+    else:
+        assert command.end(time.monotonic(), 4) == 6
+        assert "rank 0 never started within 2 s" in command.errors
+        assert "Traceback" not in command.errors
+    command.assert_gone()
+
+
 # --- the parent -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,136 @@
+"""The deadline of the start of ranks: whatever blocks it is killed, and what made it fail is named.
+
+`Process.start` of multiprocessing has no deadline: it waits for ever for a fork server that is
+stopped, or for a spawned process that does not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from svdpp.errors import RankError
+from svdpp.launch import process_lifetime
+
+_POLL_SECONDS = 0.1
+#: The words in the command lines of multiprocessing's own processes.
+_FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
+_LIMITS = (
+    "raise the limit: ulimit -u (processes) and -n (files), pids.max of the container, or use "
+    "fewer ranks"
+)
+
+
+class StartDeadline:
+    """Block in which this process starts ranks, and which ends after `seconds` in any case.
+
+    Time for which this process itself is stopped, by Ctrl-Z for example, does not count.
+
+    Args:
+        seconds: limit of the block.
+
+    Raises:
+        RankError: at the end of the block, in place of what Python raised for a process that was
+            killed at the deadline, or that the system refused to start.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.rank = 0
+        """The rank whose process is being started; the caller sets it."""
+        self._seconds = seconds
+        self._older = _children_with(_SPAWNED)
+        self._has_ended, self._has_expired = threading.Event(), threading.Event()
+
+    def __enter__(self) -> StartDeadline:
+        try:
+            threading.Thread(target=self._watch, name="start-deadline", daemon=True).start()
+        except RuntimeError as error:
+            raise self._refused(error) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._has_ended.set()
+        if self._has_expired.is_set() and isinstance(error, (OSError, EOFError)):
+            raise RankError(
+                f"rank {self.rank} never started within {self._seconds:.0f} s: the process that "
+                "starts it does not respond",
+                "check whether it is stopped or waits for a disk, or raise --start-timeout",
+                details={"rank": self.rank, "timeout_seconds": self._seconds},
+            ) from error
+        if error is not None and _is_refusal(error):
+            raise self._refused(error) from error
+
+    def _refused(self, error: BaseException) -> RankError:
+        if isinstance(error, EOFError):  # the fork server ends if its own fork fails
+            reason = "the fork server has ended"
+        else:
+            reason = getattr(error, "strerror", None) or str(error)
+        return RankError(
+            f"the process of rank {self.rank} cannot be started: {reason}",
+            _LIMITS,
+            details={"rank": self.rank},
+        )
+
+    def _watch(self) -> None:
+        left = self._seconds  # counted by polls, which a stopped process does not make
+        while left > 0:
+            if self._has_ended.wait(_POLL_SECONDS):
+                return
+            left -= _POLL_SECONDS
+        self._has_expired.set()
+        end_fork_server()
+        _kill(_children_with(_SPAWNED) - self._older)
+
+
+def end_fork_server(*, only_if_stopped: bool = False) -> None:
+    """Kill this process's fork server, also one that is stopped; Python starts another if needed.
+
+    Its ranks go on, but their exit codes are lost.
+
+    Args:
+        only_if_stopped: leave one alone that runs.
+    """
+    servers = _children_with(_FORK_SERVER)
+    _kill({pid for pid in servers if not only_if_stopped or _is_stopped(pid)})
+
+
+def _kill(pids: set[int]) -> None:
+    """Kill children and wait for their end, so that Python finds them ended, but do not reap."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether `error` says that the system starts no further process or thread."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    return isinstance(error, EOFError) or "can't start new thread" in str(error)
+
+
+def _children_with(words: bytes) -> set[int]:
+    """The process ids of this process's children whose command lines contain `words`."""
+    found = set()
+    for pid in process_lifetime.children_of([os.getpid()]):
+        with contextlib.suppress(OSError):  # it has ended since
+            if words in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+    return False
