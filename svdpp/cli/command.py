@@ -12,7 +12,14 @@ import typer
 from svdpp.cli.console import Console
 from svdpp.cli.failures import answered
 from svdpp.cli.given import GivenCommand, help_option, show_help
-from svdpp.cli.options.declare import DIAGNOSTICS, PANELS, flag, names_of, present_name
+from svdpp.cli.options.declare import (
+    DIAGNOSTICS,
+    FURTHER_NAMES,
+    PANELS,
+    flag,
+    names_of,
+    present_name,
+)
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world
 
@@ -91,7 +98,8 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
     def call(context: typer.Context, **values: Any) -> None:
         talk = _built(TalkOptions, values)
-        typed = {name: given for names, given in _given(context) for name in names}
+        typed = {f"--{old}": f"--{new}" for old, new in FURTHER_NAMES.items()}
+        typed |= {name: given for names, given in _given(context) for name in names}
         console = Console(as_json=talk.as_json, quiet=talk.quiet, typed=typed)
         with answered(console, debug=talk.debug):
             _refuse_empty(context, values)

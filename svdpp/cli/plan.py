@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +48,8 @@ _SECONDS = (
     "inter_host_transfer_seconds",
 )
 _DEFAULT_WORLD = 4
+# Devices of NVIDIA's driver, on Linux and under WSL.
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _CLIPS_PER_RANK = 2
 # Enough clips for the start and end of the run to matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
@@ -62,7 +66,7 @@ def _seconds(help: str) -> Any:
 class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
     """The options of the pipeline, and what to forecast; times replace those of `--costs`."""
 
-    world: Annotated[int | None, gpus_option(str(_DEFAULT_WORLD))] = None
+    world: Annotated[int | None, gpus_option("all GPUs, or 4")] = None
     clips: Annotated[
         int | None, clips_option("Number of clips.", "2 for each rank; with --compare 16")
     ] = None
@@ -166,16 +170,22 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
         )
         return sizes if len(sizes) == world_size else sizes * world_size
 
-    def world_and_per_host(self) -> tuple[int, int | None]:
-        """The number of ranks, and of ranks per host if there are several hosts."""
+    def world_and_per_host(self) -> tuple[int | None, int | None]:
+        """The number of ranks, if given, and of ranks per host if there are several hosts."""
         if self.hosts is None:
-            return (_DEFAULT_WORLD if self.world is None else self.world), None
+            return self.world, None
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.hosts, re.ASCII)
         if match is None:
             raise RequestError(f"--hosts must be HOSTSxRANKS, such as 2x4, got {self.hosts!r}")
         size, per_host = int(match[1]) * int(match[2]), int(match[2])
-        wrong = f"--hosts {self.hosts} makes {size} ranks, but --world is {self.world}"
-        require(self.world in (None, size), wrong, "leave --world out")
+        require(
+            self.world in (None, size),
+            f"--hosts {self.hosts} makes {size} ranks, but --gpus is {self.world}",
+            "leave --gpus out",
+            hosts=self.hosts,
+            ranks=size,
+            gpus=self.world,
+        )
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> Costs:
@@ -216,14 +226,17 @@ def plan(
     world_size, ranks_per_host = options.world_and_per_host()
     options = replace(options, world=world_size)
     costs = options.costs_on(ranks_per_host)
-    num_clips = options.num_clips(world_size)
     request = PipelineRequest(
         options=options,
-        num_clips=num_clips,
+        num_clips=None,
         costs=costs,
         expert_boundary=options.expert_boundary,
-        memory_gib=options.limits(world_size),
+        default_world=None if world_size is not None else _default_world(),
     )
+    world_size = request.default_world if options.compare else None
+    world_size = request.world_size if world_size is None else world_size
+    num_clips = options.num_clips(world_size)
+    request = replace(request, num_clips=num_clips, memory_gib=options.limits(world_size))
     if options.compare:
         counts = {**request.counts, "pairs": request.pairs}
         rows = compare_layouts(**counts)
@@ -232,7 +245,9 @@ def plan(
         console.json({"schema_version": SCHEMA_VERSION, **about})
         _print_forecasts(console, rows, num_clips, world_size)
     else:
-        config, _ = request.resolve()
+        config, why = request.resolve()
+        if request.choice is None:
+            console.info(why)
         if options.decode_ranks is not None and config.chunks:
             check_chunks(options.decode_ranks, config.chunks)
         reason = "" if request.choice is None else request.choice.reason
@@ -242,6 +257,17 @@ def plan(
         console.info(f"{lacking}; --memory adds it")
     if options.costs is None and None in (options.step_seconds, options.decode_seconds):
         console.info(remark_on(costs))
+
+
+def _default_world() -> int:
+    """Return the number of GPUs that `svdpp run` would use, or on a machine without any 4."""
+    if not any(map(os.path.exists, _DRIVERS)):
+        return _DEFAULT_WORLD  # without importing NVML
+    from svdpp.launch.gpus import visible_gpus
+
+    with contextlib.suppress(RequestError):  # `run` says why it cannot use them
+        return len(visible_gpus()) or _DEFAULT_WORLD
+    return _DEFAULT_WORLD
 
 
 def _refuse_contradictions(context: typer.Context, options: PlanOptions) -> None:

@@ -40,6 +40,10 @@ class Finding(NamedTuple):
     """What it costs: an estimate of how much shorter the run would be without it."""
 
 
+# The form of an option of a command.
+_OF_COMMANDS = "--{} {}"
+
+
 class Advice(NamedTuple):
     """The layout that finishes the same clips first on the same ranks, by forecast."""
 
@@ -164,7 +168,7 @@ def _waits(figures: RunFigures) -> Iterator[Finding]:
     yield Finding("few_clips", text, None, filling)
 
 
-def diagnose(figures: RunFigures, costs: Path, option: str = "--{} {}") -> Diagnosis:
+def diagnose(figures: RunFigures, costs: Path, option: str = _OF_COMMANDS) -> Diagnosis:
     """The diagnosis of `figures`.
 
     Args:
@@ -199,6 +203,8 @@ def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None
     text = f"{layout}, {times:.2f} times as fast"
     if layout.replica_size == 1:
         text += ", if each device holds the whole model"
+        if option == _OF_COMMANDS:
+            return Advice(text, "--layout data-parallel", times)
     given = {name: getattr(layout, name) for name in ("split", "replicas", "decoders")}
     if layout.split != "uniform":
         given["costs"] = shlex.quote(str(costs))

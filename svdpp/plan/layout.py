@@ -133,8 +133,9 @@ class Layout:
         for name, most in limits.items():
             if not 1 <= getattr(self, name) <= most:
                 raise RequestError(
-                    f"--{name.replace('_', '-')} must be 1 to {most}, the ranks of a replica or "
-                    f"decoder, got {getattr(self, name)}"
+                    f"--{name.replace('_', '-')} must be {_up_to(most)}, the ranks of a replica or "
+                    f"decoder, got {getattr(self, name)}",
+                    details={name: getattr(self, name), "most": most},
                 )
 
     def _check_experts(self) -> None:
@@ -146,7 +147,7 @@ class Layout:
             )
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(
-                f"--decoders must be 1 to {self.replica_size - 1}, got {self.decoders}: all "
+                f"--decoders must be {_up_to(self.replica_size - 1)}, got {self.decoders}: all "
                 f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the other",
                 "use --layout data-parallel or --share-experts for ranks that hold both",
             )
@@ -391,3 +392,8 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
             f"use --decode-ranks {len(chunks)} or fewer, or a smaller --decode-chunk-size, on "
             "which the bits depend",
         )
+
+
+def _up_to(most: int) -> str:
+    """Return the whole numbers from 1 to `most` in words."""
+    return "1" if most == 1 else f"1 to {most}"

@@ -171,27 +171,60 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "given", "world_size"),
+    ("device", "gpus", "given", "world_size", "split", "remark"),
     [
-        ("cuda", 3, {"steps": 6}, 3),
-        ("cuda", 8, {"steps": 28}, 7),
-        ("cuda", 1, {"steps": 6}, 1),
-        ("cpu", 3, {"steps": 28}, 2),
-        ("cpu", 3, {"steps": 25}, 1),
-        ("cpu", 3, {"steps": 25, "layout": "pipeline"}, 1),
+        ("cuda", 3, {"steps": 6}, 3, "uniform", ""),
+        ("cuda", 1, {"steps": 6}, 1, "uniform", ""),
+        ("cpu", 3, {"steps": 28}, 2, "uniform", ""),
+        ("cuda", 4, {"steps": 50}, 4, "balanced", "4 GPUs do not divide 50 steps; --gpus 2 does"),
+        ("cuda", 8, {"steps": 28}, 8, "balanced", "--split balanced: 8 GPUs do not divide 28"),
+        ("cpu", 3, {"steps": 25, "layout": "pipeline"}, 2, "balanced", "2 ranks do not divide 25"),
+        ("cuda", 4, {"steps": 25, "decoders": 2}, 4, "balanced", "4 GPUs do not divide 25 steps"),
+        (
+            "cuda",
+            4,
+            {"steps": 50, "split": "uniform"},
+            2,
+            "uniform",
+            "2 of 4 GPUs: 4 do not divide",
+        ),
+        ("cuda", 7, {"steps": 30, "cfg_parallel": "2"}, 6, "uniform", "6 of 7 GPUs: pairs need an"),
         # Nothing must divide the steps.
-        ("cpu", 3, {"steps": 25, "split": "alternating"}, 2),
-        ("cpu", 3, {"steps": 25, "layout": "auto"}, 2),
-        ("cpu", 3, {"steps": 25, "layout": "data-parallel"}, 2),
+        ("cpu", 3, {"steps": 25, "split": "alternating"}, 2, "alternating", ""),
+        ("cpu", 3, {"steps": 25, "layout": "data-parallel"}, 2, "uniform", ""),
     ],
 )
-def test_by_default_as_many_ranks_as_there_are_gpus_or_two(
-    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, given: dict[str, Any], world_size: int
+def test_by_default_all_gpus_or_two_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    gpus: int,
+    given: dict[str, Any],
+    world_size: int,
+    split: str,
+    remark: str,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     options = PipelineOptions(model="dummy", threads=1, **given)
     request = PipelineRequest(options=options, num_clips=4, device=device)
-    assert request.resolve()[0].world_size == world_size
+    config, why = request.resolve()
+    assert (config.world_size, config.split) == (world_size, split)
+    assert why.startswith(remark) or remark in why
+    assert bool(why) == bool(remark)
+
+
+def test_commands_agree_on_ranks_that_do_not_divide_the_steps() -> None:
+    """The rule with `--gpus` and its error stay."""
+    said = "ranks do not divide 25 steps; --gpus 1 does\n"
+    planned = svdpp_here("plan", "--steps", "25", "--json")
+    assert json.loads(planned.out)["split"] == "balanced"
+    assert planned.err.startswith(
+        "--split balanced: 4 GPUs do not divide 25 steps; --gpus 1 does\n"
+    )
+    ran = svdpp_here("run", PHOTO, *DEMO, *TINY, "--steps", "25", "--dry-run")
+    assert ran.err.startswith(f"--split balanced: 2 {said}")
+    for command in ("plan", f"run {PHOTO} --model demo --device cpu", "simulate", "verify"):
+        refused = svdpp_here(*command.split(), "--steps", "25", "--gpus", "2")
+        assert_error(refused, 2, "25 steps cannot be split evenly over 2 ranks; the nearest")
 
 
 # --- inputs and outputs of a run ----------------------------------------------------------------

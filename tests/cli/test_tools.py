@@ -78,7 +78,7 @@ def test_the_report_fits_one_page(tmp_path: Path) -> None:
     assert "clips: 1 done, 1 failed" in answer.out
     assert "a_1.mp4: a latent is not finite" in answer.out
     assert "2 clips cannot fill 4 ranks" in answer.out
-    assert "--split uniform --replicas 4 --decoders 1\n" in answer.out
+    assert "    --layout data-parallel\n" in answer.out
     assert answer.out.count("  1.00\n") == 4, answer.out
     assert len(answer.out.splitlines()) <= 40
 

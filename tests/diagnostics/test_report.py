@@ -208,7 +208,9 @@ def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_pa
     if advice is None:
         return
     asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
-    names = {name: getattr(asked, name) for name in ("split", "replicas", "decoders")}
+    names: dict[str, Any] = {"replicas": figures.world_size}
+    if asked.layout is None:
+        names = {name: getattr(asked, name) for name in ("split", "replicas", "decoders")}
     counts = {"num_steps": figures.num_steps, "world_size": figures.world_size}
     layout = Layout(**counts, **names, costs=figures.costs)
     assert (layout.split, layout.replicas) != ("uniform", 1), "the layout of each made-up run"

@@ -290,6 +290,8 @@ class PipelineRequest:
     """Of a model whose configs are not at hand; None: read them."""
     memory_gib: tuple[float, ...] | None = None
     """Of each device, to choose a layout by; None: that of this machine's."""
+    default_world: int | None = None
+    """Ranks without `--gpus`; None: one for each GPU of this machine, or 2 on the CPU."""
 
     def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
         """The configuration with `more` fields, and a remark on the choice of the layout or ""."""
@@ -299,7 +301,8 @@ class PipelineRequest:
             require(options.is_dummy, only, "leave --model out")
             is_scale = is_number(scale) and scale > 0
             require(is_scale, f"--time-scale must be a finite number above 0, got {scale}")
-        plan, why = self._plan()
+        plan, reason = self._plan()
+        why = "; ".join(filter(None, (self._remark, reason)))
         num_local = self.world_size if launched is None else launched.local_size
         config = PipelineConfig(
             world_size=self.world_size,
@@ -374,26 +377,67 @@ class PipelineRequest:
                 return replace(layout, split="balanced")
         elif self.serves and not (layout.refined or layout.layout):
             return replace(layout, split="alternating")
+        if self._takes_all and layout.must_divide and not layout.split and self._odd_steps(layout):
+            return replace(layout, split="balanced")
         return layout
+
+    @property
+    def _takes_all(self) -> bool:
+        """Whether nobody says how many ranks there are, so that all devices are used."""
+        return self.launched is None and self.options.world is None
+
+    @cached_property
+    def _devices(self) -> int:
+        """The number of ranks for which there are devices."""
+        if self.default_world is not None:
+            return self.default_world
+        if self._device != "cuda":
+            return 2
+        import torch
+
+        return torch.cuda.device_count()
+
+    def _odd_steps(self, layout: PipelineOptions) -> bool:
+        """Whether the stages of all devices do not divide the steps."""
+        stages = max(1, self._devices // layout.pair_size - (layout.decoders or 1) + 1)
+        return self._sampling.num_inference_steps % stages > 0
+
+    @cached_property
+    def _remark(self) -> str:
+        """Remark on the number of ranks, or the split, where all devices are to be used."""
+        if not self._takes_all or self._layout.chooses:
+            return ""
+        count, used, steps = self._devices, self.world_size, self._sampling.num_inference_steps
+        kind = "GPUs" if self._device.startswith("cuda") else "ranks"
+        if used < count:
+            pairs = "pairs need an even number" if self._layout.split != "uniform" else ""
+            return f"{used} of {count} {kind}: {pairs or f'{count} do not divide {steps} steps'}"
+        is_odd = self.options.must_divide and not self.options.split and not self._experts
+        if is_odd and self._layout.split == "balanced":
+            best = self._layout.pair_size * largest_world(steps, count // self._layout.pair_size)
+            return (
+                f"--split balanced: {count} {kind} do not divide {steps} steps; --gpus {best} does"
+            )
+        return ""
 
     @cached_property
     def world_size(self) -> int:
         """The number of ranks."""
         launched, asked = self.launched, self.options.world
         if launched is not None:
-            wrong = f"--world {asked} disagrees with the launcher's world of {launched.size}"
-            require(asked in (None, launched.size), wrong, "leave it out")
+            require(
+                asked in (None, launched.size),
+                f"--gpus {asked} disagrees with the launcher's world of {launched.size}",
+                "leave it out",
+                gpus=asked,
+                world_size=launched.size,
+            )
             return launched.size
         if asked is not None:
             return asked
-        # All GPUs, else 2: as many as make pairs and, if need be, divide the steps.
-        size, count = self._layout.pair_size, 2
-        if self._device == "cuda":
-            import torch
-
-            count = torch.cuda.device_count()
-        stages = max(1, count // size)
-        if self._layout.must_divide:
+        size = self._layout.pair_size
+        stages = max(1, self._devices // size)
+        if self._layout.must_divide and self._layout.split:  # the user asks for a uniform split
             stages = largest_world(self._sampling.num_inference_steps, stages)
         return size * stages
 
