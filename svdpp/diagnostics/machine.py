@@ -41,6 +41,7 @@ from svdpp.launch.gpus import available_bytes
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.launch.world import World
 from svdpp.media import output_files, video
+from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.inputs import example_requests
 from svdpp.plan.costs import Costs
 from svdpp.verification.verify import verify
@@ -138,7 +139,7 @@ def _host() -> dict[str, Any]:
 
 def _ffmpeg_version() -> dict[str, Any] | None:
     try:
-        path = video.find_ffmpeg()
+        path = find_ffmpeg()
     except OutputError:
         return None
     words = (_output(path, "-version") or "").split()
@@ -208,7 +209,7 @@ def _devices(config: PipelineConfig, _: Path) -> str:
 
 def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
     """Encodes some frames; the writer reads them back and counts them."""
-    video.find_ffmpeg()
+    find_ffmpeg()
     frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), np.uint8)
     frames[:, :, :, 0] = np.arange(_SIDE)
     with temp_folder("svdpp-doctor-") as folder:

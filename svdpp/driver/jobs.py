@@ -19,6 +19,7 @@ from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole, read_s
 from svdpp.config.pipeline import identity, latents_key, parameters_sha256
 from svdpp.errors import InputError, OutputError, RequestError, redact_all
 from svdpp.media import output_files, video
+from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
@@ -109,7 +110,7 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
     if policy.latents_folder is not None:
         output_files.check_writable(policy.latents_folder)
     if policy.format == "mp4":
-        video.find_ffmpeg()
+        find_ffmpeg()
     return len(existing)
 
 

@@ -28,8 +28,8 @@ from svdpp.config.limits import MAX_MEGAPIXELS
 from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError, first_line
+from svdpp.media.ffmpeg import MediaFailure, ppm_frames
 from svdpp.media.output_files import reason
-from svdpp.media.video import MediaFailure, ppm_frames
 
 #: The only decoders of images that are used. Others, such as EPS, start external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")

@@ -12,14 +12,9 @@ import json
 import math
 import os
 import re
-import shutil
-import signal
 import stat
-import subprocess
 import tempfile
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +23,10 @@ from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.config.limits import MAX_CLIP_PIXELS, MAX_FRAMES
-from svdpp.errors import InputError, OutputError, SvdppError, without_controls
+from svdpp.errors import InputError, SvdppError, without_controls
+from svdpp.media.ffmpeg import EXACT_SCALE, MediaFailure, mp4_source, ppm_frames, run_ffmpeg
 from svdpp.media.output_files import atomic_output, check_free, reason, sync
+from svdpp.media.streams import read_streams, stream_differences
 
 Frames = npt.NDArray[np.uint8]
 
@@ -43,15 +40,7 @@ _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
-_MAX_LOG = 2**16
-# Exact rounding; without it swscale changes colours by one or two levels.
-_EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
-_QUIET = ("-hide_banner", "-nostdin", "-loglevel", "error", "-xerror")
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-
-
-class MediaFailure(RuntimeError):
-    """ffmpeg failed, or a file has the wrong content."""
 
 
 def write_clip(
@@ -83,6 +72,8 @@ def write_clip(
         _check_whole(temporary, output.format, frames, fps)
         if output.format == "mp4" and sound is not None:
             _check_sound(temporary, sound)
+        if read_metadata(temporary) != json.loads(text):
+            raise MediaFailure("read back, its metadata are not those that were written")
         return file_sha256(temporary)
 
 
@@ -99,7 +90,7 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     """
     with _reading(path, format):
         if format == "mp4":
-            return _stacked(ppm_frames(_source(path), seconds=_READ_SECONDS))
+            return _stacked(ppm_frames(mp4_source(path), seconds=_READ_SECONDS))
         if format == "frames":
             paths = (each for each in sorted(path.iterdir()) if _FRAME_NAME.fullmatch(each.name))
             return _stacked(Image.open(each, formats=["PNG"]) for each in paths)
@@ -108,6 +99,41 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
         counts = [max(1, time // unit) for time in times]
         _check_size(sum(counts), *images.shape[1:3])
         return np.repeat(images, counts, axis=0)
+
+
+def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
+    """Return how a player would show `ours` unlike `theirs`, besides the pixels and samples.
+
+    Compared are, of an mp4, number, kind, codec, pixel aspect, rotation and times of its streams,
+    and which are the default; of gif and webp, the times, the loop and what else is in the file.
+
+    Raises:
+        InputError: one of the two cannot be read.
+    """
+    if format == "frames":
+        return []
+    if format == "mp4":
+        with _reading(ours, format):
+            return list(stream_differences(*map(read_streams, (ours, theirs))))
+    with _reading(ours, format):
+        one, other = (_animation_facts(path, format) for path in (ours, theirs))
+    return [
+        f"its {name} is {one[name]} instead of {other[name]}"
+        for name in one
+        if one[name] != other[name]
+    ]
+
+
+def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
+    _, times = _read_animation(path, format)
+    with Image.open(path, formats=[format]) as image:
+        extras = {"icc_profile", "xmp", "transparency"} & image.info.keys()
+        loop = {0: "endless", None: "once"}.get(image.info.get("loop"), "limited")
+    return {
+        "duration": f"{sum(times)} ms",
+        "repetition": loop,
+        "further content": ", ".join(sorted(extras)) or "none",
+    }
 
 
 def read_metadata(path: Path) -> dict[str, object]:
@@ -129,17 +155,6 @@ def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
     while stem and len((stem + end).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
         stem = stem[:-1]
     return out / (stem + end)
-
-
-def find_ffmpeg() -> str:
-    """Path of the ffmpeg that imageio-ffmpeg contains or finds."""
-    import imageio_ffmpeg  # 50 ms
-
-    with contextlib.suppress(RuntimeError):  # it has none
-        executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
-        if executable is not None:
-            return executable
-    raise OutputError("mp4 needs ffmpeg, which was not found", "pip install imageio-ffmpeg")
 
 
 def file_sha256(path: Path) -> str:
@@ -194,70 +209,36 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> N
         raise MediaFailure(f"read back, its shape is {shape} instead of {frames.shape}")
 
 
-def _ffmpeg(
-    arguments: list[str],
-    frames: Frames | None = None,
-    *,
-    seconds: float,
-    files: tuple[int, ...] = (),
-) -> bytes:
-    """Run ffmpeg with `frames` as stdin and the open `files`; return its stdout."""
-    # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
-    # terminal's Ctrl-C, so the run can end it in order.
-    try:
-        done = subprocess.run(
-            [find_ffmpeg(), *_QUIET, *arguments],
-            input=b"" if frames is None else frames.data.cast("B"),  # a view: no copy of the clip
-            capture_output=True,
-            timeout=seconds,
-            start_new_session=True,
-            pass_fds=files,
-        )
-    except subprocess.TimeoutExpired:
-        raise MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
-    # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
-    # 65 on). The errno is better than the last line of stderr, which is often a consequence.
-    if done.returncode > 256 - ord("A"):
-        raise MediaFailure(f"ffmpeg failed: {os.strerror(256 - done.returncode)}")
-    if done.returncode:
-        raise _failure(done.returncode, done.stderr.strip().rpartition(b"\n")[2])
-    return done.stdout
-
-
-def _failure(code: int, line: bytes) -> MediaFailure:
-    if code < 0:
-        return MediaFailure(f"ffmpeg was ended by {signal.Signals(-code).name}")
-    # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
-    text = re.sub(r"^(\[[^]]*\] *)+", "", line.decode(errors="replace").strip())
-    reason = without_controls(text)[:200] or "no reason given"
-    return MediaFailure(f"ffmpeg ended with {code}: {reason}")
-
-
-def _source(path: Path) -> list[str]:
-    # One demuxer and no network, because a playlist can be named .mp4; `file:` allows any name.
-    name = f"file:{os.path.abspath(path)}"
-    return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
-
-
 def _encode_mp4(
     path: Path, frames: Frames, fps: int, crf: int, text: str, sound: Sound | None
 ) -> None:
     count, height, width, _ = frames.shape
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
     source += ["-framerate", str(fps), "-i", "pipe:0"]
-    filters = f"{_EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
+    filters = f"{EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
-    tags = ["-movflags", "use_metadata_tags+faststart", "-metadata", f"{_KEY}={text}"]
-    target = [*codec, *tags, "-f", "mp4", f"file:{path}"]
-    seconds = _WRITE_SECONDS + count
-    with tempfile.TemporaryFile() as file:  # because stdin has the frames
+    tags = ["-movflags", "use_metadata_tags+faststart", "-map_metadata", "1"]
+    maps = ["-map", "0:v"]
+    # As files, because stdin has the frames, and Linux takes no argument above 128 KiB.
+    with tempfile.TemporaryFile() as listing, tempfile.TemporaryFile() as audio:
+        escaped = re.sub(r"([=;#\\\n])", r"\\\1", text)
+        listing.write(f";FFMETADATA1\n{_KEY}={escaped}\n".encode())
+        listing.seek(0)
+        source += ["-f", "ffmetadata", "-i", f"pipe:{listing.fileno()}"]
         if sound is not None:
             samples, rate = sound
-            file.write(np.ascontiguousarray(samples, "<i2").data)
-            file.seek(0)
+            audio.write(np.ascontiguousarray(samples, "<i2").data)
+            audio.seek(0)
             source += ["-f", "s16le", "-ar", str(rate), "-ac", str(samples.shape[1])]
-            source += ["-i", f"pipe:{file.fileno()}", "-c:a", "aac", "-b:a", "192k"]
-        _ffmpeg(["-y", *source, *target], frames, seconds=seconds, files=(file.fileno(),))
+            source += ["-i", f"pipe:{audio.fileno()}"]
+            maps += ["-map", "2:a", "-c:a", "aac", "-b:a", "192k"]
+        target = [*maps, *codec, *tags, "-f", "mp4", f"file:{path}"]
+        run_ffmpeg(
+            ["-y", *source, *target],
+            frames,
+            seconds=_WRITE_SECONDS + count,
+            files=(listing.fileno(), audio.fileno()),
+        )
 
 
 def read_sound(path: Path) -> Sound:
@@ -265,7 +246,7 @@ def read_sound(path: Path) -> Sound:
     rate = 48000
     output = ["-map", "0:a:0", "-ar", str(rate), "-ac", "2", "-f", "s16le", "pipe:1"]
     with _reading(path, "mp4"):
-        data = _ffmpeg([*_source(path), *output], seconds=_READ_SECONDS)
+        data = run_ffmpeg([*mp4_source(path), *output], seconds=_READ_SECONDS)
     return np.frombuffer(data, "<i2").reshape(-1, 2), rate
 
 
@@ -275,45 +256,6 @@ def _check_sound(path: Path, sound: Sound) -> None:
     short, long = len(samples) / rate, (len(samples) + 2 * block) / rate
     if not short - 1e-3 <= len(back) / back_rate <= long:
         raise MediaFailure(f"read back, its sound has {len(back) / back_rate} s, not {short}")
-
-
-def ppm_frames(
-    source: Sequence[str], *, seconds: float, files: tuple[int, ...] = ()
-) -> Iterator[Image.Image]:
-    """The frames that ffmpeg, which inherits the open `files`, decodes within `seconds`."""
-    # As PPM, because its header gives the size of each frame.
-    output = ["-map", "0:v:0", "-vf", _EXACT_SCALE, "-fps_mode", "passthrough"]
-    output += ["-pix_fmt", "rgb24", "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
-    with subprocess.Popen(
-        [find_ffmpeg(), *_QUIET, *source, *output],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        pass_fds=files,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        deadline = time.monotonic() + seconds
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
-        try:
-            while process.stdout.readline():
-                width, height = map(int, process.stdout.readline().split())
-                process.stdout.readline()
-                pixels = process.stdout.read(3 * width * height)
-                if len(pixels) < 3 * width * height:
-                    break
-                yield Image.frombytes("RGB", (width, height), pixels)
-            log = process.stderr.read(_MAX_LOG)
-            code = process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-    if code == -signal.SIGKILL and time.monotonic() >= deadline:
-        raise MediaFailure(f"ffmpeg did not end within {seconds:.0f} s")
-    if code:
-        raise _failure(code, log.partition(b"\n")[0])
 
 
 def _frame_ms(format: VideoFormat, fps: int) -> int:
@@ -387,6 +329,6 @@ def _metadata_text(path: Path) -> str | None:
         with Image.open(file, formats=["GIF", "WEBP", "PNG"]) as image:
             text = image.info.get("comment") or image.info.get(_KEY)
             return text or image.getexif().get(ExifTags.Base.ImageDescription)
-    listing = _ffmpeg([*_source(path), "-f", "ffmetadata", "pipe:1"], seconds=_READ_SECONDS)
+    listing = run_ffmpeg([*mp4_source(path), "-f", "ffmetadata", "pipe:1"], seconds=_READ_SECONDS)
     match = re.search(rf"^{_KEY}=(.*)$", listing.decode(), re.MULTILINE)
     return re.sub(r"\\(.)", r"\1", match[1]) if match else None

@@ -31,7 +31,7 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import resolved_for
 from svdpp.launch.process_lifetime import exit_with_signal_code
-from svdpp.media import video
+from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.serve import routes
 from svdpp.serve.auth import Keys
 from svdpp.serve.background import Background
@@ -63,7 +63,7 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
         resolved_for(replace(config.sampling, width=width, height=height), config, checkpoint)
     pipeline.check_memory()
     if not config.model.is_dummy:
-        video.find_ffmpeg()
+        find_ffmpeg()
     return config
 
 

@@ -248,6 +248,7 @@ def _compare_lossy(
         ours, theirs = (video.read_frames(path, kind) for path in (clip.path, again))
         if kind == "mp4" and sound is not None and not _sound_alike(clip.path, again):
             faults.append("its sound is not that of the recomputed samples")
+        faults += video.presentation_differences(clip.path, again, kind)
     if ours.shape != theirs.shape:
         return "", [*faults, f"it holds {_size(ours)} instead of {_size(theirs)}"]
     psnr_db, levels = _distance(ours, theirs)

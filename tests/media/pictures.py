@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from svdpp.media.video import find_ffmpeg
+from svdpp.media.ffmpeg import find_ffmpeg
 
 
 def gradient(width: int = 48, height: int = 32) -> Image.Image:

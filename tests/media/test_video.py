@@ -14,10 +14,10 @@ from PIL import Image
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.errors import InputError, OutputError
 from svdpp.media import video
+from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.video import (
     clip_path,
     file_sha256,
-    find_ffmpeg,
     read_frames,
     read_metadata,
     read_sound,
@@ -303,6 +303,40 @@ def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="is not a regular file"):
         file_sha256(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_metadata_of_any_length_come_back(tmp_path: Path, format: VideoFormat) -> None:
+    """Linux takes no argument above 128 KiB; this one has 180 KB of escapes."""
+    path, metadata = (
+        clip_path(tmp_path, "x", 1, format),
+        {"prompt": "\u6d77" * 30_000, "b": "=;#\\"},
+    )
+    output = OutputConfig(path=str(path), format=format)
+    write_clip(smooth(1), output, fps=7, metadata=metadata)
+    assert read_metadata(path) == metadata
+
+
+def test_metadata_that_were_not_written_whole_take_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(video, "read_metadata", lambda _: {"seed": 6})
+    with pytest.raises(OutputError, match="its metadata are not those that were written"):
+        write(tmp_path / "x.mp4", "mp4", smooth(1))
+    assert os.listdir(tmp_path) == []
+
+
+def test_many_complaints_of_ffmpeg_do_not_block_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe holds 64 KiB, and ffmpeg waits for its reader."""
+    fake = tmp_path / "fake"
+    fake.touch(0o755)
+    fake.write_text("#!/bin/sh\necho the cause >&2\nhead -c 3000000 /dev/zero >&2\nexit 3\n")
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(fake))
+    monkeypatch.setattr(video, "_READ_SECONDS", 10.0)
+    with pytest.raises(InputError, match="ffmpeg ended with 3: the cause"):
+        read_frames(tmp_path / "x.mp4", "mp4")
 
 
 def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:

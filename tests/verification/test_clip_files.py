@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.errors import InputError, RequestError
@@ -22,6 +22,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.verification.clip_files import ClipCheck, check_file, find_clips, find_photo, read_clip
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import PHOTO
+from tests.media.pictures import ffmpeg
 from tests.models.builders import edit_json
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
@@ -248,3 +249,63 @@ def test_a_clip_of_version_0_3_has_no_hash_of_its_file(tmp_path: Path) -> None:
         assert check.equal, check
         assert check.recorded is None
         assert check.detail.endswith("; no sha256 of the file is recorded")
+
+
+_SINE = ("-f", "lavfi", "-i", "sine=d=1")
+_OTHER = ("-f", "lavfi", "-i", "testsrc=d=1:s=48x32:r=7")
+_LABELS = ("-disposition:v:0", "0", "-disposition:v:1", "default")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (("-itsscale", "0.1"), (), "its video lasts 0.1714 s (17.5 frames a second) instead of"),
+        ((), (*_SINE, "-map", "0", "-map", "1"), "its streams are video and audio instead of"),
+        ((), ("-aspect", "4:1"), "the pixel aspect of its video is 8/3 instead of 1"),
+        (("-display_rotation", "180"), (), "the rotation of its video is rotation of"),
+        (
+            (),
+            (*_OTHER, "-map", "0", "-map", "1", "-c:v:1", "libx264", *_LABELS),
+            "its streams are video and video instead of video",
+        ),
+        ((), ("-bsf:v", "setts=pts=PTS+if(eq(N\\,1)\\,40\\,0)"), "its frames are shown up to"),
+    ],
+)
+def test_an_mp4_that_is_shown_otherwise(
+    tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...], words: str
+) -> None:
+    """Its pixels, its metadata and the hash of its file agree with the JSON."""
+    path = put_clip(tmp_path, "a")
+    file, kept = tmp_path / "a.mp4", tmp_path / "kept.mp4"
+    file.rename(kept)
+    inputs = [*before, "-i", kept, *after]
+    ffmpeg(*inputs, "-c:v:0", "copy", "-movflags", "use_metadata_tags", file)
+    kept.unlink()
+    edit_json(path, file_sha256=video.file_sha256(file))
+    check = _check(path)
+    assert not check.equal
+    assert words in check.detail
+    assert "sha256" not in check.detail
+    assert "metadata" not in check.detail
+
+
+@pytest.mark.parametrize("format", ["gif", "webp"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"duration": 20}, "its duration is 60 ms instead of 4"), ({"loop": 1}, "its repetition is")],
+)
+def test_an_animation_that_is_shown_otherwise(
+    tmp_path: Path, format: VideoFormat, changes: dict[str, int], words: str
+) -> None:
+    path = put_clip(tmp_path, "a", format)
+    file = path.with_suffix("")
+    inside = video.read_metadata(file)
+    first, *rest = map(Image.fromarray, video.read_frames(file, format))
+    exif = Image.Exif()
+    exif[ExifTags.Base.ImageDescription] = json.dumps(inside)
+    same = {"duration": 1000 // 7, "loop": 0, "exif": exif, "comment": json.dumps(inside).encode()}
+    first.save(file, save_all=True, append_images=rest, **{**same, **changes})
+    edit_json(path, file_sha256=video.file_sha256(file))
+    check = _check(path)
+    assert not check.equal
+    assert words in check.detail

@@ -1,0 +1,201 @@
+"""ffmpeg as a child process: its path, its failures, and the frames that it decodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from svdpp.errors import OutputError, without_controls
+
+# Exact rounding; without it swscale changes colours by one or two levels.
+EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+_START = ("-hide_banner", "-nostdin")
+_QUIET = (*_START, "-loglevel", "error", "-xerror")
+# Bytes of stderr that are kept; the rest is read and dropped.
+_MAX_LOG = 2**20
+
+
+class MediaFailure(RuntimeError):
+    """A failure of ffmpeg, or a file with the wrong content."""
+
+
+def find_ffmpeg() -> str:
+    """Return the path of the ffmpeg that imageio-ffmpeg contains or finds.
+
+    Raises:
+        OutputError: there is none.
+    """
+    import imageio_ffmpeg  # 50 ms
+
+    with contextlib.suppress(RuntimeError):  # it has none
+        executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
+        if executable is not None:
+            return executable
+    raise OutputError("mp4 needs ffmpeg, which was not found", "pip install imageio-ffmpeg")
+
+
+def mp4_source(path: Path) -> list[str]:
+    """Return ffmpeg's options that open `path` as an mp4 and as nothing else."""
+    # One demuxer and no network, because a playlist can be named .mp4; `file:` allows any name.
+    name = f"file:{os.path.abspath(path)}"
+    return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
+
+
+def run_ffmpeg(
+    arguments: Sequence[str],
+    frames: npt.NDArray[np.uint8] | None = None,
+    *,
+    seconds: float,
+    files: tuple[int, ...] = (),
+) -> bytes:
+    """Run ffmpeg and return its stdout.
+
+    Args:
+        arguments: options, inputs and outputs.
+        frames: array whose bytes are its stdin.
+        seconds: time after which it is killed.
+        files: open descriptors that it inherits.
+
+    Raises:
+        MediaFailure: it failed, or did not end in time.
+        OutputError: there is no ffmpeg.
+    """
+    done = _finished([*_QUIET, *arguments], frames, seconds, files)
+    # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
+    # 65 on). The errno is better than the last line of stderr, which is often a consequence.
+    if done.returncode > 256 - ord("A"):
+        raise MediaFailure(f"ffmpeg failed: {os.strerror(256 - done.returncode)}")
+    if done.returncode:
+        raise _failure(done.returncode, done.stderr.strip().rpartition(b"\n")[2])
+    return done.stdout
+
+
+def input_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] = ()) -> str:
+    """Return what ffmpeg prints of an input when it only opens it: its streams, or why it cannot.
+
+    Args:
+        source: options of the input, up to its `-i NAME`.
+        seconds: time after which it is killed.
+        files: open descriptors that it inherits.
+
+    Raises:
+        MediaFailure: it did not end in time.
+        OutputError: there is no ffmpeg.
+    """
+    # Without an output ffmpeg always fails.
+    done = _finished([*_START, "-loglevel", "info", *source], None, seconds, files)
+    return done.stderr[:_MAX_LOG].decode(errors="replace")
+
+
+def ppm_frames(
+    source: Sequence[str],
+    *,
+    seconds: float,
+    stream: str = "0:v:0",
+    files: tuple[int, ...] = (),
+) -> Iterator[Image.Image]:
+    """Yield the frames of a video, upright, in RGB, one at a time.
+
+    Args:
+        source: options of the input, up to its `-i NAME` and those of the output.
+        seconds: time after which ffmpeg is killed.
+        stream: ffmpeg's specifier of the stream to decode.
+        files: open descriptors that it inherits.
+
+    Raises:
+        MediaFailure: the video cannot be decoded, or ffmpeg did not end in time.
+        OutputError: there is no ffmpeg.
+    """
+    # As PPM, because its header gives the size of each frame.
+    output = ["-map", stream, "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
+    output += ["-pix_fmt", "rgb24", "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
+    with subprocess.Popen(
+        [find_ffmpeg(), *_QUIET, *source, *output],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=files,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        deadline = time.monotonic() + seconds
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        log = _Drain(process.stderr)
+        try:
+            while process.stdout.readline():
+                width, height = map(int, process.stdout.readline().split())
+                process.stdout.readline()
+                pixels = process.stdout.read(3 * width * height)
+                if len(pixels) < 3 * width * height:
+                    break
+                yield Image.frombytes("RGB", (width, height), pixels)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            log.join()
+    if code == -signal.SIGKILL and time.monotonic() >= deadline:
+        raise MediaFailure(f"ffmpeg did not end within {seconds:.0f} s")
+    if code:
+        raise _failure(code, log.text.partition(b"\n")[0])
+
+
+class _Drain(threading.Thread):
+    """Thread that reads a pipe to its end and keeps its beginning.
+
+    A pipe that nobody reads blocks its writer after 64 KiB: ffmpeg would neither decode nor end.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        super().__init__(name="ffmpeg log", daemon=True)
+        self._pipe, self.text = pipe, b""
+        self.start()
+
+    def run(self) -> None:
+        while block := os.read(self._pipe.fileno(), 2**16):
+            self.text = (self.text + block)[:_MAX_LOG]
+
+
+def _finished(
+    arguments: Sequence[str],
+    frames: npt.NDArray[np.uint8] | None,
+    seconds: float,
+    files: tuple[int, ...],
+) -> subprocess.CompletedProcess[bytes]:
+    # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
+    # terminal's Ctrl-C, so the run can end it in order.
+    try:
+        return subprocess.run(
+            [find_ffmpeg(), *arguments],
+            input=b"" if frames is None else frames.data.cast("B"),  # a view: no copy of the clip
+            capture_output=True,
+            timeout=seconds,
+            start_new_session=True,
+            pass_fds=files,
+        )
+    except subprocess.TimeoutExpired:
+        raise MediaFailure(f"ffmpeg did not end within {seconds:.0f} s") from None
+
+
+def _failure(code: int, line: bytes) -> MediaFailure:
+    if code < 0:
+        return MediaFailure(f"ffmpeg was ended by {signal.Signals(-code).name}")
+    # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
+    text = re.sub(r"^(\[[^]]*\] *)+", "", line.decode(errors="replace").strip())
+    reason = without_controls(text)[:200] or "no reason given"
+    return MediaFailure(f"ffmpeg ended with {code}: {reason}")

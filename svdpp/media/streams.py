@@ -1,0 +1,171 @@
+"""Streams of a video file, as ffmpeg lists them: kind, codec, aspect, rotation and times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+
+from svdpp.media.ffmpeg import MediaFailure, input_log, mp4_source, run_ffmpeg
+
+_SECONDS = 600.0
+# A file of few frames can have any number of packets. This is enough for a million.
+_MAX_LISTING = 48 * 2**20
+
+# `  Stream #0:1[0x2](und): Video: h264 (High) (avc1 / 0x31637661), ..., 12288 tbn (default)`.
+# Metadata cannot imitate the line: ffmpeg indents their continuation lines deeper.
+_STREAM = re.compile(r"^  Stream #0:(\d+)(?:\[\w+\])?(?:\([^)]*\))?: (\w+): ([^\s,]+)(.*)$")
+_MATRIX = re.compile(r"^ +display ?matrix: (.+)$", re.IGNORECASE)
+_HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
+_PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
+# Codecs of single images: a video stream of one is a cover beside a real video.
+_STILLS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """One stream of a file."""
+
+    index: int
+    """Number of the stream in the file, from 0."""
+    kind: str
+    """`video`, `audio`, `subtitle`, `data` or `attachment`."""
+    codec: str
+    """ffmpeg's name of the codec, such as `h264`; `none` if it is unknown."""
+    is_default: bool = False
+    """Whether players choose it among streams of its kind."""
+    is_cover: bool = False
+    """Whether it is marked as a picture that stands for the file."""
+    rotation: str = ""
+    """Rotation or mirroring by which players show it, in ffmpeg's words; empty for none."""
+    pixel_aspect: Fraction = Fraction(1)
+    """Width of a pixel divided by its height."""
+    times: tuple[Fraction, ...] = field(default=(), repr=False)
+    """Seconds at which each of its packets is shown, ascending; empty if they were not read."""
+    end: Fraction = Fraction(0)
+    """Seconds at which the last packet ends."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from its first packet to the end of its last."""
+        return float(self.end - self.times[0]) if self.times else 0.0
+
+
+def list_streams(source: Sequence[str], files: tuple[int, ...] = ()) -> list[Stream]:
+    """Return the streams of an input without reading their packets: `times` are empty.
+
+    Args:
+        source: ffmpeg's options of the input, up to its `-i NAME`.
+        files: open descriptors that ffmpeg inherits.
+
+    Raises:
+        MediaFailure: the file has no header that can be read, or ffmpeg did not end in time.
+    """
+    return list(_parse_log(input_log(source, seconds=_SECONDS, files=files)))
+
+
+def main_video(streams: Sequence[Stream]) -> Stream | None:
+    """Return the first real video: no cover, no single image beside a video; None if none is."""
+    videos = [each for each in streams if each.kind == "video" and not each.is_cover]
+    moving = [each for each in videos if each.codec not in _STILLS]
+    return next(iter(moving or videos), None)
+
+
+def read_streams(path: Path) -> list[Stream]:
+    """Return all streams of an mp4, with the times of their packets.
+
+    Raises:
+        MediaFailure: it cannot be read, or has too many packets.
+    """
+    source = mp4_source(path)
+    streams = {each.index: each for each in list_streams(source)}
+    arguments = ["-map", "0", "-c", "copy", "-copy_unknown", "-fs", str(_MAX_LISTING)]
+    listing = run_ffmpeg(
+        [*source, *arguments, "-f", "framecrc", "pipe:1"], seconds=_SECONDS
+    ).decode(errors="replace")
+    if len(listing) >= _MAX_LISTING:
+        raise MediaFailure("it has too many packets")
+    units, shown = dict[int, Fraction](), dict[int, list[tuple[Fraction, Fraction]]]()
+    for line in listing.splitlines():
+        if match := _HEADER.match(line):
+            name, index, above, below = match[1], int(match[2]), int(match[3]), int(match[4])
+            if name == "tb":
+                units[index] = Fraction(above, below)
+            elif above and below:  # 0/1: unknown, which players show as 1/1
+                streams[index] = replace(streams[index], pixel_aspect=Fraction(above, below))
+        elif match := _PACKET.match(line):
+            index, unit = int(match[1]), units[int(match[1])]
+            begun = int(match[3]) * unit
+            shown.setdefault(index, []).append((begun, begun + int(match[4]) * unit))
+    for index, spans in shown.items():
+        times, end = tuple(sorted(begun for begun, _ in spans)), max(end for _, end in spans)
+        streams[index] = replace(streams[index], times=times, end=end)
+    return list(streams.values())
+
+
+# Timescales of ffmpeg's versions may round a frame's time differently by less than this.
+_SAME_SECONDS = 2e-3
+# Encoders of sound begin and end with blocks of silence.
+_SAME_SOUND_SECONDS = 0.1
+
+
+def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[str]:
+    """Yield a clause for each property in which a player would show `ours` unlike `theirs`."""
+    kinds, expected = (" and ".join(each.kind for each in side) for side in (ours, theirs))
+    if kinds != expected:
+        yield f"its streams are {kinds or 'none'} instead of {expected}"
+        return
+    for our, their in zip(ours, theirs, strict=True):
+        what = "video" if our.kind == "video" else "sound" if our.kind == "audio" else our.kind
+        for name, one, other in (
+            ("codec", our.codec, their.codec),
+            ("pixel aspect", str(our.pixel_aspect), str(their.pixel_aspect)),
+            ("rotation", our.rotation or "none", their.rotation or "none"),
+            ("mark as default", str(our.is_default), str(their.is_default)),
+        ):
+            if one != other:
+                yield f"the {name} of its {what} is {one} instead of {other}"
+        yield from _time_differences(what, our, their)
+
+
+def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
+    same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
+    if abs(ours.seconds - theirs.seconds) > same:
+        rates = [
+            f"{each.seconds:.4g} s ({len(each.times) / each.seconds:.4g} frames a second)"
+            if what == "video" and each.seconds
+            else f"{each.seconds:.4g} s"
+            for each in (ours, theirs)
+        ]
+        yield f"its {what} lasts {rates[0]} instead of {rates[1]}"
+    elif len(ours.times) == len(theirs.times) and what == "video":
+        pairs = zip(ours.times, theirs.times, strict=True)
+        shifts = [float(one - other) for one, other in pairs]
+        if max(map(abs, shifts)) > same:
+            yield f"its frames are shown up to {max(shifts, key=abs):.3g} s late"
+    elif ours.times and theirs.times and abs(ours.times[0] - theirs.times[0]) > same:
+        yield f"its {what} begins at {float(ours.times[0]):.3g} s"
+
+
+def _parse_log(log: str) -> Iterator[Stream]:
+    stream = None
+    for line in log.splitlines():
+        if line.startswith(("Stream mapping:", "Output #")):
+            break
+        if match := _STREAM.match(line):
+            if stream is not None:
+                yield stream
+            rest = match[4]
+            stream = Stream(
+                index=int(match[1]),
+                kind=match[2].lower(),
+                codec=match[3],
+                is_default="(default)" in rest,
+                is_cover="(attached pic)" in rest,
+            )
+        elif stream is not None and (match := _MATRIX.match(line)):
+            stream = replace(stream, rotation=match[1])
+    if stream is not None:
+        yield stream
