@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -138,7 +139,7 @@ class Guard:
         route = getattr(scope.get("route"), "path", "other")
         status = answer.status or 499  # the client went away
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self.metrics.requested(method, route, status)
+        self.metrics.requested(method, route, status, answer.seconds)
         if method not in ("GET", "HEAD") or status >= 400:  # of polls the metrics say enough
             logger.debug("{} {} {}", method, scope["path"], status)
 
@@ -148,18 +149,27 @@ class _Answer:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status = 0
+        self._since = time.monotonic()
+        self._answered_at: float | None = None
         self._is_api = scope["path"].startswith("/v1/")
         self._send = send
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self._answered_at = time.monotonic()
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
             # The page's files are asked for again each time: page and server are of one version.
             headers.setdefault("cache-control", "no-store" if self._is_api else "no-cache")
         await self._send(message)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the head of the request to that of the answer, or until now without one."""
+        until = time.monotonic() if self._answered_at is None else self._answered_at
+        return until - self._since
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

@@ -45,6 +45,12 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
         "One denoising step.",
         "rank",
     ),
+    "http_request_seconds": (
+        (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+        "From the head of a request to the head of its answer.",
+        "route",
+        "status",
+    ),
     "eta_error_ratio": (
         (-0.9, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2, 5),
         "(Actual - promised) / promised seconds of completed clips.",
@@ -131,9 +137,17 @@ class Metrics(Collector):
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 
-    def requested(self, method: str, route: str, status: int) -> None:
-        """Counts an answered request."""
+    def requested(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request and its time.
+
+        Args:
+            method: HTTP method, or `other`.
+            route: path of the route with its placeholders, or `other`.
+            status: HTTP status of the answer; 499 if the client went away before it.
+            seconds: from the head of the request to the head of the answer.
+        """
         self._counters["http_requests"].labels(method, route, status).inc()
+        self._histograms["http_request_seconds"].labels(route, status).observe(seconds)
 
     def eta_error(self) -> dict[str, float | int | None]:
         """The newest (actual - promised) / promised: their number and median."""

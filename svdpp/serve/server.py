@@ -166,7 +166,7 @@ class Server:
         while not self._ending.wait(0.5) and self._service.engine.fatal is None:
             is_ready = self._service.engine.state == "ready"
             if is_ready and not was_ready:
-                self._on_ready()
+                self._report_ready()
             was_ready = is_ready
         self._service.is_closing = True
         try:
@@ -179,6 +179,14 @@ class Server:
             self._service.followers.is_closed = True
         finally:
             self._http.should_exit = True
+
+    def _report_ready(self) -> None:
+        """Call `on_ready`; an error there, such as a full disk under stderr, ends nothing."""
+        try:
+            self._on_ready()
+        except Exception as error:
+            with contextlib.suppress(OSError):  # the log may be on the same disk
+                logger.error("the readiness of the ranks could not be reported: {}", error)
 
     def _sweep(self) -> None:
         """Removes jobs that are too old or too large."""

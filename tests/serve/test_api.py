@@ -425,3 +425,17 @@ def test_a_full_queue_says_when_to_come_again(demo: HttpServer) -> None:
     for id in ids:
         demo.client.delete(f"/v1/videos/{id}")
     assert demo.client.get("/ready").status_code == 200
+
+
+def test_the_time_of_each_request_is_measured_by_route_and_status(server: HttpServer) -> None:
+    error_of(server.client.get("/v1/videos/video_0"), 404, "video_not_found")
+    text = server.client.get("/metrics").text
+    (count,) = re.findall(
+        r'^svdpp_http_request_seconds_count\{route="/v1/videos/\{id\}",status="404"\} (\S+)$',
+        text,
+        re.M,
+    )
+    requests = re.findall(
+        r'^svdpp_http_requests_total\{.*route="/v1/videos/\{id\}",status="404"\} (\S+)$', text, re.M
+    )
+    assert float(count) == sum(map(float, requests)) >= 1

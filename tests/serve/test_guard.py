@@ -48,7 +48,7 @@ class Asked:
 
     def __init__(self, owner_of: Any = None, app: ASGIApp = echo) -> None:
         self.requests: list[tuple[str, str, int]] = []
-        metrics: Any = SimpleNamespace(requested=lambda *about: self.requests.append(about))
+        metrics: Any = SimpleNamespace(requested=lambda *about: self.requests.append(about[:3]))
         guard = Guard(app, metrics, owner_of=owner_of)
         transport = httpx.ASGITransport(guard, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")

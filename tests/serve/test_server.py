@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -261,6 +262,27 @@ def _goes_on_and_ends_without_grace(folder: Path, left: str) -> None:
             waits = newest()
             server.stop()
         assert error_of(answer.result(), 503, "closing")["details"] == {"id": waits}
+
+
+class _DeafTerminal(ServerHere):
+    """A server whose stderr is on a full disk, from when its ranks are ready."""
+
+    def _note(self, text: str) -> None:
+        if text == "ready to make clips\n":
+            self.err += "written"
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super()._note(text)
+
+
+@pytest.mark.processes
+def test_it_ends_in_order_also_if_its_readiness_cannot_be_reported(tmp_path: Path) -> None:
+    with _DeafTerminal(tmp_path / "data", *QUICK) as server:
+        wait(lambda: "written" in server.err, lambda: server.err)
+        assert server.client.get("/ready").status_code == 200
+        server._server._ending.set()
+        server._thread.join(60)
+        assert not server._thread.is_alive()
+        assert "the readiness of the ranks could not be reported: [Errno 28]" in server.err
 
 
 @pytest.mark.processes
