@@ -198,6 +198,7 @@ class Run:
             self.console.info(f"checking {num_there} existing clips frame by frame ...")
         pipeline = self.pipeline(config, found)
         assert pipeline.checkpoint is not None
+        self.console.info(*pipeline.checkpoint.remarks)
         clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
         return pipeline, clips
 

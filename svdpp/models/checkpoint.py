@@ -32,11 +32,8 @@ from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, ROWS, Facts, Row
 from svdpp.models.files import (
     MODEL_HINT,
     JsonFile,
-    LoraFile,
-    check_loras,
     commit_of,
     download,
-    find_lora,
     fingerprint,
     library_errors,
     read_dtypes,
@@ -46,6 +43,7 @@ from svdpp.models.files import (
     weight_files,
 )
 from svdpp.models.hashes import hash_files
+from svdpp.models.lora_files import LoraFile, check_loras, find_lora
 from svdpp.plan.layout import Roles
 
 #: What a model does with an input of a clip.
@@ -87,6 +85,8 @@ class Checkpoint:
     """Share of the training timesteps below which `transformer_2` runs; None for one expert."""
     decode_draws: bool = False
     """Whether the decode draws noise."""
+    has_image_projection: bool = False
+    """Whether Wan's denoiser has layers for the embedding of an image, as Wan 2.1 from an image."""
 
     @property
     def label(self) -> str:
@@ -97,6 +97,11 @@ class Checkpoint:
     def row(self) -> Row:
         """Of the family."""
         return ROWS[self.family]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences about tensors of LoRAs that the model has no place for."""
+        return [file.remark for file in self.loras if file.remark]
 
     @property
     def prompt_use(self) -> Use:
@@ -246,7 +251,10 @@ def with_weights(
 
     Of a folder all components are checked: its fingerprint is that of all weights.
     """
-    loras = [find_lora(lora, local_files_only=model.local_files_only) for lora in model.loras]
+    loras = [
+        find_lora(lora, local_files_only=model.local_files_only, checkpoint=checkpoint)
+        for lora in model.loras
+    ]
     with _located(model) as local:
         if local is None:
             pinned = replace(model, revision=checkpoint.revision or model.revision)
@@ -285,7 +293,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
         if local is None:
             hint = f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
         message = f"model {show_name(model.name)}: {error.message}"
-        raise ModelError(message, error.hint or hint) from error
+        raise ModelError(message, error.hint or hint, details=error.details) from error
 
 
 def _local_folder(name: str) -> Path | None:

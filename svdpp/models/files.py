@@ -1,4 +1,4 @@
-"""The files of a model, which are untrusted: downloads, configs, weights, LoRAs; knows no torch.
+"""The files of a model, which are untrusted: downloads, configs, weights; knows no torch.
 
 Reads no whole tensor. What the libraries raise becomes a `ModelError`, in which is no token, and no
 URL that may contain one. `checkpoint` adds the model's name.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
-import importlib.util
 import json
-import os
 import re
 import reprlib
 import shlex
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,16 +23,14 @@ from typing import Any
 import tqdm
 from safetensors import SafetensorError, safe_open
 
-from svdpp.config import Lora, ModelConfig
+from svdpp.config import ModelConfig
 from svdpp.errors import (
     ModelError,
-    RequestError,
     first_line,
     is_out_of_memory,
     redact,
     redact_tokens,
 )
-from svdpp.models.hashes import file_sha256
 
 #: Hint for a name that is not a model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
@@ -53,9 +48,6 @@ _WEIGHTS_HINT = (
     "--variant fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
     "convert them with save_pretrained(..., safe_serialization=True)"
 )
-
-# What diffusers writes: the file of a folder, or of a repository, that is named alone.
-_LORA_FILE = "pytorch_lora_weights.safetensors"
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 100
@@ -79,7 +71,8 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise ModelError(label + error.message, error.hint) from error
+        message = label + error.message
+        raise ModelError(message, error.hint, details=error.details) from error
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -143,14 +136,14 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
 
     All configs, and the weights of `components`: safetensors of one variant.
     """
-    with _hub_errors(model):
+    with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
         folder = _fetch(model.name, model.revision, *given)
     absent = [part for part in components if not _has_weights(folder, part, model.variant)]
     if absent:
         patterns = (*chain(*(_weight_names(part, model.variant) for part in absent)),)
         revision = commit_of(folder) or model.revision
-        with _hub_errors(model, absent):
+        with hub_errors(model, absent):
             _fetch(model.name, revision, model.local_files_only, patterns, None)
     return folder
 
@@ -184,7 +177,7 @@ def commit_of(snapshot: Path) -> str | None:
 
 
 @contextmanager
-def _hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
+def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
     """Converts the errors of the hub's library to ModelError.
 
     The messages do not quote the library's, which contain URLs and advice for other programs.
@@ -283,7 +276,7 @@ def _shards(index: JsonFile, component: str, pattern: str, names: list[str]) -> 
 
 def read_dtypes(path: Path) -> list[str]:
     """The dtype of each tensor in a safetensors file, as it is spelt there; reads no tensor."""
-    return [entry["dtype"] for entry in _read_entries(path)[1].values()]
+    return [entry["dtype"] for entry in read_entries(path)[1].values()]
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
@@ -291,7 +284,7 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
-        header, entries = _read_entries(path)
+        header, entries = read_entries(path)
         digest.update(header)
         with path.open("rb") as file:
             for begin, end in sorted(each["data_offsets"] for each in entries.values()):
@@ -301,7 +294,15 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
+def read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Read the header of a safetensors file.
+
+    Returns:
+        The header's bytes, and by the name of each tensor its `dtype`, `shape` and `data_offsets`.
+
+    Raises:
+        ModelError: the file cannot be read, or is damaged.
+    """
     label = f"{path.parent.name}/{path.name}"
     try:
         # The library checks that the tensors fill the file without gaps.
@@ -315,93 +316,3 @@ def _read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
     entries: dict[str, Any] = json.loads(header)
     entries.pop("__metadata__", None)
     return header, entries
-
-
-# 4. LoRAs.
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraFile:
-    """A LoRA whose file has been found and checked."""
-
-    lora: Lora
-    """With the file's hash, and its absolute path or its commit on the hub."""
-    path: Path
-
-    @property
-    def part(self) -> str:
-        """The denoiser that it changes."""
-        return "transformer_2" if self.lora.expert == "low" else "transformer"
-
-    @property
-    def identity(self) -> str:
-        """What its effect depends on, wherever the file is."""
-        assert self.lora.sha256 is not None
-        return f"{self.lora.sha256[:16]}:{self.lora.weight:g}:{self.part}"
-
-
-def check_loras(model: ModelConfig, checkpoint: Any) -> None:
-    """Refuses LoRAs that a model cannot load, before any file is looked for."""
-    if not model.loras:
-        return
-    label, two_experts = checkpoint.label, checkpoint.num_experts == 2
-    if not checkpoint.row.loras:
-        raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
-    if importlib.util.find_spec("peft") is None:
-        raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
-    for lora in model.loras:
-        name = show_name(lora.name)
-        if two_experts == (lora.expert is None):
-            experts = "two experts: say which" if two_experts else "one expert: say none"
-            hint = "end it with :high or :low" if two_experts else f"leave out :{lora.expert}"
-            raise RequestError(f"{label} has {experts} in --lora {name}", hint)
-
-
-def find_lora(lora: Lora, *, local_files_only: bool) -> LoraFile:
-    """The file of a LoRA, downloaded if it is on the hub."""
-    name, path = show_name(lora.name), Path(os.path.expanduser(lora.name))
-    try:
-        if path.exists():
-            path = (path / _LORA_FILE if path.is_dir() else path).resolve()
-            found = replace(lora, name=str(path))
-        else:
-            path = _download_lora(lora, local_files_only)
-            commits = filter(None, map(commit_of, path.parents))
-            found = replace(lora, revision=next(commits, lora.revision))
-        if path.suffix != ".safetensors":
-            raise ModelError("only safetensors files are read", "convert it")
-        read_dtypes(path)  # finds a damaged file before any rank starts
-        sha256 = file_sha256(path)
-    except ModelError as error:
-        raise ModelError(f"--lora {name}: {error.message}", error.hint) from error
-    except OSError as error:
-        raise ModelError(f"--lora {name} cannot be read ({error.strerror})") from error
-    if lora.sha256 not in (None, sha256):
-        raise ModelError(
-            f"the LoRA {name} has changed since the clip was made",
-            "restore it, or make the clip again: svdpp run --overwrite",
-        )
-    return LoraFile(lora=replace(found, sha256=sha256), path=path)
-
-
-def lora_bytes(model: ModelConfig) -> int:
-    """Bytes of a denoiser's LoRAs; of two experts, the one with more."""
-    sizes: Counter[str] = Counter()
-    for each in model.loras:
-        file = find_lora(each, local_files_only=model.local_files_only)
-        sizes[file.part] += file.path.stat().st_size
-    return max(sizes.values(), default=0)
-
-
-def _download_lora(lora: Lora, local_files_only: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    owner, _, rest = lora.name.partition("/")
-    repository, _, file = rest.partition("/")
-    if not owner.strip("~.") or not repository or repository.endswith(".safetensors"):
-        hint = "name a safetensors file, or OWNER/NAME/FILE on the hub"
-        raise ModelError("there is no such file", hint)
-    given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
-    source = ModelConfig(name=f"{owner}/{repository}", **given)
-    with _hub_errors(source):
-        return Path(hf_hub_download(source.name, file or _LORA_FILE, **given))

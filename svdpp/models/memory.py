@@ -27,7 +27,8 @@ from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
 from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.engine.records import component_methods, replaced, tensors_in
-from svdpp.models.files import lora_bytes, show_name
+from svdpp.models.files import show_name
+from svdpp.models.lora_files import lora_bytes
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
 

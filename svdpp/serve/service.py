@@ -119,6 +119,8 @@ class Service:
         self._leftovers: Seen = set()
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed)
+        for remark in self.engine.checkpoint.remarks if self.engine.checkpoint else ():
+            logger.warning(remark)
         self.capabilities = Capabilities.of(
             config.model.name,
             self.engine.checkpoint,

@@ -217,7 +217,7 @@ def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]])
             name=metadata["model"],
             **{name: metadata[name] for name in same},
             local_files_only=settings.local_files_only,
-            loras=tuple(Lora(**each) for each in metadata.get("lora", ())),
+            loras=tuple(map(_lora, metadata.get("lora", ()))),
         ),
         sampling=recorded_sampling(metadata),
         device=_gpu_for(metadata, gpus()) if metadata["device"] == "cuda" else "cpu",
@@ -226,6 +226,10 @@ def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]])
         timeout_seconds=settings.timeout,
         start_timeout_seconds=settings.start_timeout,
     )
+
+
+def _lora(recorded: Mapping[str, Any]) -> Lora:
+    return Lora(**{name: value for name, value in recorded.items() if name != "ignored"})
 
 
 def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:

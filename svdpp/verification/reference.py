@@ -28,10 +28,10 @@ from svdpp.models.engine.call import step_callback
 from svdpp.models.engine.load import (
     apply_memory_options,
     dtype_of,
-    load_loras,
     silence_libraries,
     text_processors,
 )
+from svdpp.models.engine.loras import load_loras
 from svdpp.models.engine.model import audio_of, call_arguments
 from svdpp.models.engine.records import Packer, changed_state, replaced, snapshot
 from svdpp.models.engine.rows import Row

@@ -97,9 +97,15 @@ def _videos(made_from: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _loras(checkpoint: Checkpoint) -> dict[str, Any]:
-    loras = [asdict(file.lora) for file in checkpoint.loras]
-    named = [{**lora, "name": recorded_name(lora["name"])} for lora in loras]
-    return {"lora": named} if named else {}
+    loras = [
+        {
+            **asdict(file.lora),
+            "name": recorded_name(file.lora.name),
+            "ignored": dict(file.ignored),
+        }
+        for file in checkpoint.loras
+    ]
+    return {"lora": loras} if loras else {}
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
@@ -125,6 +131,7 @@ class _LoraMetadata(BaseModel):
     expert: Literal["high", "low"] | None
     revision: str | None
     sha256: _Sha256
+    ignored: dict[str, int] = Field(default_factory=dict)
 
 
 class _ClipMetadata(BaseModel):

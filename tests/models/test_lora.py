@@ -9,6 +9,8 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
@@ -16,7 +18,15 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.rows import ROWS
 from svdpp.verification.reference import Reference
 from tests.models.builders import save_tiny_lora
-from tests.models.range_checks import check_every_cut, ranks, read_folder, run_reference, whole_clip
+from tests.models.range_checks import (
+    assert_equal,
+    check_every_cut,
+    nothing,
+    ranks,
+    read_folder,
+    run_reference,
+    whole_clip,
+)
 from tests.models.test_rows import Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,6 +124,116 @@ def test_loras_that_a_model_cannot_load_are_refused(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(RequestError, match="--lora needs the package peft"):
         _find(two, Lora(name="x", expert="low"))
+
+
+def _changed(folder: Path, tmp_path: Path, name: str, changes: dict[str, Any]) -> Lora:
+    """A LoRA of the first expert whose file lacks tensors, which are None, or has other ones."""
+    file = save_tiny_lora(folder, tmp_path / name, seed=1)
+    tensors = {**load_file(file), **changes}
+    save_file({key: each for key, each in tensors.items() if each is not None}, file)
+    return Lora(name=str(file), expert="high")
+
+
+FIRST_FACTOR = "transformer.blocks.0.attn1.to_q.lora_A.weight"
+SECOND_FACTOR = "transformer.blocks.0.attn1.to_q.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({SECOND_FACTOR: None}, f"the tensor '{SECOND_FACTOR}' is missing; there is"),
+        ({FIRST_FACTOR: None}, f"the tensor '{FIRST_FACTOR}' is missing; there is"),
+        ({"transformer.blocks.0.attn1.to_q.dora_scale": torch.ones(24)}, "dora_scale"),
+        ({SECOND_FACTOR: torch.ones(24, 3)}, r"do not fit: \[2, 24\] and \[24, 3\]"),
+    ],
+)
+def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(
+    rows: Rows, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    """Before a rank starts: diffusers leaves the missing factor uninitialised."""
+    folder = rows("wan").checkpoint.folder
+    with pytest.raises(ModelError, match=words) as caught:
+        _find(folder, _changed(folder, tmp_path, "x.safetensors", changes))
+    assert caught.value.details
+
+
+OTHER = "transformer.blocks.0.attn9.to_q"
+
+
+def test_tensors_that_have_no_place_in_the_denoiser_are_refused(rows: Rows, tmp_path: Path) -> None:
+    row = rows("wan")
+    factors = {
+        f"{OTHER}.lora_A.weight": torch.ones(2, 24),
+        f"{OTHER}.lora_B.weight": torch.ones(24, 2),
+    }
+    lora = _changed(row.checkpoint.folder, tmp_path, "x.safetensors", factors)
+    with pytest.raises(ModelError, match=r"'blocks.0.attn9.to_q.lora_A.weight' is not in a Wan"):
+        ranks(_find(row.checkpoint.folder, lora), row.sampling)(0, 1)
+
+
+def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
+    rows: Rows, tmp_path: Path
+) -> None:
+    """As of a LoRA for Wan 2.1 from an image on Wan 2.2, which has no image encoder."""
+    row = rows("wan")
+    parts = ("blocks.0.attn2.add_k_proj", "blocks.0.attn2.add_v_proj")
+    factors = {
+        f"transformer.{part}.lora_{factor}.weight": torch.ones(shape)
+        for part in parts
+        for factor, shape in (("A", (2, 24)), ("B", (24, 2)))
+    }
+    folder = row.checkpoint.folder
+    more = _changed(folder, tmp_path, "more.safetensors", factors)
+    plain = _changed(folder, tmp_path, "plain.safetensors", {})
+    packets, files = [], []
+    for lora in (more, plain):
+        checkpoint = _find(folder, lora)
+        files += checkpoint.loras
+        rank_for = ranks(checkpoint, row.sampling)
+        packet = rank_for(0, 0).encode({}, row.request())
+        packets.append(rank_for(0, 1).denoise(packet, 0, 1, nothing))
+    assert_equal(*packets)
+    assert [file.ignored for file in files] == [{"add_k_proj": 2, "add_v_proj": 2}, {}]
+    assert files[0].remark == (
+        "'more.safetensors': 4 tensors are ignored, as the model has no add_k_proj (2), "
+        "add_v_proj (2)"
+    )
+    assert files[1].remark == ""
+
+
+def test_a_file_in_the_format_of_other_programs_is_loaded_whole(rows: Rows, tmp_path: Path) -> None:
+    row = rows("ltx")
+    file = save_tiny_lora(row.checkpoint.folder, tmp_path / "x.safetensors", seed=1)
+    tensors = load_file(file)
+    renamed = {
+        f"diffusion_model.{key.removeprefix('transformer.')}": each for key, each in tensors.items()
+    }
+    save_file(renamed, file)
+    rank = ranks(_find(row.checkpoint.folder, Lora(name=str(file))), row.sampling)(0, 1)
+    assert rank._pipe.get_list_adapters() == {"transformer": ["lora0"]}
+
+
+def test_wan_in_the_format_of_its_authors_is_loaded_with_its_scale(
+    rows: Rows, tmp_path: Path
+) -> None:
+    row, names = rows("wan"), {}
+    for attention, own in (("self_attn", "attn1"), ("cross_attn", "attn2")):
+        for name in "qkv":
+            names[f"diffusion_model.blocks.0.{attention}.{name}"] = f"{own}.to_{name}"
+    tensors = {f"{name}.alpha": torch.tensor(1.0) for name in names}
+    tensors |= {f"{name}.lora_down.weight": torch.randn(2, 24) for name in names}
+    tensors |= {f"{name}.lora_up.weight": torch.randn(24, 2) for name in names}
+    tensors["diffusion_model.blocks.0.norm3.diff"] = torch.zeros(24)
+    save_file(tensors, tmp_path / "x.safetensors")
+    lora = Lora(name=str(tmp_path / "x.safetensors"), expert="high")
+    checkpoint = _find(row.checkpoint.folder, lora)
+    assert checkpoint.loras[0].ignored == {"adapter of norms": 1}
+    pipe = ranks(checkpoint, row.sampling)(0, 1)._pipe
+    for name, own in names.items():
+        layer = pipe.transformer.blocks[0].get_submodule(own)
+        factors = [tensors[f"{name}.lora_{each}.weight"] for each in ("down", "up")]
+        product = layer.lora_B["lora0"].weight @ layer.lora_A["lora0"].weight
+        assert torch.allclose(product, factors[1] @ factors[0] / 2)
 
 
 def test_weights_and_the_lora_of_another_model_are_refused(rows: Rows, tmp_path: Path) -> None:

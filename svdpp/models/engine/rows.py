@@ -127,8 +127,15 @@ def _wan_facts(configs: Configs) -> Facts:
         "boundary_ratio": ratio,
         "size_multiple": (unit, unit),
         "unused_parameters": () if has_second else ("guidance_scale_2",),
+        **_image_projection(configs),
         **({"image_use": "optional"} if index.values.get("expand_timesteps") else {}),
     }
+
+
+def _image_projection(configs: Configs) -> Facts:
+    """Whether the denoiser takes the embedding of an image, and LoRAs may change that."""
+    transformer = configs.of("transformer", image_dim=None)
+    return {"has_image_projection": transformer.values["image_dim"] is not None}
 
 
 def _wan_from_video_facts(configs: Configs) -> Facts:
@@ -334,6 +341,7 @@ _SKYREELS = Row(
     *("SkyReels-V2", "SkyReelsV2Transformer3DModel"),
     *("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline"),
     branches="calls",
+    facts=_image_projection,
     schedulers=_FLOW,
     fp32=frozenset({"vae", "image_encoder"}),
 )

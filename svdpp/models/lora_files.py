@@ -1,0 +1,246 @@
+"""Files of LoRAs: found, hashed and checked before any rank starts; knows no torch.
+
+Each tensor of a file is either loaded by the ranks, or named here: refused, or listed as ignored.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import Lora, ModelConfig
+from svdpp.errors import ModelError, RequestError
+from svdpp.models.files import commit_of, hub_errors, read_entries, short_repr, show_name
+from svdpp.models.hashes import file_sha256
+
+# What diffusers writes: the file of a folder, or of a repository, that is named alone.
+_LORA_FILE = "pytorch_lora_weights.safetensors"
+
+# --- which tensors of a file are used ------------------------------------------------------------
+#
+#   name of a tensor in the file                      what becomes of it
+#   blocks.0.self_attn.q.lora_A.weight, ...           loaded, by diffusers, under another name
+#   blocks.0.self_attn.q.dora_scale                   the file is refused: diffusers would drop it
+#   blocks.0.cross_attn.k_img.lora_A.weight           ignored by a model without image encoder
+#   text_encoder.layers.0.q_proj.lora_A.weight        ignored: the pipelines load the denoiser's
+#   blocks.0.norm3.diff                               ignored: diffusers does not load it
+#   any other that the loaded model does not hold     the file is refused, by the rank that loads it
+
+#: Kinds of adapters that are more than the product of two matrices.
+_OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w\d|oft_|boft_)")
+#: Parts that a model may lack, by what tells them from others in the name of a tensor.
+_TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
+_IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
+#: Changes of norms, and of a bias without its weight, which diffusers removes from files of Wan
+#: (`_convert_non_diffusers_wan_lora_to_diffusers`).
+_NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
+_TIME_PROJECTION = re.compile(r"time_projection")
+#: The two factors of a change, as different programs name them.
+_FACTORS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.up"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFile:
+    """A LoRA whose file has been found and checked."""
+
+    lora: Lora
+    """With the file's hash, and its absolute path or its commit on the hub."""
+    path: Path
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    """Number of tensors that the model has no place for, by the part that they are for."""
+
+    @property
+    def part(self) -> str:
+        """The denoiser that it changes."""
+        return "transformer_2" if self.lora.expert == "low" else "transformer"
+
+    @property
+    def identity(self) -> str:
+        """What its effect depends on, wherever the file is."""
+        assert self.lora.sha256 is not None
+        return f"{self.lora.sha256[:16]}:{self.lora.weight:g}:{self.part}"
+
+    @property
+    def remark(self) -> str:
+        """A sentence about the tensors that are ignored; empty if there are none."""
+        if not self.ignored:
+            return ""
+        parts = ", ".join(f"{part} ({count})" for part, count in self.ignored.items())
+        total = sum(self.ignored.values())
+        noun = "tensor is" if total == 1 else "tensors are"
+        return f"{show_name(self.path.name)}: {total} {noun} ignored, as the model has no {parts}"
+
+
+def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
+    """Return the part that a tensor of a LoRA is for, if the model does not have it.
+
+    Args:
+        key: name of the tensor in the file.
+        checkpoint: checked checkpoint.
+        has_time_weight: whether the file has a weight, not only a bias, of Wan's time projection.
+    """
+    if _TEXT_ENCODER.search(key):
+        return "adapter of a text encoder"
+    if "Wan" not in checkpoint.row.denoiser and "SkyReels" not in checkpoint.row.denoiser:
+        return None
+    if not checkpoint.has_image_projection and (found := _IMAGE_PART.search(key)):
+        return found[0]
+    if _NORM_CHANGE.search(key):
+        return "adapter of norms"
+    if not has_time_weight and _TIME_PROJECTION.search(key):
+        return "adapter of time_projection's bias alone"
+    return None
+
+
+def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
+    """Return the tensors of a LoRA's file that the model has no place for, with their parts.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    names = read_entries(path)[1]
+    has_weight = any(_TIME_PROJECTION.search(each) and each.endswith(".weight") for each in names)
+    parts = {name: ignored_part(name, checkpoint, has_weight) for name in names}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
+    """Check that a LoRA's file holds whole pairs of factors and nothing that diffusers drops.
+
+    Returns:
+        The number of tensors that the model has no place for, by their parts.
+
+    Raises:
+        ModelError: a tensor is of another kind of adapter, misses its other factor, or has a shape
+            that does not fit the other factor's; or all are for parts that the model does not have.
+    """
+    entries = read_entries(path)[1]
+    ignored = ignored_tensors(path, checkpoint)
+    for name in sorted(entries.keys() - ignored):
+        if found := _OTHER_ADAPTERS.search(name):
+            raise ModelError(
+                f"the tensor {short_repr(name)} is of an adapter of another kind than LoRA "
+                f"({found[0]}), which diffusers' video pipelines do not load",
+                "use a plain LoRA, or merge the adapter into the model's weights",
+                details={"tensor": name},
+            )
+        _check_pair(name, entries)
+    if entries.keys() <= ignored.keys():
+        raise ModelError("none of its tensors is for a part that the model has")
+    return dict(Counter(ignored.values()))
+
+
+def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
+    for down, up in _FACTORS:
+        for own, other in ((down, up), (up, down)):
+            if not (re.search(rf"\.{re.escape(own)}\b", name) and name.endswith("weight")):
+                continue
+            partner = re.sub(rf"\.{re.escape(own)}\b", f".{other}", name)
+            if partner not in entries:
+                raise ModelError(
+                    f"the tensor {short_repr(partner)} is missing; there is {short_repr(name)}",
+                    "the file is incomplete: download or save it again",
+                    details={"missing": partner, "tensor": name},
+                )
+            first, second = (name, partner) if own == down else (partner, name)
+            if entries[first]["shape"][:1] != entries[second]["shape"][1:2]:  # the rank
+                raise ModelError(
+                    f"the shapes of {short_repr(name)} and {short_repr(partner)} do not fit: "
+                    f"{entries[name]['shape']} and {entries[partner]['shape']}",
+                    "the file is damaged: download or save it again",
+                    details={
+                        "tensor": name,
+                        "shape": entries[name]["shape"],
+                        "other": partner,
+                        "other_shape": entries[partner]["shape"],
+                    },
+                )
+
+
+# --- finding a file ------------------------------------------------------------------------------
+
+
+def check_loras(model: ModelConfig, checkpoint: Any) -> None:
+    """Refuses LoRAs that a model cannot load, before any file is looked for."""
+    if not model.loras:
+        return
+    label, two_experts = checkpoint.label, checkpoint.num_experts == 2
+    if not checkpoint.row.loras:
+        raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
+    if importlib.util.find_spec("peft") is None:
+        raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
+    for lora in model.loras:
+        name = show_name(lora.name)
+        if two_experts == (lora.expert is None):
+            experts = "two experts: say which" if two_experts else "one expert: say none"
+            hint = "end it with :high or :low" if two_experts else f"leave out :{lora.expert}"
+            raise RequestError(f"{label} has {experts} in --lora {name}", hint)
+
+
+def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> LoraFile:
+    """Find the file of a LoRA, and download it if it is on the hub.
+
+    Args:
+        lora: LoRA as it is asked for.
+        local_files_only: whether nothing is downloaded.
+        checkpoint: checked checkpoint whose parts the file's tensors are compared with; None: only
+            the file itself is checked.
+
+    Raises:
+        ModelError: there is no such file, it is damaged, its hash is not the one that is asked for,
+            or its tensors are not those of a LoRA.
+    """
+    name, path = show_name(lora.name), Path(os.path.expanduser(lora.name))
+    try:
+        if path.exists():
+            path = (path / _LORA_FILE if path.is_dir() else path).resolve()
+            found = replace(lora, name=str(path))
+        else:
+            path = _download_lora(lora, local_files_only)
+            commits = filter(None, map(commit_of, path.parents))
+            found = replace(lora, revision=next(commits, lora.revision))
+        if path.suffix != ".safetensors":
+            raise ModelError("only safetensors files are read", "convert it")
+        read_entries(path)  # finds a damaged file before any rank starts
+        ignored = {} if checkpoint is None else check_tensors(path, checkpoint)
+        sha256 = file_sha256(path)
+    except ModelError as error:
+        message = f"--lora {name}: {error.message}"
+        raise ModelError(message, error.hint, details=error.details) from error
+    except OSError as error:
+        raise ModelError(f"--lora {name} cannot be read ({error.strerror})") from error
+    if lora.sha256 not in (None, sha256):
+        raise ModelError(
+            f"the LoRA {name} has changed since the clip was made",
+            "restore it, or make the clip again: svdpp run --overwrite",
+        )
+    return LoraFile(lora=replace(found, sha256=sha256), path=path, ignored=ignored)
+
+
+def lora_bytes(model: ModelConfig) -> int:
+    """Bytes of a denoiser's LoRAs; of two experts, the one with more."""
+    sizes: Counter[str] = Counter()
+    for each in model.loras:
+        file = find_lora(each, local_files_only=model.local_files_only)
+        sizes[file.part] += file.path.stat().st_size
+    return max(sizes.values(), default=0)
+
+
+def _download_lora(lora: Lora, local_files_only: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    owner, _, rest = lora.name.partition("/")
+    repository, _, file = rest.partition("/")
+    if not owner.strip("~.") or not repository or repository.endswith(".safetensors"):
+        hint = "name a safetensors file, or OWNER/NAME/FILE on the hub"
+        raise ModelError("there is no such file", hint)
+    given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
+    source = ModelConfig(name=f"{owner}/{repository}", **given)
+    with hub_errors(source):
+        return Path(hf_hub_download(source.name, file or _LORA_FILE, **given))
