@@ -28,7 +28,12 @@ _FOLDERS = re.compile(
 )
 # C0 without the line break, DEL, C1, and what changes the direction of writing.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@'\"]+@")
+# A password that is not percent-encoded may have any character: the last @ ends it, unless what
+# follows the colon is a port.
+_URL_PASSWORD = re.compile(
+    r"(?<=://)(?:[^/\s@'\":]*:(?!\d{1,5}(?:[/?#\s'\"]|$))[^\s'\"]*|[^/\s@'\"]+)@"
+    r"|(?<=[?&]password=)[^\s'\"&]+"
+)
 
 
 class SvdppError(Exception):
@@ -275,12 +280,16 @@ def _redaction() -> Callable[[str], str]:
     def clean(text: str) -> str:
         for secret in secrets:
             text = text.replace(secret, "***")
-        text = _URL_PASSWORD.sub("***@", redact_tokens(text))
+        text = _URL_PASSWORD.sub(_hidden, redact_tokens(text))
         for home in homes:
             text = home.sub("~", text)
         return text
 
     return clean
+
+
+def _hidden(found: re.Match[str]) -> str:
+    return "***@" if found[0].endswith("@") else "***"
 
 
 def redact_tokens(text: str) -> str:

@@ -80,6 +80,16 @@ def home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/al")
 
 
+@pytest.mark.parametrize(
+    "password", ["pa55/w0rd", "pa55@w0rd", "pa55%w0rd", "pa55?w0rd#", "4:pa55"]
+)
+def test_passwords_that_are_not_percent_encoded_are_taken_out(password: str) -> None:
+    for url in (f"s3://me:{password}@host/x", f"postgres://host/x?password={password}&a=b"):
+        shown = redact(f"cannot open '{url}': no")
+        assert not any(part in shown for part in ("pa55", "w0rd")), shown
+        assert "host/x" in shown
+
+
 def test_tokens_and_passwords_are_taken_out_of_texts_but_not_of_keys() -> None:
     value = {TOKEN: [f"--model {TOKEN}/x", 1, None, True, {"a": ("http://me:pass@host/x",)}]}
     shown = {TOKEN: ["--model hf_***/x", 1, None, True, {"a": ["http://***@host/x"]}]}
@@ -92,6 +102,7 @@ def test_tokens_and_passwords_are_taken_out_of_texts_but_not_of_keys() -> None:
         "hf_internal",
         "me@host, clip c0 @14",
         "ftp://h/a@b",
+        "http://127.0.0.1:8000/a@b",
     ]
     assert redact_all(others) == others
 

@@ -51,6 +51,10 @@ class AwayError(OutputError):
     """
 
 
+class StorageAwayError(AwayError):
+    """The files of the queue cannot be reached: the folder is not mounted, or the store is down."""
+
+
 def check_own(folder: Path, own: set[str], restore: str) -> None:
     """Refuses a folder that has other files than its `own`."""
     names = set(os.listdir(folder)) - {LOCK, LOST, RESERVE, *own} if folder.exists() else set()
@@ -132,6 +136,20 @@ class QueueFile:
         """The rows of a query, which does not wait for changes."""
         with self._reading, self._errors():
             return self._reader.execute(query, values).fetchall()
+
+    def check(self) -> None:
+        """Check that the file takes changes.
+
+        Raises:
+            OutputError: It does not, or another program holds its locks.
+        """
+        with self.change():
+            pass
+
+    def maintain(self) -> None:
+        """Write the log back into the file, so that a copy or a crash finds little in the log."""
+        with self._writing, self._errors():
+            self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
         """Holds a lock during the block, unless another server does; whether it is held."""

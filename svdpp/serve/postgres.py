@@ -1,22 +1,27 @@
-"""The queue's database in PostgreSQL, which many servers share; needs the extra `fleet`.
+"""PostgreSQL database of the queue, which many servers share; needs the extra `fleet`.
 
 Nothing else coordinates the servers. A connection that has ended is replaced when it is needed, so
-a server goes on by itself once the database is back.
+a server goes on by itself once the database is back. Each call has a deadline of the client's own:
+a database that is stopped, or behind a network that drops packets, sends no error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
-from svdpp.errors import ClosedError, OutputError, RequestError, redact
+from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.serve.database import MARK, AwayError, check_own
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, VERSION, upgrade
@@ -27,20 +32,64 @@ if TYPE_CHECKING:
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
 # After a failure the database is left alone for so long.
 _RETRY_SECONDS = 1.0
-# A server that is stopped in a transaction must not stop the others; a network that is cut is
-# noticed.
+# A server that is stopped in a transaction must not stop the others.
 _SETTINGS = """
-SET statement_timeout = '15s';
+SET statement_timeout = '10s';
 SET idle_in_transaction_session_timeout = '5s';
 SET client_min_messages = warning;
 """
+# A call that has no answer by then is given up: the statement's own timeout, and two seconds for
+# the way. `tcp_user_timeout` does not see a stopped process, whose kernel acknowledges all bytes.
+_CALL_SECONDS = 12.0
+_WATCH_SECONDS = 0.5
+# A standby, or a primary that was made read-only, takes no connection of the queue.
 _NETWORK: dict[str, Any] = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "tcp_user_timeout": 10_000,
+    "target_session_attrs": "read-write",
     "application_name": "svdpp",
 }
+# A standby changes nothing, and a session keeps the mode it began with: only a new one helps.
+_AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
+
+# Of a user name and a password, only characters that need no percent-encoding.
+_URL = re.compile(
+    r"(?P<scheme>postgres(?:ql)?://)(?:(?:[\w.~+-]|%[0-9a-fA-F]{2})*"
+    r"(?::(?:[\w.~!$&'()*+,;=-]|%[0-9a-fA-F]{2})*)?@)?"
+    r"(?P<place>(?:[\w.:,\[\]-]|%[0-9a-fA-F]{2})*(?:/(?:[\w.~-]|%[0-9a-fA-F]{2})*)?)"
+    r"(?:\?(?P<query>(?:[\w.~!$'()*+,;:=&/-]|%[0-9a-fA-F]{2})*))?"
+)
+
+
+def address_of(url: str) -> str:
+    """Return the hosts and the database of a `--queue` URL, for messages: no user, no password.
+
+    Raises:
+        RequestError: It names no database server, or libpq would read a part of its password as
+            a host or a parameter. The error shows nothing of the URL.
+    """
+    found = _URL.fullmatch(url)
+    try:
+        # libpq's messages repeat what they do not understand, which may be a password.
+        values = {} if found is None else conninfo_to_dict(url)
+    except psycopg.Error:
+        found, values = None, {}
+    if found is None:
+        raise RequestError(
+            "--queue takes a URL such as postgresql://svdpp@db/svdpp, and cannot read this one",
+            "percent-encode special characters of user and password, such as %2F for /, %40 for @ "
+            "and %25 for %; or leave the password to PGPASSWORD or ~/.pgpass",
+            details={"field": "queue"},
+        )
+    if not values.keys() & {"host", "hostaddr", "dbname", "service"}:
+        raise RequestError(
+            "--queue names neither a host nor a database",
+            "name both, as in postgresql://svdpp@db/svdpp",
+            details={"field": "queue"},
+        )
+    return found["scheme"] + found["place"]
 
 
 class QueueServer:
@@ -60,17 +109,23 @@ class QueueServer:
     """Whether it was not removed: each commit says so itself."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
+        self._place = address_of(url)
         self._store = store
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
         self._open: dict[str, Connection] = {}
+        self._watchdog = _Watchdog()
         self._retry_at = 0.0
         self._why_away = ""
-        with output_files.disk_errors(f"cannot use the data folder {str(store.folder)!r}"):
-            store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.lock("tables", waits=True):
-                self._open_or_create(adopts=adopts)
+        try:
+            with output_files.disk_errors(f"cannot use the data folder {str(store.folder)!r}"):
+                store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with self.lock("tables", waits=True):
+                    self._open_or_create(adopts=adopts)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the connections; does nothing the second time."""
@@ -78,11 +133,16 @@ class QueueServer:
         for use, lock in self._locks.items():
             with lock:
                 self._drop(use)
+        self._watchdog.close()
 
     @contextlib.contextmanager
     def change(self, alone: str = "") -> Iterator[Connection]:
-        """A transaction; `alone` is the name of a lock that it holds."""
-        with self._locks["write"], self._errors("write"):
+        """Run a transaction, which holds the lock that `alone` names, if it does.
+
+        Raises:
+            AwayError: The database does not answer, or takes no changes.
+        """
+        with self._use("write"):
             lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
             self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
             connection = self._open["write"]
@@ -95,9 +155,26 @@ class QueueServer:
                 raise
 
     def rows(self, query: str, *values: Any) -> list[Any]:
-        """The rows of a query, by a connection of its own."""
-        with self._locks["read"], self._errors("read"):
+        """Return the rows of a query, by a connection of its own.
+
+        Raises:
+            AwayError: The database does not answer, or takes no changes.
+        """
+        with self._use("read"):
             return self._first("read", query, values).fetchall()
+
+    def check(self) -> None:
+        """Check that the database answers and takes changes.
+
+        Raises:
+            AwayError: It does not.
+        """
+        # A read alone would still be answered while the database is read-only.
+        with self.change() as statements:
+            statements.execute("UPDATE queue SET version = version WHERE false")
+
+    def maintain(self) -> None:
+        """Do nothing: PostgreSQL maintains itself."""
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
@@ -114,12 +191,9 @@ class QueueServer:
                     self.rows(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
-        """What servers have said, as soon as one does, at most after so many seconds."""
-        with self._locks["listen"], self._errors("listen"):
-            connection = self._open.get("listen")
-            if connection is None:
-                connection = self._connect("listen")
-                connection.execute("LISTEN svdpp")
+        """Return what servers have said, as soon as one does, at most after so many seconds."""
+        with self._use("listen"):
+            connection = self._open.get("listen") or self._connect("listen", "LISTEN svdpp")
             notes = connection.raw.notifies(timeout=seconds, stop_after=1)
             return [note.payload for note in notes]
 
@@ -166,25 +240,51 @@ class QueueServer:
 
     # --- connections ------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _use(self, use: str) -> Iterator[None]:
+        """Hold the connection of a use during the block, and translate its errors."""
+        if not self._locks[use].acquire(timeout=_CALL_SECONDS):
+            raise self._away_error("others have waited for it for too long")
+        try:
+            with self._errors(use):
+                yield
+        finally:
+            self._locks[use].release()
+
     def _first(self, use: str, query: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
-        """Runs a statement that can be repeated, because the connection may have ended before."""
-        if use in self._open:
-            with contextlib.suppress(psycopg.OperationalError, psycopg.InterfaceError):
-                return self._open[use].execute(query, values)
-            self._drop(use)
+        """Run a statement that can be repeated, because the connection may have ended before."""
+        if (connection := self._open.get(use)) is not None:
+            try:
+                return connection.execute(query, values)
+            except _AWAY as error:
+                self._drop(use)
+                if connection.is_overdue or isinstance(error, psycopg.errors.QueryCanceled):
+                    self._rest(str(error))
+                    raise
         return self._connect(use).execute(query, values)
 
-    def _connect(self, use: str) -> Connection:
+    def _connect(self, use: str, *statements: str) -> Connection:
+        """Return a new connection, once it has run its first statements."""
         if self._is_closed or time.monotonic() < self._retry_at:
             raise psycopg.OperationalError(self._why_away)
         try:
-            connection = Connection(self._url)
+            connection = Connection(self._url, self._watchdog)
+            try:
+                for statement in statements:
+                    connection.execute(statement)
+            except BaseException:
+                connection.raw.close()
+                raise
         except psycopg.Error as error:
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            self._why_away = str(error)
+            self._rest(str(error))
             raise
         self._open[use] = connection
         return connection
+
+    def _rest(self, reason: str) -> None:
+        """Leave the database alone for a moment: all others are told the reason at once."""
+        self._why_away = reason
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _drop(self, use: str) -> None:
         if (connection := self._open.pop(use, None)) is not None:
@@ -198,26 +298,77 @@ class QueueServer:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
             reason = error.diag.message_primary or str(error).strip().partition("\n")[0]
-            place = redact(self._url).partition("?")[0]
-            if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+            if isinstance(error, _AWAY):
                 self._drop(use)
-                raise AwayError(
-                    f"the queue {place!r} does not answer: {reason}",
-                    "check that PostgreSQL runs there and takes this user",
-                ) from error
-            raise OutputError(f"the queue {place!r} cannot be used: {reason}") from error
+                raise self._away_error(reason) from error
+            raise OutputError(f"the queue {self._place!r} cannot be used: {reason}") from error
+
+    def _away_error(self, reason: str) -> AwayError:
+        return AwayError(
+            f"the queue {self._place!r} does not answer: {reason}",
+            "check that PostgreSQL runs there, takes this user, and is not read-only",
+            details={"queue": self._place},
+        )
 
 
 class Connection:
-    """A connection that takes the statements of the queue."""
+    """A connection that takes the statements of the queue, each of which has a deadline."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, watchdog: _Watchdog) -> None:
         self.raw = psycopg.connect(url, autocommit=True, **_NETWORK)
-        self.raw.execute(_SETTINGS)
+        self.is_overdue = False
+        """Whether a statement had no answer in time; the connection has ended then."""
+        self._watchdog = watchdog
+        try:
+            self.execute(_SETTINGS)
+        except BaseException:
+            self.raw.close()
+            raise
 
     def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
-        """Runs a statement."""
-        return self.raw.execute(_translated(query), values or None)
+        """Run a statement.
+
+        Raises:
+            psycopg.OperationalError: There was no answer in time, or the connection has ended.
+        """
+        self._watchdog.deadlines[self] = time.monotonic() + _CALL_SECONDS
+        try:
+            return self.raw.execute(_translated(query), values or None)
+        except psycopg.Error as error:
+            if self.is_overdue:
+                text = f"no answer within {_CALL_SECONDS:g} s"
+                raise psycopg.OperationalError(text) from error
+            raise
+        finally:
+            del self._watchdog.deadlines[self]
+
+    def give_up(self) -> None:
+        """End the wait for an answer, by the only thing that libpq always notices."""
+        self.is_overdue = True
+        with contextlib.suppress(OSError, psycopg.Error):  # the connection has ended by itself
+            copy = socket.socket(fileno=os.dup(self.raw.fileno()))
+            with copy:
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+class _Watchdog:
+    """A thread that ends the connections whose statements have no answer in time."""
+
+    def __init__(self) -> None:
+        self.deadlines: dict[Connection, float] = {}
+        """Monotonic time until which the statement of each connection may take."""
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._run, name="queue watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(_WATCH_SECONDS):
+            now = time.monotonic()
+            for connection, deadline in self.deadlines.copy().items():
+                if now > deadline and not connection.is_overdue:
+                    connection.give_up()
 
 
 @functools.lru_cache(maxsize=256)

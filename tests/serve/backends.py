@@ -27,7 +27,7 @@ class Postgres:
     """A database server; `url` is of its database `postgres`."""
 
     def __init__(self, folder: Path, programs: Path, *, fsync: bool, connections: int) -> None:
-        self._folder, self._programs = folder, programs
+        self.folder, self._programs = folder, programs
         self.log = folder / "log"
         self._settings = {"max_connections": connections, "fsync": "on" if fsync else "off"}
         self.port = _free_port()
@@ -42,7 +42,7 @@ class Postgres:
         return f"postgresql://svdpp@127.0.0.1:{self.port}/{database}"
 
     def start(self) -> None:
-        options = f"-p {self.port} -k {self._folder} -c listen_addresses=127.0.0.1"
+        options = f"-p {self.port} -k {self.folder} -c listen_addresses=127.0.0.1"
         options += "".join(f" -c {name}={value}" for name, value in self._settings.items())
         self._run("pg_ctl", "-w", "-t", "300", "-l", str(self.log), "-o", options, "start")
 
@@ -57,7 +57,7 @@ class Postgres:
 
     def _run(self, program: str, *arguments: str) -> None:
         subprocess.run(
-            [str(self._programs / program), "-D", str(self._folder / "data"), *arguments],
+            [str(self._programs / program), "-D", str(self.folder / "data"), *arguments],
             check=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
