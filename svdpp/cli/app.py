@@ -15,6 +15,7 @@ from svdpp.cli.command import unhide
 from svdpp.cli.failures import wrong_usage
 from svdpp.cli.given import GivenGroup, help_option
 from svdpp.cli.options.declare import flag
+from svdpp.errors import Interrupted, exit_code_of
 
 #: The first sentence of each command's help.
 COMMANDS: Mapping[str, str] = {
@@ -130,5 +131,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return wrong_usage(error, arguments)
     except typer.Abort:
         return 1
+    except Interrupted as error:  # outside the block of a command that reports it
+        return exit_code_of(error)
     except SystemExit as error:  # after a completion, or if the reader of stdout has ended
         return 128 + signal.SIGPIPE if error.code else 0

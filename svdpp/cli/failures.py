@@ -23,13 +23,13 @@ from svdpp.errors import (
     nearest,
 )
 from svdpp.launch import process_lifetime
-from svdpp.launch.world import find_world, is_member
+from svdpp.launch.start_deadline import end_fork_server
+from svdpp.launch.world import find_world, is_member, was_launched
 
 # Typer converts values by pydantic, in whose words it reports wrong ones.
 _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
 # Rank 0 may have failed with the same error before it could listen.
 _REPORT_SECONDS = 5.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
@@ -54,15 +54,20 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def answered(console: Console, *, debug: bool) -> Iterator[None]:
     """Reports signals and errors of the block in one sentence, and exits with their code."""
-    previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    previous = process_lifetime.handle_signals(_interrupt)
     try:
         yield
     except typer.Exit:
         raise
     except (Interrupted, Exception) as error:
+        # A launcher signals its other ranks when one fails: in the middle of what follows.
+        signals: list[int] = []
+        process_lifetime.handle_signals(
+            (lambda number, _: signals.append(number)) if was_launched() else end_at_once
+        )
         if isinstance(error, Interrupted):
-            previous = {}  # keep `end_at_once` for a second signal until the process ends
-        if debug or not _is_told_elsewhere(error):
+            previous = {}  # also for a second signal until the process ends
+        if debug or not _is_told_elsewhere(error, signals):
             console.error(error, debug=debug)
         raise typer.Exit(exit_code_of(error)) from error
     finally:
@@ -70,8 +75,16 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _is_told_elsewhere(error: BaseException) -> bool:
-    """Whether rank 0 reports `error`, which a rank that could not start sends there, or nobody."""
+def _is_told_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
+    """Whether another rank reports `error` or the cause of it, or nobody needs to.
+
+    A rank that cannot start sends its error to rank 0.
+
+    Args:
+        error: what ended this rank.
+        signals: those since the error. If there is one and rank 0 is gone, it has reported an
+            error: usually the same one, as all ranks have the same command line.
+    """
     try:
         launched = find_world()
     except RequestError:
@@ -82,17 +95,18 @@ def _is_told_elsewhere(error: BaseException) -> bool:
         return not isinstance(error, Exception) or launched.local_rank != 0
     from svdpp.worker.rank import report_failure
 
-    return report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
+    reported = report_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
+    return reported or bool(signals)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     """Ends the run in order at the first signal, and at once at the second."""
-    for other in _SIGNALS:
-        signal.signal(other, end_at_once)
+    process_lifetime.handle_signals(end_at_once)
     raise Interrupted(number)
 
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
     """Ends the process silently as by signal `number`; its ranks notice and end, too."""
+    end_fork_server(only_if_stopped=True)
     process_lifetime.remove_temp_files()
     os._exit(128 + number)

@@ -19,7 +19,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
+
+from svdpp.errors import Interrupted
 
 # Linux, <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
@@ -125,6 +128,29 @@ def signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+#: A handler of signals, as `signal.signal` takes it.
+Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+
+def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
+    """Set the handler of INT, TERM and HUP in this process, and return those before.
+
+    An `Interrupted` that the handler before raises meanwhile is dropped: the caller already handles
+    an error, of which the signal is a consequence. Call it in the main thread.
+
+    Args:
+        handler: as of `signal.signal`; `signal.SIG_IGN` while an error is reported.
+    """
+    before: dict[signal.Signals, Handler] = {}
+    for _ in range(2):  # the handler of `Interrupted` lets itself be called once
+        with contextlib.suppress(Interrupted):
+            for number in _SIGNALS:
+                before.setdefault(number, signal.getsignal(number))
+                signal.signal(number, handler)
+            break
+    return before
 
 
 def ignore_signals() -> None:

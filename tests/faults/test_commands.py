@@ -136,6 +136,15 @@ def _start(start: StartCommand, stop: dict[str, Any], **plan: Any) -> Command:
     return start(*TORCHRUN, "{plan}", *SIMULATE, plan={"stop": stop, **plan})
 
 
+def test_a_wrong_request_is_told_once_and_without_tracebacks(start: StartCommand) -> None:
+    """The agent signals the other ranks in the middle of their reports to rank 0."""
+    program = ("--no-python", sys.executable, "-m", "svdpp")
+    command = start(*TORCHRUN[:-4], *program, "simulate", "--steps", "10", "--quiet")
+    assert command.end(time.monotonic(), 60) == 1
+    assert command.errors.count("error: 10 steps cannot be split evenly over 3 ranks") == 1
+    assert "svdpp/cli" not in command.errors, "a traceback of our own"
+
+
 def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
     command = _start(start, STANDING)
     command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
