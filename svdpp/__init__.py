@@ -11,14 +11,16 @@ __version__ = "0.3.0"
 
 _MODULES = {
     "svdpp.config": (
-        *("ClipRequest", "Lora", "ModelConfig", "OutputConfig"),
+        *("ClipRequest", "LatentSpec", "Lora", "ModelConfig", "OutputConfig"),
         *("LtxSampling", "PipelineConfig", "SvdSampling", "WanSampling"),
     ),
     "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),
     "svdpp.driver.pipeline": ("Pipeline",),
     "svdpp.errors": ("SvdppError",),
+    "svdpp.plan.split": ("StepRange",),
     "svdpp.verification.result": ("VerificationResult",),
     "svdpp.verification.verify": ("verify",),
+    "svdpp.worker.stage": ("PipelineStage",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

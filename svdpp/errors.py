@@ -100,6 +100,37 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
+# "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.03 GiB is free."
+# (c10/cuda/CUDACachingAllocator.cpp), and "DefaultCPUAllocator: can't allocate memory: you tried to
+# allocate 123 bytes." (c10/core/impl/alloc_cpu.cpp).
+_SIZE = r"([0-9.]+) (bytes|[KMGT]iB)"
+_REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
+_FREE = re.compile(rf"of which {_SIZE} is free")
+_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def memory_details(error: BaseException) -> dict[str, Any]:
+    """Return what an error for a lack of memory says in numbers, for `details`.
+
+    Args:
+        error: of torch's allocators, for which it is read from the text, or an OutOfMemoryError.
+
+    Returns:
+        What is known of `requested_bytes`, `free_bytes` and `device`; torch rounds the sizes of
+        CUDA to two decimals.
+    """
+    if isinstance(error, OutOfMemoryError):
+        return dict(error.details)
+    text, found = str(error), dict[str, Any]()
+    for name, pattern in (("requested_bytes", _REQUESTED), ("free_bytes", _FREE)):
+        if match := pattern.search(text):
+            found[name] = round(float(match[1]) * _UNITS[match[2]])
+    if match := _GPU.search(text):
+        found["device"] = f"cuda:{match[1]}"
+    return found
+
+
 class ModelError(SvdppError, ValueError):
     """A model is missing, gated, incomplete, not safetensors, or of a class not supported."""
 
@@ -132,6 +163,15 @@ class DeviceError(RankError):
 
 class TransportError(RankError):
     """A packet between two ranks was not the expected one, or the connection broke."""
+
+
+class MismatchError(TransportError):
+    """A packet is not the one that its receiver expects: the fault of the rank that sent it.
+
+    `details` has `clip`, `step`, `from_rank`, `to_rank`, and `sent_...` and `expected_...` of what
+    differs: `clip`, `next_step`, `shape`, `dtype`, `bytes`, `tensors`, with the names `missing` and
+    `extra`.
+    """
 
 
 class BrokenLinkError(TransportError):

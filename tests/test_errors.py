@@ -20,6 +20,7 @@ EXIT_CODES = {
     "RankError": 6,
     "DeviceError": 6,
     "TransportError": 6,
+    "MismatchError": 6,
     "BrokenLinkError": 6,
     "InputError": 7,
     "OutputError": 8,

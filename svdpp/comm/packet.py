@@ -1,10 +1,13 @@
-"""The packet: what travels with a clip between two ranks, and its header, description and payload.
+"""The packet: the state of a clip that two ranks exchange, its header, description and payload.
 
 gloo and NCCL accept a message of another size or type without an error, so a header of fixed size
-says how many bytes follow, and the receiver checks it before it reads them. The description says
-which packet it is, and which tensors the payload has end to end: those on the rank's device.
-Tensors in host memory, such as the state of a random generator, follow the description's text; the
-receiver reads them in host memory as well.
+says how many bytes follow, and the receiver checks it before it reads them. The description names
+the packet's clip and step, and the tensors whose bytes are the payload, end to end: those on the
+rank's device. Tensors in host memory, such as the state of a random generator, follow the
+description's text; the receiver keeps them in host memory as well.
+
+The receiver does not trust the description: it compares it with its own action list (clip, step)
+and with the `TensorSpec`s that it expects (`check_tensors`).
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from svdpp.errors import TransportError
+from svdpp.errors import MismatchError, TransportError
 
 # All ranks have one version of svdpp (`driver.ranks.shared_settings`).
 _HEADER = struct.Struct("<IIQI")
@@ -27,19 +30,55 @@ HEADER_BYTES = _HEADER.size
 #: Offset of each field of the header. `crc` is of the description, `check` of the fields before.
 FIELDS = {"description": 0, "crc": 4, "bytes": 8, "check": 16}
 
+# Short names, which options have; other dtypes keep torch's.
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+# Names of missing or extra tensors in one message.
+_MAX_NAMES = 5
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor of a packet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """Return the spec of an existing tensor."""
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in a payload."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """`fp32`, `fp16`, `bf16`, or torch's name, such as `int64`."""
+        return _DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype_name}"
+
+
+#: The tensors of a packet by name.
+Specs = Mapping[str, TensorSpec]
+
 
 @dataclass
 class Packet:
-    """One clip between two ranks: what later ranks need.
+    """One clip between two ranks: the state that later ranks need.
 
     Args:
+        clip: index of the clip.
         next_step: number of steps done.
         begun_at: unix time in seconds at which the clip's encode began.
         tensors: by name, contiguous or not, on the rank's device or in host memory.
         tombstone: the clip is lost; the packet, without tensors, still travels, since the lists of
             the ranks behind expect it.
-        memory_pressure: the CUDA allocator of a rank had to free its cache for this clip, or ran
-            out of memory; cuDNN may have used another kernel then, with other bits.
+        memory_pressure: the CUDA allocator of a rank had to free its cache for this clip or an
+            earlier one of its process, or ran out of memory; cuDNN may have used another kernel,
+            with other bits.
         compute_seconds: that ranks have computed for the clip so far, in encode, steps and decode;
             of a resumed clip, those of the steps before as well.
     """
@@ -53,25 +92,30 @@ class Packet:
     compute_seconds: float = 0.0
 
     def make_tombstone(self) -> None:
-        """Drops the tensors: the clip is lost, or not wanted any more."""
+        """Drop the tensors: the clip is lost, or not wanted any more."""
         self.tensors, self.tombstone = {}, True
 
 
 class Header(NamedTuple):
-    """How many bytes follow: of the description, with its crc32, and of the payload."""
+    """Sizes of the messages that follow: the description, with its crc32, and the payload."""
 
     description_bytes: int
     crc: int
     num_bytes: int
+    """Bytes of the payload; 0: no payload follows."""
 
     def pack(self) -> bytes:
-        """The header as `HEADER_BYTES` bytes, little-endian."""
+        """Return the header as `HEADER_BYTES` bytes, little-endian."""
         data = _HEADER.pack(*self, 0)
         return data[: FIELDS["check"]] + struct.pack("<I", _check_of(data))
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        """The header that `pack` wrote; TransportError if it is not."""
+        """Return the header that `pack` wrote.
+
+        Raises:
+            TransportError: the bytes differ from those that were packed.
+        """
         *sizes, check = _HEADER.unpack(data)
         if check != _check_of(data):
             raise TransportError("the header is damaged")
@@ -83,7 +127,13 @@ def _check_of(header: bytes) -> int:
 
 
 def describe(packet: Packet, device: torch.device, crc: int | None = None) -> bytes:
-    """The description; `crc` is the payload's crc32."""
+    """Return the description of a packet: JSON, a line break, and the tensors in host memory.
+
+    Args:
+        packet: tensors on `device` go into the payload; others must be on the CPU.
+        device: the rank's.
+        crc: crc32 of the payload; None: the receiver does not check it.
+    """
     facts = {**vars(packet), "tensors": {}}
     entries, in_host_memory = [], []
     for name, tensor in packet.tensors.items():
@@ -98,13 +148,25 @@ def describe(packet: Packet, device: torch.device, crc: int | None = None) -> by
 
 
 def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The payload: uint8, queued on the current stream of `device`."""
+    """Return the payload: (bytes,) uint8 on `device`, queued on its current stream."""
     parts = [_bytes_of(tensor) for tensor in tensors.values() if tensor.device.type == device.type]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
+class _Entry(NamedTuple):
+    spec: TensorSpec
+    is_host: bool
+
+
 class Description:
-    """A description that has arrived; the payload follows."""
+    """A description that has arrived; the payload follows.
+
+    Args:
+        data: as `describe` returned it.
+
+    Raises:
+        TransportError: `data` cannot be read.
+    """
 
     def __init__(self, data: bytes) -> None:
         text, _, self._in_host_memory = data.partition(b"\n")
@@ -112,39 +174,135 @@ class Description:
             content = json.loads(text)
             self.crc: int | None = content["crc"]
             self._packet = Packet(**content["packet"])
-            self._entries = [
-                (name, getattr(torch, dtype), shape, is_host)
+            self._entries = {
+                name: _Entry(TensorSpec(tuple(map(int, shape)), getattr(torch, dtype)), is_host)
                 for name, dtype, shape, is_host in content["tensors"]
-            ]
+            }
+            self._num_bytes = {False: 0, True: 0}
+            for spec, is_host in self._entries.values():
+                self._num_bytes[is_host] += spec.num_bytes
         except (ValueError, AttributeError, TypeError, KeyError) as error:
             raise TransportError("a packet's description cannot be read") from error
 
-    def check(self, clip: int, next_step: int) -> None:
-        """Compares the packet with what the receiver's action list expects."""
-        for name, sent, expected in (
-            ("clip", self._packet.clip, clip),
-            ("next step", self._packet.next_step, next_step),
-        ):
-            if sent != expected:
-                raise TransportError(f"{name}: sent {sent}, expected {expected}")
+    @property
+    def specs(self) -> Specs:
+        """The tensors that the sender says it sends."""
+        return {name: entry.spec for name, entry in self._entries.items()}
+
+    @property
+    def tombstone(self) -> bool:
+        """Whether the clip is lost, so that the packet has no tensors."""
+        return self._packet.tombstone
+
+    def check(self, clip: int, next_step: int, num_bytes: int, known: Specs) -> None:
+        """Compare the packet with the one that the receiver expects, before its payload is read.
+
+        Args:
+            clip: of the receiver's action.
+            next_step: number of steps done, of the receiver's action.
+            num_bytes: of the payload, by the header.
+            known: tensors that it must have, among others; a tombstone has none.
+
+        Raises:
+            MismatchError: for the first difference, with both sides' values.
+        """
+        sent = {"clip": self._packet.clip, "next_step": self._packet.next_step}
+        for name, expected in (("clip", clip), ("next_step", next_step)):
+            if sent[name] != expected:
+                raise mismatch(name.replace("_", " "), name, sent[name], expected)
+        if self.tombstone:
+            check_tensors(self.specs, {})
+        else:
+            check_tensors(self.specs, known, others=True)
+        for part, found in ((False, num_bytes), (True, len(self._in_host_memory))):
+            described = self._num_bytes[part]
+            if found != described:
+                where = "in host memory" if part else "of the payload"
+                raise mismatch(f"bytes {where}", "bytes", found, described)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """The packet; each tensor has memory of its own, as a view could be misaligned."""
+        """Return the packet; each tensor has memory of its own, as a view could be misaligned.
+
+        Args:
+            payload: (bytes,) uint8, as many as `check` was told.
+        """
         rest = self._in_host_memory
         host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
         tensors: dict[str, torch.Tensor] = {}
         taken = {False: 0, True: 0}
-        for name, dtype, shape, is_host in self._entries:
-            start, num_bytes = taken[is_host], math.prod(shape) * dtype.itemsize
-            taken[is_host] += num_bytes
+        for name, ((shape, dtype), is_host) in self._entries.items():
+            start = taken[is_host]
+            taken[is_host] += self._entries[name].spec.num_bytes
             part = (host if is_host else payload)[start : taken[is_host]].clone()
-            if part.numel() != num_bytes:
-                break
             tensors[name] = part.view(dtype).view(shape)
-        if (taken[False], taken[True]) != (payload.numel(), len(rest)):
-            found, said = payload.numel(), taken[False]
-            raise TransportError(f"a packet of {found} bytes is described as {said} bytes")
         return replace(self._packet, tensors=tensors)
+
+
+def mismatch(name: str, field: str, sent: Any, expected: Any, **details: Any) -> MismatchError:
+    """Return the error for one difference between the packet that came and the expected one.
+
+    Args:
+        name: of the value, for the message.
+        field: of the value, for `sent_<field>` and `expected_<field>` in the details.
+        sent: the packet's value.
+        expected: the receiver's value.
+        details: further ones.
+    """
+    both = {f"sent_{field}": sent, f"expected_{field}": expected}
+    return MismatchError(f"{name}: sent {sent}, expected {expected}", details={**both, **details})
+
+
+def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None:
+    """Compare number, names, shapes and dtypes of a packet's tensors with the expected ones.
+
+    Args:
+        sent: the packet's.
+        expected: the receiver's.
+        others: whether the packet may have tensors that `expected` does not name.
+
+    Raises:
+        MismatchError: for the first tensor that differs, or for all that are missing or extra.
+    """
+    for name, spec in expected.items():
+        if name in sent and sent[name] != spec:
+            raise MismatchError(
+                f"{name}: sent {sent[name]}, expected {spec}", details=_both(name, sent[name], spec)
+            )
+    missing = [name for name in expected if name not in sent]
+    extra = [] if others else [name for name in sent if name not in expected]
+    if not missing and not extra:
+        return
+    count = f"{'at least ' if others else ''}{len(expected)}"
+    counts = f"tensors: sent {len(sent)}, expected {count}"
+    parts = [("missing", missing), ("not expected", extra)]
+    named = [f"{_listed(names)} {word}" for word, names in parts if names]
+    raise MismatchError(
+        f"{counts}: {', '.join(named)}",
+        details={
+            "sent_tensors": len(sent),
+            "expected_tensors": len(expected),
+            "missing": missing,
+            "extra": extra,
+            "sent_bytes": sum(spec.num_bytes for spec in sent.values()),
+            "expected_bytes": sum(spec.num_bytes for spec in expected.values()),
+        },
+    )
+
+
+def _both(name: str, sent: TensorSpec, expected: TensorSpec) -> dict[str, Any]:
+    details: dict[str, Any] = {"tensor": name}
+    for side, spec in (("sent", sent), ("expected", expected)):
+        details |= {
+            f"{side}_shape": list(spec.shape),
+            f"{side}_dtype": spec.dtype_name,
+            f"{side}_bytes": spec.num_bytes,
+        }
+    return details
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,12 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+def wait_for(event: Mark) -> None:
+    """Block this thread until the device has reached an event; return at once on the CPU."""
+    if event is not None:
+        event.synchronize()
+
+
 def wait_for_queue(device: torch.device) -> None:
     """Waits until the device has done all that is queued on this thread's current stream."""
     if device.type == "cuda":

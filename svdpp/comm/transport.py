@@ -4,6 +4,9 @@ Each rank has one link per neighbour and direction, with a thread, so that a tra
 the denoising. The header and the packet's description are messages of their own, always between
 CPUs. The payload is the packet's tensors end to end: on the device under NCCL, through pinned host
 memory under gloo, which does not carry CUDA tensors point to point.
+
+The receiver says which tensors it expects before the packet comes, and checks the description
+before it reads the payload. A difference is a `MismatchError`, which names the rank that sent.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,14 +28,26 @@ import torch
 import torch.distributed as dist
 
 from svdpp.comm import streams
-from svdpp.comm.packet import HEADER_BYTES, Description, Header, Packet, describe, flatten
+from svdpp.comm.packet import (
+    HEADER_BYTES,
+    Description,
+    Header,
+    Packet,
+    Specs,
+    check_tensors,
+    describe,
+    flatten,
+    mismatch,
+)
 from svdpp.errors import (
     BrokenLinkError,
     DeviceError,
     OutOfMemoryError,
+    RankError,
     TransportError,
     first_line,
     is_out_of_memory,
+    memory_details,
 )
 
 _Result = TypeVar("_Result")
@@ -90,6 +106,9 @@ class Transport:
         self._links: dict[tuple[str, int, Channel], _Link] = {}
         # Of other channels than `clips`, also by whether they go to a higher rank.
         self._groups: dict[tuple[Channel, bool], Any] = {}
+        self.sent: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
+        """Clip and next step of the packets given to `send`, by receiver and channel, until the
+        caller clears it; without predictions, and without packets that open links."""
         # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
         self._enqueue = threading.Lock()
 
@@ -98,7 +117,7 @@ class Transport:
         links: Mapping[Channel, Iterable[Iterable[tuple[int, int]]]],
         on_connecting: Callable[[int], None] | None = None,
     ) -> None:
-        """Opens this rank's links by one small packet each.
+        """Open this rank's links by one small packet each.
 
         The first NCCL message of a pair creates its communicator and blocks until both ends call
         it (pytorch/pytorch#108378), so all ranks follow the same rounds, each of disjoint pairs.
@@ -125,20 +144,44 @@ class Transport:
                 self._link("to", target, channel).wait()
             else:
                 self.post_receive(_HELLO_CLIP, 0, source, channel).wait()
+        self.sent.clear()
 
     def post_receive(
-        self, clip: int, next_step: int, peer: int, channel: Channel = "clips"
+        self,
+        clip: int,
+        next_step: int,
+        peer: int,
+        channel: Channel = "clips",
+        known: Specs | None = None,
     ) -> PendingPacket:
-        """Begins to receive `clip` from `peer` in the background."""
+        """Begin to receive a packet in the background.
+
+        Args:
+            clip: index of the clip that it must have.
+            next_step: number of steps done that it must have.
+            peer: rank that sends it.
+            channel: of the link.
+            known: tensors that it must have, among others, compared before the payload is read;
+                None: `PendingPacket.wait` alone compares.
+        """
         link = self._link("from", peer, channel)
-        future = link.start(lambda: self._receive(link, clip, next_step))
-        return PendingPacket(future, self.wall_ahead)
+        ends: _Ends = "recv", clip, next_step, peer
+        future = link.start(lambda: self._receive(link, ends, known or {}))
+        return PendingPacket(future, self.wall_ahead, ends, self.rank)
 
     def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
-        """Sends in the background; first waits until the packet before it on this link has left.
+        """Send in the background; first wait until the packet before it on this link has left.
 
-        The tensors must not be changed afterwards.
+        Args:
+            packet: its tensors must not be changed afterwards.
+            peer: rank that receives it.
+            channel: of the link.
+
+        Raises:
+            TransportError: the packet before it could not be sent.
         """
+        if channel != "predictions":
+            self.sent[peer, channel].append((packet.clip, packet.next_step))
         link = self._link("to", peer, channel)
         link.wait()
         payload = flatten(packet.tensors, self.device)
@@ -146,16 +189,19 @@ class Transport:
         link.start(lambda: self._send(link, packet, payload, after))
 
     def drain(self) -> None:
-        """Waits until the memory of every packet sent may be used again.
+        """Wait until the memory of every packet sent may be used again.
 
         Bytes may still be in NCCL's buffers: the process must outlive their way to the receivers.
+
+        Raises:
+            TransportError: a packet could not be sent.
         """
         for (direction, *_), link in self._links.items():
             if direction == "to":
                 link.wait()
 
     def close(self) -> None:
-        """Ends the links' threads; call after `drain`."""
+        """End the links' threads; call after `drain`."""
         for link in self._links.values():
             link.close()
 
@@ -171,7 +217,13 @@ class Transport:
         self, link: _Link, packet: Packet, payload: torch.Tensor, after: streams.Mark
     ) -> None:
         clip, step = packet.clip, packet.next_step
-        with translated_errors(f"send clip {clip} at step {step} to rank {link.peer}"):
+        ends: _Ends = "send", clip, step, link.peer
+        with translated_errors(*_attempt(ends, self.rank)):
+            if self._direct:
+                # A receive of NCCL that is enqueued spins on the receiver's multiprocessors until
+                # the bytes come. The header, which lets the receiver enqueue it, must not leave
+                # before they exist: the partner of a pair would compute beside that kernel.
+                streams.wait_for(after)
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self.checksum and not packet.tombstone
             crc = zlib.crc32(link.stream.to_host(staged, after).numpy().data) if checked else None
@@ -188,11 +240,11 @@ class Transport:
                     self._run_nccl(lambda: dist.isend(staged, link.peer, group=link.group))
             elif payload.numel():
                 dist.send(staged, link.peer, group=link.group)
-        ends: _Ends = "send", clip, step, link.peer
         self._report(link, ends, payload.numel(), reached, reached - begun)
 
-    def _receive(self, link: _Link, clip: int, next_step: int) -> tuple[Description, torch.Tensor]:
-        with translated_errors(f"receive clip {clip} at step {next_step} from rank {link.peer}"):
+    def _receive(self, link: _Link, ends: _Ends, known: Specs) -> tuple[Description, torch.Tensor]:
+        _, clip, next_step, _ = ends
+        with translated_errors(*_attempt(ends, self.rank)):
             data = _receive_bytes(HEADER_BYTES, link)
             begun = time.monotonic()
             header = Header.unpack(data)
@@ -200,13 +252,14 @@ class Transport:
             if zlib.crc32(data) != header.crc:
                 raise TransportError("a packet's description is damaged")
             description = Description(data)
-            description.check(clip, next_step)
+            description.check(clip, next_step, header.num_bytes, known)
             payload = self._receive_payload(link, header.num_bytes)
             if (sent := description.crc) is not None:
                 crc = zlib.crc32(link.stream.to_host(payload).numpy().data)
                 if crc != sent:
-                    raise TransportError(f"crc32 of the payload: sent {sent:08x}, got {crc:08x}")
-        self._report(link, ("recv", clip, next_step, link.peer), payload.numel(), begun, 0.0)
+                    found = f"{sent:08x}", f"{crc:08x}"
+                    raise mismatch("crc32 of the payload", "crc32", *found)
+        self._report(link, ends, payload.numel(), begun, 0.0)
         return description, payload
 
     def _receive_payload(self, link: _Link, num_bytes: int) -> torch.Tensor:
@@ -240,13 +293,31 @@ class PendingPacket:
 
     _future: Future[tuple[Description, torch.Tensor]]
     _wall_ahead: float
+    _ends: _Ends
+    _rank: int
 
-    def wait(self) -> Packet:
-        """Waits for the packet and returns it, ready for the current stream; once."""
+    def wait(self, whole: Callable[[Mapping[str, torch.Tensor]], Specs] | None = None) -> Packet:
+        """Wait for the packet; call it once.
+
+        Args:
+            whole: returns all tensors that the packet must have, and no others; its argument are
+                the packet's, because some of them describe the others. A tombstone has none. None:
+                only the tensors known before are compared.
+
+        Returns:
+            The packet, ready for the current stream.
+
+        Raises:
+            MismatchError: it is not the expected one.
+            TransportError: it could not be received.
+        """
         description, payload = self._future.result()
         streams.lend(payload)
         packet = description.packet(payload)
         packet.begun_at += self._wall_ahead
+        if whole is not None and not packet.tombstone:
+            with translated_errors(*_attempt(self._ends, self._rank)):
+                check_tensors(description.specs, whole(packet.tensors))
         return packet
 
 
@@ -272,8 +343,11 @@ class _Link:
 
     def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
         if self._failure is not None:
-            kind = TransportError if type(self._failure) is TransportError else BrokenLinkError
-            raise kind(f"the link failed before: {self._failure}")
+            kind: type[RankError] = BrokenLinkError
+            if isinstance(self._failure, TransportError):
+                kind = type(self._failure)
+            details = getattr(self._failure, "details", {})
+            raise kind(f"the link failed before: {self._failure}", details=details)
         try:
             return work()
         except Exception as error:
@@ -295,34 +369,63 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
     return buffer.numpy().tobytes()
 
 
+def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
+    """The words and the details of a transfer, for its errors."""
+    direction, clip, step, peer = ends
+    is_sender = direction == "send"
+    words = (
+        f"send clip {clip} at step {step} to"
+        if is_sender
+        else (f"receive clip {clip} at step {step} from")
+    )
+    sender, receiver = (rank, peer) if is_sender else (peer, rank)
+    details = {"clip": clip, "step": step, "from_rank": sender, "to_rank": receiver}
+    return f"{words} rank {peer}", details
+
+
 @contextlib.contextmanager
-def translated_errors(attempt: str) -> Iterator[None]:
-    """Turns a backend's RuntimeError into an error that says which `attempt` failed.
+def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Turn a backend's RuntimeError into an error that says which transfer failed.
 
     A lack of memory and errors of the GPU are the rank's own; the parent may trace a
     `BrokenLinkError` back to another rank.
+
+    Args:
+        attempt: the transfer in words, after "could not".
+        details: of the transfer, for those of the error.
+
+    Raises:
+        OutOfMemoryError: the backend says that memory ran out.
+        DeviceError: the GPU failed.
+        BrokenLinkError: any other RuntimeError of the backend.
+        TransportError: the block raised one, of which this one has the type.
     """
     try:
         yield
     except TransportError as error:
-        raise type(error)(f"could not {attempt}: {error.message}", error.hint) from error
+        message = f"could not {attempt}: {error.message}"
+        known = {**(details or {}), **error.details}
+        raise type(error)(message, error.hint, details=known) from error
     except RuntimeError as error:
-        raise _translated(error, attempt) from error
+        raise _translated(error, attempt, dict(details or {})) from error
 
 
-def _translated(error: RuntimeError, attempt: str) -> Exception:
+def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> Exception:
     text = str(error).strip()
     cuda = _NCCL_CUDA.search(text)
     if is_out_of_memory(error):
         return OutOfMemoryError(
             f"out of memory{' in NCCL' if cuda else ''}: could not {attempt}",
             "fewer frames, a smaller --height and --width, or --memory-opt need less",
+            details={**details, **memory_details(error)},
         )
     if cuda is not None or isinstance(error, torch.AcceleratorError):
         return DeviceError(
             f"could not {attempt}: CUDA error: {cuda[1] if cuda else first_line(error)}",
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
+            details=details,
         )
     _, _, last = text.partition("Last error:")  # of NCCL
     cause = f" (last error: {first_line(last)})" if last else ""
-    return BrokenLinkError(f"could not {attempt}: {first_line(error)}{cause}")
+    message = f"could not {attempt}: {first_line(error)}{cause}"
+    return BrokenLinkError(message, details=details)

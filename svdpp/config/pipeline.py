@@ -53,18 +53,34 @@ DEMO_SAMPLING: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Shape and dtype of a latent of the dummy model."""
+    """Shape and dtype of a clip's latent, which the receiver of a packet expects.
+
+    The model gives it for a clip's sampling parameters and step: see `EngineModel.latent_spec`.
+
+    Raises:
+        RequestError: the shape has another number of axes than `dims`, a size below 1, or more
+            elements than `MAX_LATENT_ELEMENTS`.
+    """
 
     shape: tuple[int, ...]
-    """B C F H W, because Conv3d requires it."""
+    """Sizes in the order of `dims`."""
     dtype: Dtype = "fp32"
+    dims: str = "BCFHW"
+    """One letter for each axis: B (batch), C (channels), F (frames), H, W; N: all positions of all
+    frames. The dummy model's order is the default, because Conv3d requires it."""
 
     def __post_init__(self) -> None:
         named = f"latent shape {' '.join(map(shown, self.shape))}"
-        is_shape = len(self.shape) == 5 and all(type(n) is int and n > 0 for n in self.shape)
-        require(is_shape, f"{named} needs 5 positive sizes, in the order B C F H W")
-        is_small = math.prod(self.shape) <= MAX_LATENT_ELEMENTS
-        require(is_small, f"{named} has more than {MAX_LATENT_ELEMENTS} elements")
+        sizes, order = len(self.dims), " ".join(self.dims)
+        is_shape = len(self.shape) == sizes and all(type(n) is int and n > 0 for n in self.shape)
+        wrong = f"{named} needs {sizes} positive sizes, in the order {order}"
+        require(is_shape, wrong, shape=list(self.shape), sizes=sizes)
+        require(
+            math.prod(self.shape) <= MAX_LATENT_ELEMENTS,
+            f"{named} has more than {MAX_LATENT_ELEMENTS} elements",
+            shape=list(self.shape),
+            max_elements=MAX_LATENT_ELEMENTS,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.trace import Trace
-from svdpp.errors import BrokenLinkError, Interrupted, RankError, SvdppError, error_from_dict
+from svdpp.errors import (
+    BrokenLinkError,
+    Interrupted,
+    MismatchError,
+    RankError,
+    SvdppError,
+    error_from_dict,
+)
 from svdpp.launch.group import GUARD, Group
 from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import draw_grid
@@ -174,12 +181,26 @@ class Supervisor:
             error.details.setdefault("rank", rank)
             return error  # input, output, model or memory: its message is complete
         where = describe_position(event.action, event.step)
+        if isinstance(error, MismatchError):
+            return self._sent_wrongly(rank, error, where, event.traceback)
         return RankError(
             f"{self._name(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows the traceback",
             picture=self._picture(rank, "failed here"),
             trace=event.traceback,
             details={"rank": rank, **error.details},
+        )
+
+    def _sent_wrongly(self, rank: int, error: MismatchError, where: str, trace: str) -> RankError:
+        """The error of a packet that `rank` has refused: the fault of the rank that sent it."""
+        sender = error.details.get("from_rank", rank)
+        receiver = error.details.get("to_rank", rank)
+        return MismatchError(
+            f"{self._name(sender)} sent rank {receiver} a wrong packet{where}: {error.message}",
+            error.hint or "--debug shows the traceback of the rank that refused it",
+            picture=self._picture(sender, "sent it"),
+            trace=trace,
+            details={"rank": sender, **error.details},
         )
 
     def _died(self, rank: int, code: int | None) -> RankError:

@@ -66,6 +66,14 @@ class DummyModel:
         spec = replace(self.spec, shape=(batch, channels, sampling.frames, *size))
         return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
 
+    def latent_spec(self, step: int) -> LatentSpec:  # noqa: ARG002
+        """Return shape and dtype of a clip's latent, which are the same after every step."""
+        return self.spec
+
+    def specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG002
+        """Return shape and dtype of the one tensor that a packet must have, by name."""
+        return {LATENTS: (self.spec.shape, self._dtype)}
+
     def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
         """Nothing: the dummy uses no image."""
         return {}
@@ -103,13 +111,18 @@ class DummyModel:
                 half = partial(self._half, latent, step, partner.branch, own)
                 other = partner.exchange(step, half)
                 halves = [own[LATENTS], other[LATENTS]][:: -1 if partner.branch else 1]
-                latent = torch.cat(halves).view(latent.shape)
+                first, second = halves
+                rest = second[first.numel() + second.numel() - latent.numel() :]
+                latent = torch.cat((first, rest)).view(latent.shape)
             after_step(step, latent)
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
+        """One of two halves of equal length, which share the middle one of an odd number."""
         with self._lasting(Costs.step_on, 0.5):
-            own[LATENTS] = self._unet(latent, step).view(-1).tensor_split(2)[branch]
+            flat = self._unet(latent, step).view(-1)
+            size = (flat.numel() + 1) // 2
+            own[LATENTS] = flat[-size:] if branch else flat[:size]
         return own
 
     def decode(self, _: Tensors, frames: FrameRange | None = None) -> torch.Tensor:

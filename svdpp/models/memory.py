@@ -97,7 +97,7 @@ class _HollowModel:
                 parts[part] = load.load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
         self._pipe = load.new_pipeline(checkpoint, sampling.from_image, parts, torch.device("cpu"))
-        self._model = EngineModel(self._pipe, checkpoint, sampling)
+        self._model = EngineModel(self._pipe, checkpoint, sampling, model.dtype)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
         source = blank_source(self._sampling, whole=True)

@@ -6,22 +6,32 @@ The steps of a DENOISE are checked one by one, and the ranks of a pair exchange 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import zip_longest
 
 import torch
 
 from svdpp.comm import streams
-from svdpp.comm.packet import Packet
+from svdpp.comm.packet import Packet, Specs, TensorSpec, check_tensors, mismatch
 from svdpp.comm.streams import Readback
 from svdpp.comm.transport import Channel, PendingPacket, Transport
 from svdpp.config import ClipRequest, SamplingConfig
-from svdpp.errors import InputError, NotFiniteError
-from svdpp.models.base import LATENTS, PREDICTION, Audio, Prepared, Source, Tensors, VideoModel
-from svdpp.plan.actions import Action, Kind
+from svdpp.errors import InputError, MismatchError, NotFiniteError
+from svdpp.models.base import (
+    DTYPES,
+    LATENTS,
+    PREDICTION,
+    Audio,
+    Prepared,
+    Source,
+    Tensors,
+    VideoModel,
+)
+from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.worker.device import ClipProfiler, MemoryPressure, out_of_memory_named
 from svdpp.worker.messages import (
     ActionDone,
@@ -39,6 +49,10 @@ from svdpp.worker.tensor_files import TensorStore, solver_history
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
 _MODELS_KEPT = 8
+# Of so many kinds of packets, tensors are compared with those of the first one.
+_KINDS_KEPT = 256
+# Tensors that the encode of a prompt or an image returned: sizes may depend on these.
+_RECORD = "record."
 
 
 class NotWantedError(Exception):
@@ -88,6 +102,10 @@ class PipelineStage:
         self._transport, self._reporter = tools.transport, tools.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
+        # As `Transport.sent`, by the actions since the last rest.
+        self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
+        # The tensors of the first packet of each kind of request, after each step.
+        self._first_specs: dict[tuple[object, ...], Specs] = {}
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._photos = PhotoReader(self._prepare, model.device)
@@ -120,6 +138,10 @@ class PipelineStage:
             return
         self._jobs.update(jobs)
         self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
+        for action in work.actions:
+            if action.kind in SENDS:
+                ends = action.peer, _channel_of(action)
+                self._sends[ends].append((action.clip, action.start))
         encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
         self._photos.expect((clip, jobs[clip].request) for clip in encoded)
         if self._tools.profiler is not None:
@@ -137,7 +159,13 @@ class PipelineStage:
             self._performers[action.kind](action)
 
     def rest(self) -> None:
-        """Notes that no action is left for now; the time until the next one is not a wait."""
+        """Note that no action is left for now; the time until the next one is not a wait.
+
+        Raises:
+            MismatchError: this rank has sent other packets than its actions say. The receiver of a
+                packet that never leaves could only wait for it.
+        """
+        self._check_sends()
         self._waits = {}
         self._reporter.at(None)
 
@@ -175,11 +203,66 @@ class PipelineStage:
             key = self._jobs[action.clip].request.latents_key
             assert key is not None, f"{action} without a key"
             place = key, action.clip, action.start, self._tools.device
-            self._packets[action.clip] = writer.folder.load(*place)
+            packet = self._packets[action.clip] = writer.folder.load(*place)
+            sent = {name: TensorSpec.of(each) for name, each in packet.tensors.items()}
+            try:
+                check_tensors(sent, self._expected(action, packet.tensors))
+            except MismatchError as error:
+                raise InputError(
+                    f"the latent checkpoint of clip {action.clip} after {action.start} steps has "
+                    f"other tensors than its model: {error}".replace("sent", "found"),
+                    "remove it: the clip then begins anew",
+                    details={"clip": action.clip, "steps": action.start, **error.details},
+                ) from error
 
     def _recv(self, action: Action) -> None:
         ends = action.clip, action.start, action.peer, _channel_of(action)
-        self._pending[action.clip] = self._transport.post_receive(*ends)
+        known = {LATENTS: self._latent(action)} if action.kind is Kind.RECV else None
+        self._pending[action.clip] = self._transport.post_receive(*ends, known)
+
+    def _latent(self, action: Action) -> TensorSpec:
+        """The latent of the action's clip at its start, by the request and the model."""
+        spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
+        return TensorSpec(spec.shape, DTYPES[spec.dtype])
+
+    def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
+        """The tensors that the packet of an action must have.
+
+        The latent's spec is the model's. The others depend on what the encode recorded: the
+        packet's structure names them, and later packets of the same kind of request have the same
+        ones as the first.
+        """
+        request, sampling = self._jobs[action.clip].request, self._sampling_of(action)
+        try:
+            named = self._model_of(sampling).specs(dict(tensors))
+        except ValueError as error:
+            raise MismatchError(str(error)) from error
+        specs = {name: TensorSpec(*spec) for name, spec in named.items()}
+        specs[LATENTS] = self._latent(action)
+        prompts = request.prompt is None, request.negative_prompt is None
+        if len(self._first_specs) >= _KINDS_KEPT:
+            self._first_specs.clear()
+        first = self._first_specs.setdefault((sampling, *prompts, action.start), specs)
+        return {name: _like_first(name, specs.get(name), spec) for name, spec in first.items()}
+
+    def _check_sends(self) -> None:
+        rank, nothing = self._tools.rank, (None, None)
+        for peer, channel in self._sends.keys() | self._transport.sent.keys():
+            pairs = self._transport.sent[peer, channel], self._sends[peer, channel]
+            for sent, planned in zip_longest(*pairs, fillvalue=nothing):
+                if sent == planned:
+                    continue
+                clip, step = sent if planned == nothing else planned
+                error = mismatch("clip", "clip", sent[0], planned[0])
+                raise MismatchError(
+                    f"packets from rank {rank} to rank {peer}: {error.message}",
+                    details={
+                        **{"clip": clip, "step": step, "from_rank": rank, "to_rank": peer},
+                        **error.details,
+                    },
+                )
+        self._sends.clear()
+        self._transport.sent.clear()
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
@@ -233,7 +316,7 @@ class PipelineStage:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
-            part = self._pending.pop(action.clip).wait()
+            part = self._pending.pop(action.clip).wait(lambda _: self._part(action))
         packet.memory_pressure |= part.memory_pressure
         packet.compute_seconds += part.compute_seconds
         if part.tombstone:
@@ -243,6 +326,12 @@ class PipelineStage:
         with self._timed(action):
             frames = [self._frames[action.clip], part.tensors[_FRAMES]]
             self._frames[action.clip] = torch.cat(frames)
+
+    def _part(self, action: Action) -> Specs:
+        """The frames that another rank decodes: as many as the action says, of this rank's size."""
+        own, frames = self._frames[action.clip], action.frames
+        assert frames is not None
+        return {_FRAMES: TensorSpec((frames.end - frames.first, *own.shape[1:]), own.dtype)}
 
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
@@ -260,7 +349,7 @@ class PipelineStage:
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
-                self._packets[action.clip] = pending.wait()
+                self._packets[action.clip] = pending.wait(partial(self._expected, action))
         packet = self._packets[action.clip]
         if not packet.tombstone and self._tools.is_cancelled(action.clip):
             packet.make_tombstone()
@@ -322,6 +411,14 @@ class PipelineStage:
         self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - start
 
 
+def _like_first(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
+    """The spec that a tensor must have, given that of the first packet of its kind."""
+    if spec is None or not name.startswith(_RECORD):
+        return first
+    is_alike = (spec.dtype, len(spec.shape)) == (first.dtype, len(first.shape))
+    return spec if is_alike else first
+
+
 def _channel_of(action: Action) -> Channel:
     return "clips" if action.frames is None else "decode"
 
@@ -367,7 +464,8 @@ class Denoising:
         tensors = evaluate()
         self._packet.memory_pressure |= tools.memory_pressure.rose()
         self._send(step, tensors)
-        packet = self._arrived(step, pending)
+        own = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+        packet = self._arrived(step, pending, own)
         self._packet.memory_pressure |= packet.memory_pressure
         self._next = None if packet.tombstone else step + 1
         if packet.tombstone:
@@ -384,15 +482,15 @@ class Denoising:
             return
         pending = self._expected(self._next)
         self._send(self._next, None)
-        self._arrived(self._next, pending)
+        self._arrived(self._next, pending, None)
 
     def _expected(self, step: int) -> PendingPacket:
         clip, peer = self._action.clip, self._action.peer
         return self._tools.transport.post_receive(clip, step, peer, "predictions")
 
-    def _arrived(self, step: int, pending: PendingPacket) -> Packet:
+    def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
         self._tools.reporter.at(self._action, step, waiting=True)  # part of the step's time
-        packet = pending.wait()
+        packet = pending.wait(None if expected is None else lambda _: expected)
         self._tools.reporter.at(self._action, step)
         return packet
 

@@ -14,9 +14,23 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.comm.packet import HEADER_BYTES, Description, Header, Packet, describe
+from svdpp.comm.packet import (
+    HEADER_BYTES,
+    Description,
+    Header,
+    Packet,
+    TensorSpec,
+    check_tensors,
+    describe,
+)
 from svdpp.comm.transport import Transfer, Transport, translated_errors
-from svdpp.errors import BrokenLinkError, DeviceError, OutOfMemoryError, TransportError
+from svdpp.errors import (
+    BrokenLinkError,
+    DeviceError,
+    MismatchError,
+    OutOfMemoryError,
+    TransportError,
+)
 from svdpp.launch.group import RankContext, start_ranks
 from svdpp.plan.actions import connect_rounds
 from tests.driver.dummies import HANG_SECONDS
@@ -243,11 +257,37 @@ def test_header_survives_the_wire_and_changed_bytes_are_noticed(
 
 def test_check_names_the_field_and_both_sides() -> None:
     description = Description(describe(Packet(3, 8, 1.5, {}), CPU))
-    description.check(3, 8)
-    with pytest.raises(TransportError, match="clip: sent 3, expected 4"):
-        description.check(4, 8)
-    with pytest.raises(TransportError, match="next step: sent 8, expected 12"):
-        description.check(3, 12)
+    description.check(3, 8, 0, {})
+    with pytest.raises(MismatchError, match="clip: sent 3, expected 4"):
+        description.check(4, 8, 0, {})
+    with pytest.raises(MismatchError, match="next step: sent 8, expected 12"):
+        description.check(3, 12, 0, {})
+    with pytest.raises(MismatchError, match="bytes of the payload: sent 8, expected 0"):
+        description.check(3, 8, 8, {})
+    known = {"latents": TensorSpec((1, 4), torch.float16)}
+    missing = "tensors: sent 0, expected at least 1: latents is missing"
+    with pytest.raises(MismatchError, match=missing):
+        description.check(3, 8, 0, known)
+
+
+def test_tensors_that_differ_are_named_with_both_sides() -> None:
+    half, whole = TensorSpec((1, 4), torch.float16), TensorSpec((1, 4), torch.float32)
+    with pytest.raises(MismatchError, match="latents: sent 1x4 fp16, expected 1x4 fp32") as caught:
+        check_tensors({"latents": half}, {"latents": whole})
+    details = caught.value.details
+    assert (details["sent_bytes"], details["expected_bytes"]) == (8, 16)
+    with pytest.raises(MismatchError, match="sent 3, expected 1: a, b are not expected"):
+        check_tensors({"latents": half, "a": half, "b": half}, {"latents": half})
+    check_tensors({"latents": half, "a": half}, {"latents": half}, others=True)
+
+
+def test_a_lost_clip_has_no_tensors() -> None:
+    lost = Packet(3, 8, 1.5, {}, tombstone=True)
+    known = {"latents": TensorSpec((1, 4), torch.float16)}
+    Description(describe(lost, CPU)).check(3, 8, 0, known)
+    lost.tensors = {"latents": torch.zeros(1, 4).half()}
+    with pytest.raises(MismatchError, match="latents is not expected"):
+        Description(describe(lost, CPU)).check(3, 8, 8, known)
 
 
 def test_what_is_said_of_a_packet_and_tensors_in_host_memory_survive_the_wire() -> None:
@@ -264,8 +304,8 @@ def test_what_is_said_of_a_packet_and_tensors_in_host_memory_survive_the_wire() 
     [
         (b"?", b"", "cannot be read"),
         (b'[["latents", "float33", [1], false]]', b"", "cannot be read"),
-        (b'[["latents", "float32", [2], false]]', b"", "of 4 bytes is described as 8"),
-        (b"[]", b"more", "of 4 bytes is described as 0"),
+        (b'[["latents", "float32", [2], false]]', b"", "of the payload: sent 4, expected 8"),
+        (b'[["latents", "float32", [1], false]]', b"more", "in host memory: sent 4, expected 0"),
     ],
 )
 def test_a_description_that_does_not_fit_is_refused(
@@ -274,4 +314,4 @@ def test_a_description_that_does_not_fit_is_refused(
     whole = describe(Packet(0, 1, 0.0, {}), CPU).replace(b'"tensors": []', b'"tensors": ' + entries)
     assert entries in whole
     with pytest.raises(TransportError, match=words):
-        Description(whole + more).packet(torch.zeros(4, dtype=torch.uint8))
+        Description(whole + more).check(0, 1, 4, {})

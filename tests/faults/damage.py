@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import torch
 
 from svdpp.comm.packet import FIELDS, Header, Packet
 from svdpp.comm.transport import Transport
-from svdpp.models.base import LATENTS, Tensors, VideoModel
+from svdpp.models.base import LATENTS, STRUCTURE, Tensors, VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker.side_threads import Reporter
 from svdpp.worker.stage import Denoising, PipelineStage
@@ -30,6 +30,29 @@ def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
     return changed
 
 
+def damaged_packets(field: str, packet: Packet) -> list[Packet]:
+    """The packets that leave in place of one: with another latent, other tensors, never, twice."""
+    tensors = dict(packet.tensors)
+    latent = tensors[LATENTS]
+    last = [name for name in tensors if name != STRUCTURE][-1]
+    match field:
+        case "width":
+            tensors[LATENTS] = latent[..., :-1]
+        case "dtype":
+            tensors[LATENTS] = latent.to(torch.bfloat16)
+        case "missing":
+            del tensors[last]
+        case "extra":
+            tensors["extra"] = latent[:1]
+        case "step":
+            return [replace(packet, next_step=packet.next_step + 1)]
+        case "skipped":
+            return []
+        case "twice":
+            return [packet, packet]
+    return [replace(packet, tensors=tensors)]
+
+
 @dataclass(frozen=True)
 class Damage:
     """One fault, at one rank and clip; pickled to every rank, which calls it first.
@@ -39,7 +62,8 @@ class Damage:
     the latent that leaves the rank to the next larger floating-point number, `state` one of the
     history of a multistep solver, `prediction` one of the first prediction that a rank of a pair
     sends; `skip` omits the rank's first step of the clip; `nan` fills the latent that enters the
-    rank with NaN; `header` changes `field` of the header that the rank sends.
+    rank with NaN; `header` changes `field` of the header that the rank sends; `packet` changes the
+    packet that it sends, as `field` says: see `damaged_packets`.
 
     Places, of which the first two come before all clips: `start` (before the rank's first report),
     `load` (of the model), `step<k>` of the clip, `step` (its first one on this rank), or another
@@ -59,6 +83,8 @@ class Damage:
         self._damage_steps(rank)
         if self.kind == "header" and rank == self.rank:
             self._damage_headers()
+        if self.kind == "packet" and rank == self.rank:
+            self._damage_packets()
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
         """Whether this fault is of `kind`, at `rank` and `clip`."""
@@ -137,6 +163,22 @@ class Damage:
         elif not self.strikes("ulp", *place):
             return tensors
         return {**tensors, name: one_ulp_off(tensors[name])}
+
+    def _damage_packets(self) -> None:
+        send, held = Transport.send, list[Packet]()
+
+        def damaged(transport: Transport, packet: Packet, peer: int, channel: Any) -> None:
+            if packet.clip == self.clip and self.field == "swapped":
+                held.append(packet)
+                return
+            packets = [packet]
+            if packet.clip == self.clip:
+                packets = damaged_packets(self.field, packet)
+            for each in (*packets, *held):
+                send(transport, each, peer, channel)
+            held.clear()
+
+        Transport.send = damaged  # type: ignore[method-assign, assignment]
 
     def _damage_headers(self) -> None:
         send, pack, now = Transport._send, Header.pack, threading.local()

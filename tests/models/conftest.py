@@ -6,31 +6,38 @@ import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.models.range_checks import Row, model_of, read_folder, source
 from tests.models.tiny_families import save_tiny
 
+if TYPE_CHECKING:
+    from tests.models.test_rows import Case
+
 
 @pytest.fixture(scope="session")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Row]:
-    """Each case of test_rows.py by name, its checkpoint saved once, its ranks loaded once."""
-    from tests.models.test_rows import CASES
+def row_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Row]:
+    """The clip and the ranks of a case, whose checkpoint is saved."""
 
-    @functools.cache
-    def row(name: str) -> Row:
-        case = CASES[name]
-        folder = save_tiny(
-            case.family, tmp_path_factory.mktemp(name), image=case.image, **case.changes
-        )
+    def row(case: Case) -> Row:
+        folder = tmp_path_factory.mktemp(case.family)
+        save_tiny(case.family, folder, image=case.image, **case.changes)
         checkpoint: Any = read_folder(folder, family=case.family)
         sampling = checkpoint.resolve(case.config())
         image = source(sampling) if case.image else None
         return Row(checkpoint, sampling, model_of(checkpoint, case.dtype), image)
 
     return row
+
+
+@pytest.fixture(scope="session")
+def rows(row_of: Callable[[Case], Row]) -> Callable[[str], Row]:
+    """Each case of test_rows.py by name, its checkpoint saved once, its ranks loaded once."""
+    from tests.models.test_rows import CASES
+
+    return functools.cache(lambda name: row_of(CASES[name]))
 
 
 @pytest.fixture

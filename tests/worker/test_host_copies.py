@@ -67,9 +67,9 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def event(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
     """Every copy waits for the work that was queued when its tensor was handed over."""
-    marked: Any = object()
+    marked = Mock(spec=["synchronize"])
     waited: list[object] = []
 
     @contextmanager
@@ -80,7 +80,7 @@ def _copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(streams.SideStream, "beside", beside)
     for module in (streams, reference, side_threads):
         monkeypatch.setattr(module, "mark", lambda _: marked)
-    yield
+    yield marked
     assert all(after is marked for after in waited)
 
 
@@ -143,12 +143,17 @@ def test_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("backend", "payload"), [("gloo", torch.Tensor), ("nccl", DeviceTensor)])
-def test_a_link(backend: str, payload: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[type[torch.Tensor]] = []
+def test_a_link(
+    backend: str, payload: type[torch.Tensor], event: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that leaves before the tensors exist lets NCCL's receive kernel spin until then."""
+    sent: list[object] = []
+    event.synchronize.side_effect = lambda: sent.append(event)
     for name in ("send", "isend"):
         monkeypatch.setattr(dist, name, lambda tensor, *_, **__: sent.append(type(tensor)))
     link = Transport(0, CPU, backend, Mock(), checksum=True)
     link.send(Packet(0, 1, 0.0, _model().encode({}, ClipRequest(seed=0))), 1)
     link.drain()
-    assert sent == [torch.Tensor, torch.Tensor, payload]  # header, description
+    before = [event] if backend == "nccl" else []
+    assert sent == [*before, torch.Tensor, torch.Tensor, payload]  # header, description
     link.close()

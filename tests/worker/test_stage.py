@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ class _Clock:
         self.said: list[Event] = []
         self.send = self.said.append
         self.at = Mock()
+        self.sent: dict[object, list[object]] = defaultdict(list)
 
     def monotonic(self) -> float:
         return self.now
@@ -99,7 +101,7 @@ class _Links:
         is_lost = step == self._dropped
         packet = Packet(clip, step, 0.0, {} if is_lost else THEIRS, is_lost)
         packet.memory_pressure = self.memory_pressure
-        return Mock(wait=lambda: packet)
+        return Mock(wait=lambda _: packet)
 
     def send(self, packet: Packet, *_: object) -> None:
         self.pressures.append(packet.memory_pressure)

@@ -13,14 +13,15 @@ from PIL import Image
 from torch.nn import functional
 from transformers.processing_utils import ProcessorMixin
 
-from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.config.pipeline import IMAGE
+from svdpp.config import ClipRequest, LatentSpec, ModelConfig, SamplingConfig
+from svdpp.config.pipeline import IMAGE, Dtype
 from svdpp.errors import NotFiniteError
-from svdpp.models.base import AfterStep, Audio, Partner, Prepared, Source, Tensors
+from svdpp.models.base import STRUCTURE, AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import Branches, RangeCall
+from svdpp.models.engine.latents import latent_spec
 from svdpp.models.engine.load import load_pipeline, new_pipeline
-from svdpp.models.engine.records import Node, replaced, structure_of
+from svdpp.models.engine.records import Node, named_tensors, replaced, structure_of
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
@@ -31,12 +32,12 @@ _RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_le
 class EngineModel:
     """The model of one rank: any family that has a row, with resolved sampling parameters."""
 
-    def __init__(self, pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
+    def __init__(self, pipe: Any, checkpoint: Checkpoint, sampling: Any, dtype: Dtype) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
         """Of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
-        self._sampling = sampling
+        self._sampling, self._dtype = sampling, dtype
         self._outputs: list[Node] = []  # see `Branches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
@@ -45,7 +46,29 @@ class EngineModel:
         if sampling.from_image != self._sampling.from_image:
             assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
             pipe = new_pipeline(self._checkpoint, False, pipe.components, self.device)
-        return EngineModel(pipe, self._checkpoint, sampling)
+        return EngineModel(pipe, self._checkpoint, sampling, self._dtype)
+
+    def latent_spec(self, step: int) -> LatentSpec:
+        """Return shape and dtype of a clip's latent after `step` steps."""
+        return latent_spec(self._pipe, self._checkpoint, self._sampling, self._dtype, step)
+
+    def specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of all tensors that a packet must have, by name.
+
+        Args:
+            tensors: the packet's; its structure names the others.
+
+        Raises:
+            ValueError: the structure cannot be read.
+        """
+        if STRUCTURE not in tensors:
+            present = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
+            return {**present, STRUCTURE: ((0,), torch.uint8)}
+        try:
+            named = named_tensors(structure_of(tensors))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError("the structure of its tensors cannot be read") from error
+        return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
     def prepare(self, source: Source) -> Prepared:
         """Does what an encode needs no device for; it may run in a thread beside the steps."""
@@ -164,7 +187,7 @@ def load_model(
 ) -> EngineModel:
     """Loads only the components for one rank."""
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
-    return EngineModel(pipe, checkpoint, sampling)
+    return EngineModel(pipe, checkpoint, sampling, model.dtype)
 
 
 def call_arguments(

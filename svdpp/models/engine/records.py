@@ -151,6 +151,24 @@ def leaves(node: Node) -> list[Node]:
     return [leaf for part in parts for leaf in leaves(part)]
 
 
+def named_tensors(structure: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every tensor that travels with a packet's structure, by name.
+
+    Args:
+        structure: of a packet, or a part of it.
+    """
+    if isinstance(structure, list):
+        parts = structure
+    elif isinstance(structure, dict):
+        if structure.get("kind") == "tensor":
+            known = tuple(structure["shape"]), getattr(torch, structure["dtype"])
+            return {} if structure["name"] is None else {structure["name"]: known}
+        parts = list(structure.values())
+    else:
+        return {}
+    return {name: known for part in parts for name, known in named_tensors(part).items()}
+
+
 def _build(node: Node, tensor: Any) -> Any:
     match node["kind"]:
         case "tensor":

@@ -70,6 +70,15 @@ class Row:
     branches: Literal["calls", "batch"] | None = None
     """A guided step evaluates its two branches by two calls whose results are used after both, or
     by one call with a batch of two, which two ranks may round differently; None: otherwise."""
+    latent_channels: Callable[[Any], int] = lambda pipe: int(pipe.transformer.config.in_channels)
+    """Channels of the latent, from a loaded pipeline, as its `prepare_latents` counts them."""
+    latent_frames: Callable[[Any, Any, int], int] = lambda _, __, frames: frames
+    """Frames of the latent, from the pipeline, the sampling parameters, and the frames that the VAE
+    makes of a clip's."""
+    latent_dtype: Literal["fp32", "model", "stepped", "stepped from text"] = "fp32"
+    """dtype of the latent: `fp32`; that of the denoiser (`model`); or float32 until the first step,
+    from which on `FlowMatchEulerDiscreteScheduler` returns that of the denoiser (`stepped`), except
+    for clips from an image (`stepped from text`)."""
     decodes_in_chunks: bool = False
     """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
     memory_options: bool = False
@@ -202,6 +211,8 @@ def _ltx2_arguments(sampling: Any) -> dict[str, Any]:
 
 # Frames that each chunk of a FramePack clip adds, and that the pipeline counts for it.
 _FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
+# `latent_window_size` of the pipeline: latent frames of each chunk.
+_FRAMEPACK_LATENT = 9
 
 
 def _hunyuan_video_facts(configs: Configs) -> Facts:
@@ -296,6 +307,41 @@ def _check_strength(_: Any, sampling: Any) -> None:
     )
 
 
+# Channels and frames of latents, as the `prepare_latents` of each pipeline counts them.
+
+
+def _vae_channels(pipe: Any) -> int:
+    """Channels of Wan's VAE; from an image, the denoiser takes those of the image as well."""
+    return int(pipe.vae.config.z_dim)
+
+
+def _svd_channels(pipe: Any) -> int:
+    """Half of the UNet's, whose others are the image's."""
+    return int(pipe.unet.config.in_channels) // 2
+
+
+def _cogvideox_channels(pipe: Any) -> int:
+    """Those of the VAE; from an image, the denoiser takes twice as many."""
+    return int(pipe.vae.config.latent_channels)
+
+
+def _kandinsky5_channels(pipe: Any) -> int:
+    """Those of the latent, of the image, and of a mask: three parts of one tensor."""
+    channels = int(pipe.transformer.config.in_visual_dim)
+    return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels
+
+
+def _cogvideox_frames(pipe: Any, _: Any, frames: int) -> int:
+    """Whole patches: CogVideoX 1.5 adds frames, and cuts them off before the decode."""
+    size = pipe.transformer.config.patch_size_t or 1
+    return -(-frames // size) * size
+
+
+def _with_reference(_: Any, sampling: Any, frames: int) -> int:
+    """One more, in front, for the image."""
+    return frames + 1 if sampling.from_image else frames
+
+
 # The families.
 
 _LTX = Row(
@@ -315,6 +361,8 @@ _WAN = Row(
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
     fp32=frozenset({"vae", "image_encoder"}),
+    latent_channels=_vae_channels,
+    latent_dtype="stepped",
     facts=_wan_facts,
     check=_check_wan,
 )
@@ -328,6 +376,7 @@ _VACE = replace(
     both=True,
     denoiser="WanVACETransformer3DModel",
     encode=("tokenizer", "text_encoder", "vae"),
+    latent_frames=_with_reference,
 )
 
 _COGVIDEOX = Row(
@@ -335,6 +384,9 @@ _COGVIDEOX = Row(
     *("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"),
     branches="batch",
     schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
+    latent_channels=_cogvideox_channels,
+    latent_frames=_cogvideox_frames,
+    latent_dtype="model",
 )
 
 _SKYREELS = Row(
@@ -344,6 +396,8 @@ _SKYREELS = Row(
     facts=_image_projection,
     schedulers=_FLOW,
     fp32=frozenset({"vae", "image_encoder"}),
+    latent_channels=_vae_channels,
+    latent_dtype="stepped",
 )
 
 _ANIMATE = replace(
@@ -358,6 +412,7 @@ _ANIMATE = replace(
         "vae_image_processor.preprocess": "unused",
     },
     frames=(5, 77, "one segment of the model"),  # to begin another, the pipeline decodes it
+    latent_frames=_with_reference,
 )
 
 ROWS: Mapping[str, Row] = {
@@ -370,6 +425,8 @@ ROWS: Mapping[str, Row] = {
         denoisers=("unet",),
         encode=("feature_extractor", "image_encoder"),
         results_in_latents=1,
+        latent_channels=_svd_channels,
+        latent_dtype="model",
         decodes_in_chunks=True,
         memory_options=True,
         facts=_svd_facts,
@@ -385,6 +442,7 @@ ROWS: Mapping[str, Row] = {
         image_argument="video",
         also=("WanVACEPipeline",),
         both=False,
+        latent_frames=lambda _, __, frames: frames,
     ),
     "wan_v2v": replace(
         _WAN,
@@ -430,6 +488,7 @@ ROWS: Mapping[str, Row] = {
         *("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
         encode=_TWO_ENCODERS,
         results_in_latents=1,
+        latent_dtype="stepped from text",  # before the step's, the image's latent is float32
         facts=_hunyuan_video_facts,
     ),
     "framepack": Row(
@@ -437,6 +496,7 @@ ROWS: Mapping[str, Row] = {
         *(None, "HunyuanVideoFramepackPipeline"),
         encode=_TWO_ENCODERS,
         frames=(1 + _FRAMEPACK_CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
+        latent_frames=lambda *_: _FRAMEPACK_LATENT,
         check=_check_framepack,
         arguments=_framepack_arguments,
     ),
@@ -446,6 +506,8 @@ ROWS: Mapping[str, Row] = {
         branches="calls",
         encode=_TWO_ENCODERS,
         everywhere=("guider",),
+        latent_channels=lambda pipe: int(pipe.num_channels_latents),
+        latent_dtype="model",
         loras=False,
         size_from_image=True,
         facts=_hunyuan_video_15_facts,
@@ -480,16 +542,23 @@ ROWS: Mapping[str, Row] = {
         encode=_TWO_ENCODERS,
         noise="latents",
         results_in_latents=1,
+        latent_channels=_kandinsky5_channels,
+        latent_dtype="model",
         facts=_kandinsky5_facts,
         check=_check_kandinsky5,
     ),
-    "mochi": Row("Mochi 1", "MochiTransformer3DModel", "MochiPipeline", branches="batch"),
+    "mochi": Row(
+        *("Mochi 1", "MochiTransformer3DModel", "MochiPipeline"),
+        branches="batch",
+        latent_dtype="model",
+    ),
     "latte": Row(
         *("Latte", "LatteTransformer3DModel", "LattePipeline"),
         branches="batch",
         schedulers=("DDIMScheduler",),
         loras=False,
         results_in_latents=1,
+        latent_dtype="model",
         facts=_latte_facts,
     ),
 }

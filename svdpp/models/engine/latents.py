@@ -1,0 +1,71 @@
+"""The latent that a packet must have: its shape and dtype, from the pipeline and the parameters.
+
+A receiver derives them before the packet comes; the sender has no part in it. The formulas are
+those of each pipeline's `prepare_latents` in diffusers; `Row` has what differs between families.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from svdpp.config import LatentSpec
+from svdpp.config.pipeline import Dtype
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.rows import Row
+
+# The attributes in which diffusers' pipelines keep how many pixels of a side, or frames of a clip,
+# become one position of its latent.
+_SPATIAL = (
+    *("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor"),
+    "vae_scale_factor",
+)
+_TEMPORAL = (
+    *("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor"),
+)
+# Its `step` returns the dtype of the denoiser's output; the others keep that of the latent.
+_CASTING = "FlowMatchEulerDiscreteScheduler"
+
+
+def latent_spec(
+    pipe: Any, checkpoint: Checkpoint, sampling: Any, dtype: Dtype, step: int
+) -> LatentSpec:
+    """Return shape and dtype of a clip's latent after `step` steps.
+
+    Args:
+        pipe: a loaded pipeline; components without their weights are enough.
+        checkpoint: of the pipeline.
+        sampling: resolved parameters of the clip.
+        dtype: of the denoiser.
+        step: number of steps done; 0: the latent as it was drawn.
+    """
+    row = checkpoint.row
+    is_stepped = step > 0 and checkpoint.scheduler_class == _CASTING
+    is_cast = {
+        "fp32": False,
+        "model": True,
+        "stepped": is_stepped,
+        "stepped from text": is_stepped and not sampling.from_image,
+    }
+    return LatentSpec(
+        shape=_shape(pipe, row, sampling),
+        dtype=dtype if is_cast[row.latent_dtype] else "fp32",
+        dims=sampling.latent_axes,
+    )
+
+
+def _shape(pipe: Any, row: Row, sampling: Any) -> tuple[int, ...]:
+    side, unit = _first(pipe, _SPATIAL), _first(pipe, _TEMPORAL)
+    sizes = {
+        "B": 1,
+        "C": row.latent_channels(pipe),
+        "F": row.latent_frames(pipe, sampling, (sampling.frames - 1) // unit + 1),
+        "H": sampling.height // side,
+        "W": sampling.width // side,
+    }
+    sizes["N"] = sizes["F"] * sizes["H"] * sizes["W"]
+    return tuple(sizes[axis] for axis in sampling.latent_axes)
+
+
+def _first(pipe: Any, names: tuple[str, ...]) -> int:
+    """The first of these attributes that the pipeline has; 1 if it has none."""
+    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

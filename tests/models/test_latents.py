@@ -1,0 +1,63 @@
+"""The latent that a receiver expects of each family, against that which the ranks make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from svdpp.models.base import DTYPES, LATENTS, STRUCTURE
+from tests.models.range_checks import Row, nothing
+from tests.models.test_rows import CASES, Case, chosen, size
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EULER: dict[str, Any] = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
+#: Families of two schedulers, of which the cases have the other one.
+STEPPED = {
+    "wan-image-euler": Case("wan", size(32, 32, 5), image=True, changes=EULER),
+    "wan-vace-image-euler": Case("wan_vace", size(32, 32, 9), image=True, changes=EULER),
+    "skyreels-v2-euler": Case("skyreels_v2", size(16, 16, 9), changes=EULER),
+}
+IN_MAKE_TEST = ("svd", "wan", "hunyuan-video", "wan-euler-bf16")
+
+
+@pytest.mark.parametrize("name", chosen(IN_MAKE_TEST, CASES))
+def test_each_step_gives_the_expected_tensors(rows: Callable[[str], Row], name: str) -> None:
+    _check(rows(name), CASES[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STEPPED)
+def test_each_step_gives_the_expected_tensors_with_another_scheduler(
+    row_of: Callable[[Case], Row], name: str
+) -> None:
+    _check(row_of(STEPPED[name]), STEPPED[name])
+
+
+def _check(row: Row, case: Case) -> None:
+    row = replace(row, model=replace(row.model, dtype="bf16"))  # beside which float32 shows
+    packet = row.encode(row.request(negative_prompt=case.negative))
+    for step in range(row.steps + 1):
+        # By ranks that hold other components than the sender, as in a run.
+        for receiver in (row.rank_for(step, min(step + 1, row.steps)), row.decoder):
+            spec = receiver.latent_spec(step)
+            latent = packet[LATENTS]
+            assert spec.shape == tuple(latent.shape), step
+            assert DTYPES[spec.dtype] == latent.dtype, step
+            assert len(spec.dims) == latent.dim()
+            found = {name: (tuple(each.shape), each.dtype) for name, each in packet.items()}
+            assert receiver.specs(packet) == found, step
+        if step < row.steps:
+            packet = row.rank_for(step, step + 1).denoise(packet, step, step + 1, nothing)
+
+
+def test_a_structure_that_cannot_be_read_is_no_crash(rows: Callable[[str], Row]) -> None:
+    model = rows("svd").decoder
+    with pytest.raises(ValueError, match="cannot be read"):
+        model.specs({STRUCTURE: torch.zeros(3, dtype=torch.uint8)})
+    assert STRUCTURE in model.specs({LATENTS: torch.zeros(1)})
