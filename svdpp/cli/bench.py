@@ -79,6 +79,8 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
         _compare(console, *asked.compare)
         return
     from svdpp.bench.runner import Bench, differing, read_config, shipped
+
+    console.rename_options(_names_in_configuration())
     from svdpp.driver.pipeline import Pipeline
 
     wrong = f"bench takes one configuration, got {' '.join(names) or 'none'}"
@@ -135,6 +137,25 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
         else:
             raise RequestError(f"no such option: {word}", "--section.field=value sets a field")
     return names, overrides
+
+
+def _names_in_configuration() -> dict[str, str]:
+    """Return the options of `svdpp run` with the names of their fields in a configuration."""
+    from svdpp.bench.runner import Model, Ranks, Workload
+
+    sections = {"model": Model, "pipeline": Ranks, "workload": Workload}
+    names = {
+        f"--{field.replace('_', '-')}": f"--{section}.{field}"
+        for section, model in sections.items()
+        for field in model.model_fields
+    }
+    return {
+        **names,
+        "--gpus": "--pipeline.world",
+        "--model": "--model.name",
+        "--dtype": "--precision",
+        "--debug": "--debug",
+    }
 
 
 def pipeline_config(point: BenchConfig) -> PipelineConfig:

@@ -21,7 +21,7 @@ from svdpp.cli.options.declare import (
     present_name,
 )
 from svdpp.errors import RequestError
-from svdpp.launch.world import World, find_world
+from svdpp.launch.world import World, find_world, was_launched
 
 # The annotation for the launcher's world.
 _LAUNCHED = World | None
@@ -100,7 +100,12 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
         talk = _built(TalkOptions, values)
         typed = {f"--{old}": f"--{new}" for old, new in FURTHER_NAMES.items()}
         typed |= {name: given for names, given in _given(context) for name in names}
-        console = Console(as_json=talk.as_json, quiet=talk.quiet, typed=typed)
+        console = Console(
+            as_json=talk.as_json,
+            quiet=talk.quiet,
+            typed=typed,
+            options=_offered(context),
+        )
         with answered(console, debug=talk.debug):
             _refuse_empty(context, values)
             known: dict[Any, Any] = {Console: console, typer.Context: context}
@@ -172,6 +177,12 @@ def _given(context: typer.Context) -> list[tuple[list[str], str]]:
         if is_given and one.param_type_name == "option":
             found.append((names, next((name for name in names if name in words), names[0])))
     return found
+
+
+def _offered(context: typer.Context) -> set[str]:
+    """Return the options that the user can give; a launcher decides the number of ranks."""
+    names = {name for one in context.command.params for name in names_of(one.opts)}
+    return names - {"--gpus", "--world"} if was_launched() else names
 
 
 def _refuse_empty(context: typer.Context, values: Mapping[str, Any]) -> None:

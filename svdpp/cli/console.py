@@ -13,7 +13,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,6 +21,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from svdpp.cli.hints import offered
 from svdpp.errors import (
     Interrupted,
     RankError,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # Characters of the widest table.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
-_OPTION = re.compile("--[a-z-]+")
+_OPTION = re.compile(r"(?<![\w-])--[a-z-]+(?!\.\w)")
 #: Most rows of a table that are still readable.
 MAX_ROWS = 100
 
@@ -65,7 +66,8 @@ class _Stderr(RichConsole):
 class Console:
     """One command's two streams: with `as_json` stdout gets only JSON, with `quiet` stderr errors.
 
-    `typed` are options as the user typed them, by the names that errors have.
+    `typed` are options as the user typed them, by the names that errors have. `options` are those
+    that the command has, for hints; None: any.
     """
 
     def __init__(
@@ -74,11 +76,13 @@ class Console:
         as_json: bool = False,
         quiet: bool = False,
         typed: Mapping[str, str] | None = None,
+        options: Collection[str] | None = None,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._answered = False
-        self._typed = typed or {}
+        self._typed = dict(typed or {})
+        self._options = options
         self.out = Stdout(highlight=False, soft_wrap=True)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
@@ -174,7 +178,7 @@ class Console:
         else:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
-        message, hint = self._as_typed(message), self._as_typed(hint)
+        message, hint = self._as_typed(message), self.hint(hint)
         self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
@@ -185,6 +189,16 @@ class Console:
                 **{"message": message, "hint": hint, "details": getattr(error, "details", {})},
             }
             self.json({"schema_version": 1, "error": record})
+
+    def hint(self, text: str) -> str:
+        """Return a hint without proposals that need options which the command lacks."""
+        text = self._as_typed(text)
+        return text if self._options is None else offered(text, self._options)
+
+    def rename_options(self, names: Mapping[str, str]) -> None:
+        """Give options other names in errors, and let hints name only those."""
+        self._typed.update(names)
+        self._options = {*names.values()}
 
     def _as_typed(self, text: str) -> str:
         """`text` with the names of options that the user knows."""

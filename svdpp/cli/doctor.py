@@ -62,8 +62,8 @@ def doctor(
     for check in examine(config, options.out):
         checks.append(check)
         console.prose(f"{check.verdict:<8}{check.name:<18}{redact(check.detail)}", " " * 26)
-        if check.fix:
-            console.prose(f"{'':26}fix: {redact(check.fix)}", " " * 26)
+        if fix := console.hint(check.fix):
+            console.prose(f"{'':26}fix: {redact(fix)}", " " * 26)
     failed = [check for check in checks if check.verdict == "failed"]
     examined = {name: getattr(config, name) for name in ("device", "world_size")}
     console.json(

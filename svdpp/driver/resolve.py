@@ -303,7 +303,7 @@ class ClipWork:
                 raise RequestError(
                     f"the ranks were started with --steps {own}, and some have not loaded what "
                     f"clips of {layout.num_steps} steps need",
-                    f"use {own} steps, or start svdpp with --steps {layout.num_steps}",
+                    f"use {own} steps, or start the ranks with --steps {layout.num_steps}",
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 

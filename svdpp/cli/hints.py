@@ -1,0 +1,36 @@
+"""Hints for one command: what they propose by options that the command lacks is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+# Options of other commands and programs, such as `svdpp plan --layout auto`.
+_COMMAND_LINE = re.compile(r"\b(?:svdpp|hf|docker|pip|torchrun|srun) [^,;()]*")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z.-]*[a-z]")
+# Between proposals. A relative clause belongs to the proposal before it.
+_BETWEEN = re.compile(r"(; |, or |, and | or |, (?!which ))")
+# Begins several proposals: "use --steps 21 or --gpus 3".
+_VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")
+
+
+def offered(hint: str, options: Collection[str]) -> str:
+    """Return `hint` without the proposals that need options outside `options`; may be empty."""
+    lines: list[str] = []
+
+    def hide(line: re.Match[str]) -> str:
+        lines.append(line[0])
+        return f"\0{len(lines) - 1}\0"
+
+    between, *others = "", *_BETWEEN.split(_COMMAND_LINE.sub(hide, hint))
+    kept, verb = "", ""
+    for proposal, following in zip(others[::2], [*others[1::2], ""], strict=True):
+        if between == "; ":
+            verb = ""
+        if {*_OPTION.findall(proposal)} <= {*options}:
+            kept += f"{between if kept else ''}{verb}{proposal}"
+            verb = ""
+        elif begins := _VERB.match(proposal):
+            verb = begins[0]
+        between = following
+    return re.sub(r"\0(\d+)\0", lambda number: lines[int(number[1])], kept)

@@ -1,0 +1,95 @@
+"""Hints name only options that the command has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from svdpp.cli.app import COMMANDS, load_command
+from svdpp.cli.console import Console
+from svdpp.cli.hints import offered
+from svdpp.cli.options.declare import names_of
+from tests.cli.shell import ROOT, svdpp_here
+
+OPTIONS = {
+    name: {option for one in load_command(name).params for option in names_of(one.opts)}
+    for name in COMMANDS
+}
+_OTHER_PROGRAMS = re.compile(r"\b(hf|docker|pip|torchrun|srun) [^,;()]*")
+_COMMAND = re.compile(r"\bsvdpp (\w+)([^,;()]*)")
+# Without the fields of a benchmark's configuration.
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w.-])")
+
+
+def _texts() -> Iterator[str]:
+    """All texts of the program that name an option, with a number for what is filled in."""
+    for path in sorted((ROOT / "svdpp").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        inner = {
+            id(each)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            for each in node.values
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    str(one.value) if isinstance(one, ast.Constant) else "7" for one in node.values
+                ]
+                text = "".join(parts)
+            elif isinstance(node, ast.Constant) and id(node) not in inner:
+                text = str(node.value)
+            else:
+                continue
+            if " --" in text and "\n" not in text:
+                yield text
+
+
+HINTS = sorted({*_texts()})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_hint_names_only_options_of_the_command(command: str) -> None:
+    """Whatever text of the program it is."""
+    assert len(HINTS) > 50
+    console = Console(options=OPTIONS[command])
+    for hint in HINTS:
+        said = console.hint(hint)
+        for other, words in _COMMAND.findall(said):
+            assert {*_OPTION.findall(words)} <= OPTIONS.get(other, set()), said
+        own = _OTHER_PROGRAMS.sub("", _COMMAND.sub("", said))
+        assert {*_OPTION.findall(own)} <= OPTIONS[command], said
+
+
+@pytest.mark.parametrize(
+    ("hint", "left"),
+    [
+        ("fewer --frames, a smaller --height, or --memory-opt", "fewer --frames"),
+        ("use --steps 21 or --steps 28, or --frames 5", "use --frames 5"),
+        ("--memory-opt; --frames 5 is another way", "--frames 5 is another way"),
+        ("raise --memory-opt", ""),
+        ("--memory-opt, which halves it, or fewer --frames", "fewer --frames"),
+        ("svdpp plan --memory shows it", "svdpp plan --memory shows it"),
+        ("wait, or try again", "wait, or try again"),
+    ],
+)
+def test_proposals_are_left_out(hint: str, left: str) -> None:
+    assert offered(hint, {"--frames"}) == left
+
+
+def test_simulate_and_ranks_of_a_launcher_get_no_hint_that_they_would_refuse() -> None:
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
+    answer = svdpp_here("simulate", "--steps", "10", env=launched)
+    assert answer.err.splitlines()[1] == (
+        "hint: use --steps 9 or --steps 12, or --split alternating"
+    )
+    alone = svdpp_here("simulate", "--steps", "10", "--gpus", "3")
+    assert "or --gpus 2, or --split alternating" in alone.err
+
+
+def test_a_benchmark_names_the_fields_of_its_configuration() -> None:
+    answer = svdpp_here("bench", "smoke", "--pipeline.world=3")
+    assert "hint: use --workload.steps 3 or --workload.steps 6, or --pipeline.world 2" in answer.err
