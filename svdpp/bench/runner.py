@@ -21,6 +21,7 @@ from svdpp.config import (
     params_of,
 )
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED, read_small_file
+from svdpp.config.pipeline import amp_refused
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.pipeline import Pipeline
@@ -142,6 +143,12 @@ class Measure(Section):
     """All images take the first seed, then all take the second, and so on, in a cycle."""
 
 
+def _no_amp(precision: object) -> object:
+    if precision == "amp":
+        raise amp_refused()
+    return precision
+
+
 class BenchConfig(Section):
     """What a bench measures."""
 
@@ -150,7 +157,7 @@ class BenchConfig(Section):
     model: Model = Model()
     pipeline: Ranks = Ranks()
     workload: Workload = Workload()
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, BeforeValidator(_no_amp)] = None
     """None: the default of --dtype."""
     measure: Measure = Measure()
     profile: bool = False

@@ -141,9 +141,9 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _names_in_configuration() -> dict[str, str]:
     """Return the options of `svdpp run` with the names of their fields in a configuration."""
-    from svdpp.bench.runner import Model, Ranks, Workload
+    from svdpp.bench.runner import Model, Ranks, Section, Workload
 
-    sections = {"model": Model, "pipeline": Ranks, "workload": Workload}
+    sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}
     names = {
         f"--{field.replace('_', '-')}": f"--{section}.{field}"
         for section, model in sections.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -28,6 +29,8 @@ from svdpp.launch.world import find_world, is_member, was_launched
 
 # Typer converts values by pydantic, in whose words it reports wrong ones.
 _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
+# Options and values for automatic mixed precision, which other programs have.
+_AMP = r"no such option: --(?:amp|autocast)\b|'(?:amp|autocast)' is not one of 'fp32'"
 # Rank 0 may have failed with the same error before it could listen.
 _REPORT_SECONDS = 5.0
 
@@ -47,6 +50,10 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
         known = [name for one in context.command.params for name in names_of(one.opts)]
         hint = nearest(word, known, hint)
     refused = RequestError(sentence[:1].lower() + sentence[1:], hint)
+    if re.search(_AMP, sentence):
+        from svdpp.config.pipeline import amp_refused
+
+        refused = amp_refused()
     Console(as_json="--json" in arguments).error(refused)
     return refused.exit_code
 

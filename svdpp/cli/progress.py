@@ -55,6 +55,9 @@ _OLD_FILES = 4
 _FORMAT = "{time:HH:mm:ss.SSS} {level: <7} rank {extra[rank]} {message}"
 # All ranks report a disk that is full; one warning is enough.
 _WARNING_SECONDS = 3600.0
+# Level of sends and receives, between INFO and DEBUG.
+_TRANSFER = "PACKET"
+logger.level(_TRANSFER, no=15)
 _WORDS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
 
 
@@ -261,7 +264,7 @@ def open_log(
         write(str(message).rstrip("\n").replace("\n", "\n    "))
 
     if verbosity > 0 or (warns and not quiet):
-        level = ("WARNING", "INFO", "DEBUG")[min(verbosity, 2)]
+        level = ("WARNING", _TRANSFER, "DEBUG")[min(verbosity, 2)]
         logger.add(sink, level=level, format=_FORMAT, colorize=False)
     if log_file is not None:
         level = "DEBUG" if verbosity else "INFO"
@@ -323,7 +326,8 @@ class EventLog:
                     *(part.start, part.end, event.device, event.load_seconds),
                 )
             case TransferDone():
-                log.debug(
+                log.log(
+                    _TRANSFER,
                     "{} {} at step {} {} rank {}: {} bytes in {:.4f} s, waited {:.4f} s",
                     *(event.direction, clip, event.next_step),
                     *("from" if event.direction == "recv" else "to", event.peer),

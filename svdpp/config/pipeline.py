@@ -28,6 +28,7 @@ from svdpp.config.limits import (
     shown,
 )
 from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
+from svdpp.errors import RequestError
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout, Split, frame_chunks, present_split
 from svdpp.plan.split import MAX_RANKS
@@ -49,6 +50,16 @@ DEMO_SAMPLING: Mapping[str, Any] = {
     "max_guidance_scale": 1.1,
     "noise_aug_strength": 0.02,
 }
+
+
+def amp_refused() -> RequestError:
+    """Return the refusal of automatic mixed precision, with its reason."""
+    return RequestError(
+        "amp is refused: automatic mixed precision is a tool of training, where a GradScaler "
+        "scales the loss; here its autocast would choose a dtype for each kernel, and no script of "
+        "diffusers would give the same bits",
+        "use --dtype fp16 or --dtype bf16",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +143,8 @@ class ModelConfig:
     """Whether the dummy model sleeps for the time of the pipeline's costs; then it also decodes."""
 
     def __post_init__(self) -> None:
+        if self.dtype in ("amp", "autocast"):
+            raise amp_refused()
         check_choice("--dtype", self.dtype, get_args(Dtype))
         check_type("--model", self.name, str)
         require(bool(self.name.strip()), "--model is empty", "--model demo needs no download")

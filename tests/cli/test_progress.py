@@ -25,7 +25,7 @@ from rich.console import Console as RichConsole
 
 from svdpp.cli.console import Console
 from svdpp.cli.options.files import LogOptions
-from svdpp.cli.progress import Progress, open_log
+from svdpp.cli.progress import EventLog, Progress, open_log
 from svdpp.plan.costs import Costs
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import (
@@ -36,6 +36,7 @@ from svdpp.worker.messages import (
     Heartbeat,
     Joined,
     StepDone,
+    TransferDone,
 )
 from tests.cli.shell import PYTHONPATH, ROOT
 from tests.driver.dummies import HANG_SECONDS
@@ -240,3 +241,23 @@ def test_brackets_in_a_name_are_no_markup(capsys: pytest.CaptureFixture[str]) ->
     LogOptions(verbose=1).open(Console(), None)
     logger.info("'[/x] [b].jpg' is lost")
     assert capsys.readouterr().err.endswith(" rank - '[/x] [b].jpg' is lost\n")
+
+
+def test_v_shows_ranges_and_transfers_and_vv_the_steps() -> None:
+    said: dict[int, str] = {}
+    for verbosity in (0, 1, 2):
+        lines: list[str] = []
+        open_log(verbosity=verbosity, log_file=None, write=lines.append)
+        log = EventLog(Layout(num_steps=4, world_size=2))
+        joined = Joined(device="cpu", load_seconds=0.1)
+        transfer = TransferDone(
+            direction="recv", clip=0, peer=0, next_step=2, num_bytes=8, seconds=0.1, end=1.0
+        )
+        for event in (joined, transfer, StepDone(clip=0, step=2, seconds=0.5)):
+            log(1, event)
+        said[verbosity] = "".join(lines)
+    assert said[0] == ""
+    assert "rank 1 ready: steps 2 to 4 on cpu" in said[1]
+    assert "rank 1 recv clip 0 at step 2 from rank 0: 8 bytes" in said[1]
+    assert "step 2: 0.5000 s" not in said[1]
+    assert "rank 1 clip 0 step 2: 0.5000 s" in said[2]

@@ -36,6 +36,8 @@ PLAN = [
 # tests/test_config.py has the range of each number.
 RUN = [
     ("--dtype int8", "'--dtype': 'int8' is not one of 'fp32'"),
+    ("--amp", "tool of training, where a GradScaler scales the loss"),
+    ("--dtype amp", "tool of training, where a GradScaler scales the loss"),
     ("--gpus=5 --steps 9", "or --gpus 3, or --split alternating"),
     ("-o a.avi", "-o a.avi is no file in the format mp4 or gif or webp"),
     ("-o a.mp4 --format gif", "-o a.mp4 is no file in the format gif"),
@@ -93,6 +95,7 @@ BENCH = [
     ("", 2, "one configuration, got none\nhint: try: svdpp bench smoke"),
     ("smoke --comapre a", 2, "no such option: --comapre"),
     ("smoke --pipeline.world=3", 2, "4 steps"),
+    ("smoke --precision=amp", 2, "tool of training, where a GradScaler scales the loss"),
     ("smoke --model.name=/absent", 5, "/absent"),
     ("smoke --workload.images=[/absent.jpg]", 7, "/absent.jpg"),
     ("smoke --results /dev/null", 8, "/dev/null"),

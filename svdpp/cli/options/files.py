@@ -279,7 +279,7 @@ class LogOptions:
             "--verbose",
             "-v",
             panel=DIAGNOSTICS,
-            help="Log ranks and clips to stderr; -vv adds every transfer and step.",
+            help="Log ranks with their steps, transfers and clips to stderr; -vv adds each step.",
             show_default=False,
             count=True,
         ),
