@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from svdpp.cli.command import about, given_options, with_option_groups
-from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
+from svdpp.cli.console import Console
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, clips_option
 from svdpp.cli.options.model import ModelName
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.config.limits import require
+from svdpp.config.tolerance import Tolerance
 from svdpp.errors import VerificationError, worst_of
 from svdpp.launch.world import World, is_member
 
@@ -27,11 +28,29 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")
 # Parameters of `verify` that have an effect on finished clips.
-_EFFECTIVE = {*_SETTINGS, "inputs", "as_json", "verbose", "quiet", "debug", "log_file"}
+_EFFECTIVE = {
+    *_SETTINGS,
+    "inputs",
+    "atol",
+    "rtol",
+    "as_json",
+    "verbose",
+    "quiet",
+    "debug",
+    "log_file",
+}
 _CONDITIONS = (
     "another machine or library version may give other bits; the metadata records the original ones"
 )
 
+
+# How tables show a verdict.
+_WORDS = {
+    "bitwise equal": "equal",
+    "within tolerance": "within",
+    "different": "DIFFERENT",
+    "unknown": "unknown",
+}
 
 app = typer.Typer(add_completion=False)
 
@@ -66,8 +85,39 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
         ),
     ] = None
 
+    atol: Annotated[
+        float,
+        option(
+            "--atol",
+            panel=DIAGNOSTICS,
+            metavar="X",
+            help="Allow each element of a latent or frame to differ by atol + rtol * |expected|; "
+            "0: bitwise. One level of a frame is 1/255.",
+            common=True,
+        ),
+    ] = 0.0
+    rtol: Annotated[
+        float,
+        option(
+            "--rtol",
+            panel=DIAGNOSTICS,
+            metavar="Y",
+            help="See --atol.",
+            common=True,
+        ),
+    ] = 0.0
+
     # A proof compares hashes at every transfer.
     checksum: bool = False
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """The allowed difference.
+
+        Raises:
+            RequestError: it is negative or not finite.
+        """
+        return Tolerance(atol=self.atol, rtol=self.rtol)
 
 
 @app.command(
@@ -95,12 +145,13 @@ def verify(
     from svdpp.verification.clip_files import find_clips
 
     log.open(console, launched)
+    tolerance = options.tolerance
     inputs = options.inputs or []
     clips = find_clips([] if options.as_family else inputs)
     if clips:
         _refuse_without_effect(context)
         if not is_member(launched):  # one device is enough
-            _verify_clips(console, clips, options)
+            _verify_clips(console, clips, options, tolerance)
         return
     require(options.image is None, "--image is for finished clips", "give the image as INPUT")
     from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
@@ -122,7 +173,7 @@ def verify(
         serve_member(pipeline, launched, console)
         return
     console.info(why)
-    _compare(console, config, requests)
+    _compare(console, config, requests, tolerance)
 
 
 def _requests(
@@ -143,13 +194,17 @@ def _requests(
     return in_turn(combined, range(seed, seed + num_clips), num_clips)
 
 
-def _compare(console: Console, config: PipelineConfig, requests: list[ClipRequest]) -> None:
+def _compare(
+    console: Console, config: PipelineConfig, requests: list[ClipRequest], tolerance: Tolerance
+) -> None:
     from svdpp.cli.progress import EventLog, Progress, labels
     from svdpp.verification.verify import verify as prove
 
     verdict = prove(
         config,
         requests,
+        atol=tolerance.atol,
+        rtol=tolerance.rtol,
         observers=(EventLog(config.layout),),
         open_observer=partial(Progress, console, labels=labels(requests)),
     )
@@ -158,21 +213,17 @@ def _compare(console: Console, config: PipelineConfig, requests: list[ClipReques
         [
             {
                 **{name: str(getattr(check, name)) for name in ("clip", "what", "step", "rank")},
-                "verdict": "equal" if check.equal else "DIFFERENT",
-                "max difference": "0" if check.equal else check.distance,
+                "verdict": _WORDS[check.verdict],
+                "max difference": "0" if check.bitwise else check.distance,
                 "sha256": check.sha256[:12],
             }
             for check in verdict.checks
         ]
     )
-    if verdict.bitwise:
-        clips = len({check.clip for check in verdict.checks})
-        console.result(
-            f"bitwise equal: {counted(clips, 'clip')}, "
-            f"{len(verdict.checks)} comparisons with diffusers' sequential result"
-        )
-    if verdict.first_difference is not None:
-        raise VerificationError(f"not equal: {verdict.first_difference}")
+    if verdict.equal:
+        console.result(str(verdict))
+        return
+    raise VerificationError(str(verdict), details=verdict.failure_details())
 
 
 def _refuse_without_effect(context: typer.Context) -> None:
@@ -184,7 +235,9 @@ def _refuse_without_effect(context: typer.Context) -> None:
     )
 
 
-def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions) -> None:
+def _verify_clips(
+    console: Console, paths: Sequence[Path], options: ProofOptions, tolerance: Tolerance
+) -> None:
     from svdpp.cli.progress import Progress
     from svdpp.verification.clip_proof import Settings, plan_proofs, prove
 
@@ -194,7 +247,7 @@ def _verify_clips(console: Console, paths: Sequence[Path], options: ProofOptions
         names = [task.clip.path.name for task in tasks]
         schedule = tasks[0].config.layout.schedule(len(tasks))
         with Progress(console, "verify", schedule, labels=names) as progress:
-            proofs += prove(tasks, observers=(progress,))
+            proofs += prove(tasks, observers=(progress,), tolerance=tolerance)
     _show_proofs(console, sorted(proofs, key=lambda proof: proof.path))
 
 
@@ -209,14 +262,16 @@ def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
     several = {"equal": not different and not errors, "clips": found}
     console.json({"schema_version": 2, **(found[0] if is_single else several)})
     for check in proofs[0].checks if is_single else ():
-        word = "equal" if check.equal else "DIFFERENT" if check.found else "MISSING"
+        word = _WORDS[check.verdict] if check.found or check.equal else "MISSING"
         sha256 = (check.found or "")[:12]
         console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
     for proof in proofs:
         console.result(str(proof))
     if not is_single:
         num_equal = len(proofs) - len(different) - len(errors)
-        console.result(f"{num_equal} of {len(proofs)} clips are bitwise equal")
+        is_bitwise = all(proof.verdict != "within tolerance" for proof in proofs)
+        word = "bitwise equal" if is_bitwise else "bitwise equal or within tolerance"
+        console.result(f"{num_equal} of {len(proofs)} clips are {word}")
     many = f"{len(different or errors)} of {len(proofs)} clips"
     if different:
         first = different[0]

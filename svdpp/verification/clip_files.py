@@ -182,13 +182,31 @@ class ClipCheck:
     """One of the verdicts on a finished clip."""
 
     what: Literal["latent", "frames", "audio", "file"]
-    equal: bool
+    equal: bool | None
+    """Whether it passes. None if it is unknown: a latent of which only the hash is stored, beside
+    frames that could be compared within a tolerance."""
     recorded: str | None
     """The sha256 in the metadata, if there is one."""
     found: str | None
     """That of the recomputed tensor or of the file; None if there is no file."""
     detail: str = ""
     """What is wrong; if nothing is, what the check shows."""
+    within: bool = False
+    """Whether it passes only by the tolerance: its bits are others."""
+    max_abs_diff: float | None = None
+    """Largest difference from the reference. None if the bits are equal, or only hashes could be
+    compared. Of frames and audio a share of the highest level."""
+    max_ulp: int | None = None
+    """The same in ULPs of the dtype; of frames and audio, in levels."""
+
+    @property
+    def verdict(self) -> str:
+        """The result in words; a missing file is `different`."""
+        if self.equal is None:
+            return "unknown"
+        if not self.equal:
+            return "different"
+        return "within tolerance" if self.within else "bitwise equal"
 
 
 def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineConfig
+from svdpp.config.tolerance import BITWISE, Tolerance
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, SvdppError, error_to_dict
 from svdpp.launch import process_group
@@ -21,6 +22,7 @@ from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.files import show_name
+from svdpp.verification.clip_distance import has_other_bits, measure_distances
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
 from svdpp.verification.verify import run_reference
 from svdpp.worker.clip_metadata import recorded_sampling
@@ -46,6 +48,13 @@ class ClipTask:
     clip: ClipOnDisk
     config: PipelineConfig
     request: ClipRequest
+    pair_config: PipelineConfig | None = None
+    """Configuration of two ranks that divide each batch, as the clip was made; else None."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the clip."""
+        return self.config.sampling.num_inference_steps
 
 
 @dataclass(kw_only=True)
@@ -60,23 +69,39 @@ class ClipProof:
     @property
     def different(self) -> list[ClipCheck]:
         """The failed checks."""
-        return [check for check in self.checks if not check.equal]
+        return [check for check in self.checks if check.equal is False]
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words: `bitwise equal`, `within tolerance` or `different`."""
+        if self.different:
+            return "different"
+        is_bitwise = all(check.equal and not check.within for check in self.checks)
+        return "bitwise equal" if is_bitwise else "within tolerance"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `equal` is null if it is unknown."""
         if self.error is not None:
             return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
-        checks = [asdict(check) for check in self.checks]
-        return {"clip": str(self.path), "equal": not self.different, "checks": checks}
+        checks = [{**asdict(check), "verdict": check.verdict} for check in self.checks]
+        verdict = {"equal": not self.different, "verdict": self.verdict}
+        return {"clip": str(self.path), **verdict, "checks": checks}
 
     def __str__(self) -> str:
         """The verdict in one line."""
         if self.error is not None:
             return f"not verified: {self.path}: {self.error}"
         if not self.different:
-            return f"bitwise equal: {self.path}"
+            return f"{self.verdict}: {self.path}{self._largest}"
         word = "DIFFERENT" if any(check.found for check in self.different) else "MISSING"
         return f"{word}: {self.path}: {self.differences}"
+
+    @property
+    def _largest(self) -> str:
+        compared = [check for check in self.checks if check.max_abs_diff is not None]
+        if not compared:
+            return ""
+        return "".join(f"; {check.what}: {check.detail}" for check in compared)
 
     @property
     def differences(self) -> str:
@@ -108,11 +133,21 @@ def plan_proofs(
     return list(groups.values()), failed
 
 
-def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list[ClipProof]:
-    """Recomputes clips of one configuration, one after the other, and compares each.
+def prove(
+    tasks: Sequence[ClipTask],
+    observers: Sequence[Observer] = (),
+    tolerance: Tolerance = BITWISE,
+) -> list[ClipProof]:
+    """Recompute clips of one configuration, one after the other, and compare each.
 
-    An error that ends the work is the error of all remaining proofs. `observers` are called with
-    (0, event) for each event of the recomputation.
+    Args:
+        tasks: at least one clip.
+        observers: callables that get (0, event) for each event of the recomputation.
+        tolerance: allowed difference of each element, for clips whose tensors can be had; see
+            `clip_distance`.
+
+    Returns:
+        A proof for each clip. An error that ends the work is the error of all that remain.
     """
     proofs = [ClipProof(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
@@ -126,12 +161,15 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
             if isinstance(event, ClipDone):
                 index = event.clip
                 proofs[index].checks = list(_compare_hashes(tasks[index].clip, event.metadata))
-                files[index] = executor.submit(_check_file, tasks[index].clip, folder, index)
+                is_kept = not tolerance.is_bitwise and has_other_bits(proofs[index].checks)
+                clip = tasks[index].clip
+                files[index] = executor.submit(_check_file, clip, folder, index, is_kept)
 
         try:
             run_reference(
                 tasks[0].config,
                 [task.request for task in tasks],
+                steps=() if tolerance.is_bitwise else (tasks[0].num_steps,),
                 tensor_folder=folder,
                 observers=(compare, *observers),
             )
@@ -145,13 +183,15 @@ def prove(tasks: Sequence[ClipTask], observers: Sequence[Observer] = ()) -> list
                 proofs[index].checks.append(check.result())
             except SvdppError as error:  # such as a machine without ffmpeg
                 proofs[index].error = error
+        if not tolerance.is_bitwise:
+            measure_distances(tasks, proofs, TensorStore(folder), tolerance)
     return proofs
 
 
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
     unproven = "" if clip.metadata["exact"] is True else "its metadata say: exact is unproven"
     if unproven and clip.metadata.get("cfg_parallel", 1) > 1:
-        unproven = "a pair divided a batch: svdpp verify --cfg-parallel 2 measures the distance"
+        unproven = "a pair divided a batch: --atol X allows a distance"
 
     def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:
         recorded, found = clip.metadata.get(name), recomputed.get(name)
@@ -164,14 +204,15 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
         yield check("audio", "audio_sha256")
 
 
-def _check_file(clip: ClipOnDisk, folder: Path, index: int) -> ClipCheck:
+def _check_file(clip: ClipOnDisk, folder: Path, index: int, is_kept: bool) -> ClipCheck:
     store, sound = TensorStore(folder), None
     try:
         if store.has(index, "audio") and (rate := clip.metadata.get("audio_sample_rate")):
             sound = store.load(index, "audio")["audio"].numpy(), rate
         return check_file(clip, store.load(index, "frames")["frames"].numpy(), sound)
     finally:
-        store.forget(index, "frames", "audio")
+        if not is_kept:
+            store.forget(index, "frames", "audio")
 
 
 def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> ClipTask:
@@ -203,7 +244,10 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
         prompt=metadata.get("prompt"),
         negative_prompt=metadata.get("negative_prompt"),
     )
-    return ClipTask(clip=clip, config=config, request=request)
+    size, pair = metadata.get("cfg_parallel", 1), None
+    if size == 2 and metadata["exact"] is not True:
+        pair = replace(config, world_size=size, cfg_parallel=size, device=metadata["device"])
+    return ClipTask(clip=clip, config=config, request=request, pair_config=pair)
 
 
 def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]]) -> PipelineConfig:

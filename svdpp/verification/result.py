@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from svdpp.config.limits import require
+from svdpp.config.tolerance import BITWISE, Tolerance
 from svdpp.worker.tensor_files import tensor_sha256
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,42 +18,6 @@ _AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
 
 What = Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
 Verdict = Literal["bitwise equal", "within tolerance", "different"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """Allowed difference of each element: atol + rtol * abs(expected), as in torch.testing.
-
-    Frames and audio are compared as shares of their highest level, so that 1/255 is one level of a
-    frame.
-
-    Args:
-        atol: absolute part, in the units of the latent.
-        rtol: part relative to the reference's value. With both 0 the bits must be equal.
-
-    Raises:
-        RequestError: one of the two is negative or not finite.
-    """
-
-    atol: float = 0.0
-    rtol: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("atol", self.atol), ("rtol", self.rtol)):
-            is_valid = math.isfinite(value) and value >= 0
-            message = f"--{name} must be a finite number that is not negative, got {value}"
-            require(is_valid, message, **{name: str(value)})
-
-    @property
-    def is_bitwise(self) -> bool:
-        """Whether no difference is allowed."""
-        return self.atol == 0 and self.rtol == 0
-
-    def __str__(self) -> str:
-        return f"atol {self.atol:g}, rtol {self.rtol:g}"
-
-
-BITWISE = Tolerance()
 
 
 class Place(NamedTuple):
@@ -194,6 +158,15 @@ class VerificationResult:
         if self.tolerance.is_bitwise:
             return f"not equal: {first}"
         return f"different, beyond {self.tolerance}: {first}; {largest}"
+
+    def failure_details(self) -> dict[str, Any]:
+        """Return the first check that fails and the largest difference, for an error's details."""
+        first = self.first_difference
+        return {
+            **({} if first is None else first.to_json()),
+            **asdict(self.tolerance),
+            "largest_difference": self.largest.to_json(),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain values."""

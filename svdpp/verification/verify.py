@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config.tolerance import Tolerance
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import check_memory, resolve
 from svdpp.driver.supervisor import Observer, OpenObserver, Supervisor, no_observer
@@ -23,7 +24,6 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.verification.result import (
     Check,
     Place,
-    Tolerance,
     VerificationResult,
     What,
     compare_tensors,

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config.tolerance import Tolerance
 from svdpp.errors import RequestError
 from svdpp.media.inputs import example_photos
 from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import (
     Check,
     Place,
-    Tolerance,
     VerificationResult,
     compare_tensors,
 )

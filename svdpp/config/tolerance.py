@@ -1,0 +1,44 @@
+"""Tolerance of a verification: the difference that each element may have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from svdpp.config.limits import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Allowed difference of each element: atol + rtol * abs(expected), as in torch.testing.
+
+    Frames and audio are compared as shares of their highest level, so that 1/255 is one level of a
+    frame.
+
+    Args:
+        atol: absolute part, in the units of the latent.
+        rtol: part relative to the reference's value. With both 0 the bits must be equal.
+
+    Raises:
+        RequestError: one of the two is negative or not finite.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("atol", self.atol), ("rtol", self.rtol)):
+            is_valid = math.isfinite(value) and value >= 0
+            message = f"--{name} must be a finite number that is not negative, got {value}"
+            require(is_valid, message, **{name: str(value)})
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether no difference is allowed."""
+        return self.atol == 0 and self.rtol == 0
+
+    def __str__(self) -> str:
+        return f"atol {self.atol:g}, rtol {self.rtol:g}"
+
+
+BITWISE = Tolerance()

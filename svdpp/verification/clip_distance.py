@@ -1,0 +1,137 @@
+"""Distance of a finished clip, of which only hashes are stored, from the reference.
+
+A clip of a pair of ranks that divided a batch is made again by such a pair. If that gives the
+recorded hashes, the tensors are those of the clip, and can be compared. Frames that were written
+as PNG are compared as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from svdpp.config.tolerance import Tolerance
+from svdpp.errors import SvdppError
+from svdpp.launch.process_lifetime import temp_folder
+from svdpp.media import video
+from svdpp.models.base import LATENTS
+from svdpp.verification.clip_files import ClipCheck, ClipOnDisk
+from svdpp.verification.result import Place, What, compare_tensors
+from svdpp.verification.verify import run_pipelined
+from svdpp.worker.tensor_files import TensorStore, tensor_sha256
+
+if TYPE_CHECKING:
+    from svdpp.verification.clip_proof import ClipProof, ClipTask
+
+_HASHES = {"latent": "latents_sha256", "frames": "frames_sha256", "audio": "audio_sha256"}
+
+
+def measure_distances(
+    tasks: Sequence[ClipTask],
+    proofs: Sequence[ClipProof],
+    reference: TensorStore,
+    tolerance: Tolerance,
+) -> None:
+    """Replace the failed checks of latents, frames and sound by comparisons, where possible.
+
+    Args:
+        tasks: finished clips of one configuration.
+        proofs: their checks so far, in the same order; they are changed.
+        reference: final latents, frames and sound of the clips whose hashes differ, by index.
+        tolerance: allowed difference of each element.
+    """
+    pending = [index for index, proof in enumerate(proofs) if has_other_bits(proof.checks)]
+    by_pairs = [index for index in pending if tasks[index].pair_config is not None]
+    with temp_folder("svdpp-verify-") as folder:
+        error = _make_again([tasks[index] for index in by_pairs], folder)
+        ours = TensorStore(folder)
+        for index in pending:
+            again = by_pairs.index(index) if index in by_pairs and error is None else None
+            stored = _Stored(tasks[index].clip, ours, again, steps=tasks[index].num_steps)
+            checks = proofs[index].checks
+            proofs[index].checks = [
+                _measured(check, stored, index, reference, tolerance, error) for check in checks
+            ]
+            _excuse_latent(proofs[index])
+
+
+def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
+    """Whether a hash of the clip is not the recomputed one; its file does not count."""
+    return any(check.what in _HASHES and not check.equal for check in checks)
+
+
+def _make_again(tasks: Sequence[ClipTask], folder: Path) -> SvdppError | None:
+    """Make the clips by a pair of ranks; return the error that prevented it."""
+    if not tasks:
+        return None
+    config = tasks[0].pair_config
+    assert config is not None
+    try:
+        run_pipelined(config, [task.request for task in tasks], folder)
+    except SvdppError as error:  # such as a machine with one GPU
+        return error
+    return None
+
+
+class _Stored:
+    """Tensors of a finished clip, as far as they can be had."""
+
+    def __init__(self, clip: ClipOnDisk, ours: TensorStore, again: int | None, steps: int) -> None:
+        self._clip, self._ours, self._again, self.steps = clip, ours, again, steps
+
+    def tensor(self, what: str) -> torch.Tensor | None:
+        """Return the tensor that has the recorded hash; None if none has."""
+        recorded = self._clip.metadata.get(_HASHES[what])
+        found = None
+        if self._again is not None:
+            found = load(self._ours, self._again, what, self.steps)
+        if found is None and what == "frames" and self._clip.metadata["format"] == "frames":
+            found = torch.from_numpy(video.read_frames(self._clip.path, "frames"))
+        return found if found is not None and tensor_sha256(found) == recorded else None
+
+
+def load(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
+    """Return the final latent, the frames or the sound that `store` has of a clip."""
+    name, key = (f"step{steps}", LATENTS) if what == "latent" else (what, what)
+    return store.load(clip, name)[key] if store.has(clip, name) else None
+
+
+def _measured(
+    check: ClipCheck,
+    stored: _Stored,
+    index: int,
+    reference: TensorStore,
+    tolerance: Tolerance,
+    error: SvdppError | None,
+) -> ClipCheck:
+    if check.what not in _HASHES or check.equal:
+        return check
+    expected = load(reference, index, check.what, stored.steps)
+    ours = stored.tensor(check.what)
+    if expected is None or ours is None or ours.shape != expected.shape:
+        why = "only its hash is stored, and it cannot be made again here"
+        return replace(check, detail=why if error is None else f"{why}: {error}")
+    kinds: dict[str, What] = {"latent": "final_latent", "frames": "frames", "audio": "audio"}
+    place, axes = Place(index, stored.steps, 0), "FHWC" if check.what == "frames" else ""
+    found = compare_tensors(kinds[check.what], ours, expected, place, axes, tolerance)
+    word = "within tolerance" if found.equal else f"beyond {tolerance}"
+    return replace(
+        check,
+        equal=found.equal,
+        within=found.equal,
+        max_abs_diff=found.max_abs_diff,
+        max_ulp=found.max_ulp,
+        detail=f"{word} (largest difference {found.distance})",
+    )
+
+
+def _excuse_latent(proof: ClipProof) -> None:
+    """Take a latent that cannot be compared for unknown if the frames could be compared."""
+    by_name = {check.what: check for check in proof.checks}
+    latent, frames = by_name["latent"], by_name["frames"]
+    if frames.max_abs_diff is not None and latent.max_abs_diff is None and not latent.equal:
+        proof.checks[proof.checks.index(latent)] = replace(latent, equal=None)
