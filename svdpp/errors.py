@@ -288,6 +288,30 @@ def describe_fault(fault: Mapping[str, Any]) -> str:
     return re.sub(r"^\w+ should", "must", fault["msg"]) + given
 
 
+def fault_details(fault: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `details` of a value that pydantic refuses.
+
+    Args:
+        fault: One entry of pydantic's `errors()`.
+
+    Returns:
+        `field` with dots, `given` as a short text, the limits by pydantic's names (`ge`, `lt`,
+        `min_length` and so on), and pydantic's `problem`.
+    """
+    limits = {
+        name: value
+        for name, value in fault.get("ctx", {}).items()
+        if isinstance(value, int | float | str)
+    }
+    given = repr(fault.get("input"))
+    return {
+        "field": ".".join(map(str, fault["loc"])),
+        "given": given if len(given) <= 60 else given[:57] + "...",
+        "problem": fault["msg"],
+        **limits,
+    }
+
+
 #: By the beginning of the kind of fault, where pydantic's own words are a programmer's.
 _WANTED = {
     "int_": "must be a whole number",

@@ -1,41 +1,36 @@
-"""The results of a bench: its folder and figures, and two benches compared."""
+"""The results of a benchmark: its folder, its files and its figures."""
 
 from __future__ import annotations
 
+import csv
 import json
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from svdpp.bench.runner import DATA_PARALLEL, ONE_DEVICE, PIPELINE, Bench, Round, differing
-from svdpp.config.limits import read_small_file
+from svdpp.bench.runner import Bench, Round, differing
+from svdpp.bench.targets import ONE_DEVICE, PIPELINE, outcomes
 from svdpp.diagnostics.figures import rounded
 from svdpp.diagnostics.machine import environment, median_costs
 from svdpp.diagnostics.report import diagnose
-from svdpp.errors import InputError
+from svdpp.diagnostics.utilisation import peaks_of, speed_of_run
+from svdpp.driver.trace import Placed, StepSpan, Trace, TransferSpan, WaitSpan
 from svdpp.media import output_files
+from svdpp.plan.actions import Kind
+from svdpp.plan.forecast import Span
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
-#: The files of a bench.
-SUMMARY, CONFIG, ENVIRONMENT = "summary.json", "config.yaml", "env.json"
-ROUNDS, PROFILE, COSTS = "rounds.jsonl", "profile.json", "costs.json"
+#: The files of a benchmark.
+SUMMARY, TABLE, CONFIG, ENVIRONMENT = "summary.json", "summary.csv", "config.yaml", "env.json"
+ROUNDS, SPANS, PROFILE, COSTS = "rounds.jsonl", "spans.jsonl", "profile.json", "costs.json"
 
-#: The compared figures; `_RATE` is also taken over that of other cases.
-_RATE = "steady_clips_per_minute"
-_COMPARED = {
-    _RATE: "clips/min",
-    "first_clip_seconds": "first clip, s",
-    "step_p50_seconds": "step, s",
-}
-#: Ratios closer to 1 than this are never called different, however small their spread.
-_NEGLIGIBLE = 0.01
+#: The figure whose ratios are the speed-ups.
+RATE = "steady_clips_per_minute"
 
 
 class Results:
@@ -51,18 +46,24 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Appends a round's figures, which stay if the bench fails later."""
-        figures = {"case": done.case, "round": done.number, "measured": done.figures.to_json()}
+        """Append a round's figures and spans, which stay if the benchmark fails later."""
+        about = {"case": done.case, "round": done.number}
+        self._append(ROUNDS, [{**about, "measured": done.figures.to_json()}])
+        self._append(SPANS, ({**about, **span} for span in spans_of(done.trace)))
+
+    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         with (
-            output_files.disk_errors(f"{ROUNDS} cannot be written"),
-            (self.folder / ROUNDS).open("a", encoding="ascii") as file,
+            output_files.disk_errors(f"{name} cannot be written"),
+            (self.folder / name).open("a", encoding="ascii") as file,
         ):
-            file.write(json.dumps(figures) + "\n")
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
     def finish(self) -> dict[str, Any]:
-        """Writes summary and costs; returns what `summary.json` holds.
+        """Write summary, table and costs.
 
-        It says what limits the pipeline, of the round with the median makespan.
+        Returns:
+            Content of `summary.json`. Its `limits` are of the pipeline's round with the median
+            makespan.
         """
         bench, path = self._bench, self.folder / COSTS
         cases = {case: _case(bench, case) for case in bench.cases}
@@ -76,20 +77,74 @@ class Results:
             "experiment": bench.asked.experiment,
             "run_id": self.run_id,
             "config": json.loads(json.dumps(bench.asked.model_dump())),
+            "config_sha256": bench.asked.sha256,
+            "flops": bench.flops._asdict(),
             "cases": cases,
             "speedups": _speedups(cases),
             "same_bits": not differing(bench.rounds),
             "latents_sha256": [latent for latent, _ in bench.rounds_of(PIPELINE)[0].sha256],
             "limits": {"round": median.number, **limits},
         }
+        found["targets"] = [each._asdict() for each in outcomes(bench.asked.targets, found)]
         output_files.write_json(path, costs.to_json())
         output_files.write_json(self.folder / SUMMARY, found)
+        with output_files.disk_errors(f"{TABLE} cannot be written"):
+            write_table(self.folder / TABLE, cases)
         return found
+
+
+def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield each span of a round: actions, their steps, waits and transfers, in order of time.
+
+    Args:
+        trace: Measurements of the round.
+
+    Yields:
+        Kind, rank, clip and what else the kind has; `start` and `end` in seconds since the first
+        span of any rank began.
+    """
+    spans: list[Placed] = [*trace.spans, *trace.steps, *trace.waits, *trace.transfers]
+    spans.sort(key=lambda span: (span.start, span.rank))
+    begun = spans[0].start if spans else 0.0
+    for span in spans:
+        times = {name: round(getattr(span, name) - begun, 6) for name in ("start", "end")}
+        yield {**_kind_of(span), "rank": span.rank, "clip": span.clip, **times}
+
+
+def _kind_of(span: Placed) -> dict[str, Any]:
+    match span:
+        case Span(action=action):
+            steps = {"step": action.start, "end_step": action.end}
+            return {"kind": action.kind.lower(), **(steps if action.kind is Kind.DENOISE else {})}
+        case StepSpan(step=step):
+            return {"kind": "step", "step": step}
+        case WaitSpan():
+            return {"kind": "wait"}
+        case TransferSpan():
+            about = {"step": span.next_step, "peer": span.peer, "bytes": span.num_bytes}
+            return {"kind": span.direction, **about}
+
+
+def write_table(path: Path, cases: Mapping[str, Any]) -> None:
+    """Write the figures as CSV: a row for each case and round, and one for each case over rounds.
+
+    Args:
+        path: The file.
+        cases: `cases` of a summary. A figure that a case does not have is empty.
+    """
+    names = next((list(about["over_rounds"]) for about in cases.values()), [])
+    with path.open("w", encoding="ascii", newline="") as file:
+        table = csv.DictWriter(file, ["case", "round", *names])
+        table.writeheader()
+        for case, about in cases.items():
+            if about["rounds"]:
+                rounds = [*about["rounds"], {**about["over_rounds"], "round": "all"}]
+                table.writerows({"case": case, **figures} for figures in rounds)
 
 
 def _case(bench: Bench, case: str) -> dict[str, Any]:
     config, error = bench.cases[case], bench.out_of_memory.get(case)
-    rounds = [_figures(done) for done in bench.rounds_of(case)]
+    rounds = [_figures(bench, done) for done in bench.rounds_of(case)]
     names = [name for name in rounds[0] if name != "round"] if rounds else []
     return {
         "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.layout),
@@ -116,19 +171,23 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     return statistics.geometric_mean(values) if all(values) else 0.0
 
 
-def _figures(done: Round) -> dict[str, Any]:
-    """A round's figures, as plain numbers; those of each rank are in `rounds.jsonl`."""
+def _figures(bench: Bench, done: Round) -> dict[str, Any]:
+    """Return a round's figures by the names of `FIGURES`; each rank's are in `rounds.jsonl`."""
     figures, forecast = done.figures, done.figures.forecast_seconds
     steps, ranks = [step.end - step.start for step in done.trace.steps], done.figures.ranks
     wall = sum(rank.wall for rank in ranks)
+    peaks = peaks_of(figures, bench.config.model.dtype, bench.asked.measure.peak_tflops)
+    speed = speed_of_run(figures, bench.flops, peaks)
     parts = ("compute", "wait", "transfer", "idle", "unaccounted")
     values = {
         "clips": figures.clips,
         "makespan_seconds": figures.makespan,
         "overhead": figures.makespan / forecast if forecast else None,
         "first_clip_seconds": figures.first_clip,
-        _RATE: 60 / figures.seconds_per_clip,
+        RATE: 60 / figures.seconds_per_clip,
         **{f"step_p{n}_seconds": float(np.percentile(steps, n)) for n in (50, 90, 95)},
+        "tflops": speed.tflops,
+        "utilisation": speed.utilisation,
         "bubble": figures.bubble,
         **{f"{part}_share": sum(getattr(r, part) for r in ranks) / wall for part in parts},
         "start_seconds": figures.start_seconds,
@@ -141,184 +200,11 @@ def _figures(done: Round) -> dict[str, Any]:
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
     """The pipeline's clips per minute over those of each other case in the same round."""
-    ours = {figures["round"]: figures[_RATE] for figures in cases[PIPELINE]["rounds"]}
+    ours = {figures["round"]: figures[RATE] for figures in cases[PIPELINE]["rounds"]}
     result = {}
     for case, about in cases.items():
         rounds = about["rounds"]
-        ratios = [round(ours[figures["round"]] / figures[_RATE], 4) for figures in rounds]
+        ratios = [round(ours[figures["round"]] / figures[RATE], 4) for figures in rounds]
         if case != PIPELINE and ratios:
             result[case] = {"rounds": ratios, "over_rounds": statistics.geometric_mean(ratios)}
     return result
-
-
-# --- two benches compared ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """The ratio of one figure, B over A: of geometric means over the rounds.
-
-    `low` and `high` bound the ratio of a round of B and one of A, widened by the wider set times 2
-    for 3 rounds, 1 for 4, 1/2 for 5 and so on, and by the machine's own change, all on logarithms.
-    Of two equal sets, 1 lies outside in at most 2 of 1000 cases (by simulation: normal, exponential
-    and Student's t with 2 degrees of freedom; 3 to 9 rounds). None if A or B has a single round.
-    """
-
-    name: str
-    a: float
-    b: float
-    value: float
-    low: float | None
-    high: float | None
-    is_baseline: bool = False
-    """Whether A and B are the same work with the same libraries on the same machine."""
-
-    @property
-    def is_noise(self) -> bool | None:
-        """Whether the difference is within noise; None if unknown."""
-        if self.is_baseline or abs(math.log(self.value)) < _NEGLIGIBLE:
-            return True
-        if self.low is None or self.high is None:
-            return None
-        return self.low <= 1 <= self.high
-
-
-def ratio(
-    name: str, a: Sequence[float], b: Sequence[float], *, drift: float = 0.0, **more: bool
-) -> Ratio:
-    """B over A, from one value above 0 for each round of both; `drift` is a logarithm."""
-    means = statistics.geometric_mean(a), statistics.geometric_mean(b)
-    low = high = None
-    if (rounds := min(len(a), len(b))) > 1:
-        widest = max(math.log(max(values) / min(values)) for values in (a, b))
-        margin = math.exp(2.0 ** (4 - rounds) * widest + abs(drift))
-        low, high = min(b) / max(a) / margin, max(b) / min(a) * margin
-    return Ratio(
-        name=name, a=means[0], b=means[1], value=means[1] / means[0], low=low, high=high, **more
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Two benches, side by side."""
-
-    a: str
-    b: str
-    """Their names."""
-    ratios: list[Ratio]
-    settings: list[str]
-    """The configuration fields that differ, such as `pipeline.world: 2, 4`."""
-    machines: list[str]
-    """The facts about the machines that differ."""
-    same_bits: bool | None
-    """Whether the clips have the same latents; None if they are different clips."""
-
-    @property
-    def is_equal(self) -> bool | None:
-        """Whether every difference is within noise; None if unknown."""
-        verdicts = [ratio.is_noise for ratio in self.ratios]
-        return False if False in verdicts else None if None in verdicts else True
-
-    @property
-    def verdict(self) -> str:
-        """The verdict in a sentence."""
-        if self.is_equal is None:
-            return "unknown: a single round has no spread; use --measure.repeats=3 or more"
-        beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
-        return f"different: {', '.join(beyond)}" if beyond else "equal: every difference is noise"
-
-    def to_json(self) -> dict[str, Any]:
-        """The comparison as plain values."""
-        return {
-            "schema_version": 1,
-            **asdict(self),
-            "equal": self.is_equal,
-            "verdict": self.verdict,
-            "ratios": [{**asdict(ratio), "noise": ratio.is_noise} for ratio in self.ratios],
-        }
-
-
-def compare(a: Path, b: Path) -> Comparison:
-    """Compares the bench in folder `b` with that in folder `a`."""
-    one, other = _read(a / SUMMARY), _read(b / SUMMARY)
-    try:
-        for summary in (one, other):
-            is_later = summary["schema_version"] > SCHEMA_VERSION
-            if is_later or not summary["cases"][PIPELINE]["rounds"]:
-                raise ValueError("of a later version, or without a round")
-        facts = [_machine(_read(folder / ENVIRONMENT)) for folder in (a, b)]
-        machines = _differences(facts[0], facts[1])
-        configs = one["config"], other["config"]
-        same_work = _baseline(configs[0]) == _baseline(configs[1])
-        clips = [(each["workload"]["clips"], each["measure"]["seeds"]) for each in configs]
-        same_clips = same_work and clips[0] == clips[1]
-        return Comparison(
-            a=one["run_id"],
-            b=other["run_id"],
-            ratios=list(_ratios(one, other, same_baseline=same_work and not machines)),
-            settings=_differences(*configs),
-            machines=machines,
-            same_bits=one["latents_sha256"] == other["latents_sha256"] if same_clips else None,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        folders = f"{str(a)!r} or {str(b)!r}"
-        raise InputError(f"{folders} holds no bench that can be compared: {error!r}") from error
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(read_small_file(path, "result"))
-    except ValueError as error:
-        raise InputError(f"{str(path)!r} is not JSON: {error}") from error
-
-
-def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Libraries and hardware; without svdpp and its commit, which a comparison may be about."""
-    versions = {name: version for name, version in facts["versions"].items() if name != "svdpp"}
-    host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
-    return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
-
-
-def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
-    """Ratios to other cases of the same rounds come first: machine drift cancels out in them."""
-    for case in (ONE_DEVICE, DATA_PARALLEL):
-        if case in a["speedups"] and case in b["speedups"]:
-            rounds = a["speedups"][case]["rounds"], b["speedups"][case]["rounds"]
-            yield ratio(f"{PIPELINE} / {case}", *rounds)
-    for name, words in _COMPARED.items():
-        alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
-        # If diffusers did not fit on the device, the drift of the machine is unknown.
-        drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
-        for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
-            values = _values(a, case, name), _values(b, case, name)
-            if all(values):
-                is_baseline = same_baseline and case == ONE_DEVICE
-                yield ratio(f"{case}: {words}", *values, drift=drift, is_baseline=is_baseline)
-
-
-def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
-    """A figure of a case in each round; empty if it was not measured."""
-    rounds = summary["cases"].get(case, {"rounds": []})["rounds"]
-    values = [figures.get(name) for figures in rounds]
-    return [] if None in values else values
-
-
-def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields that diffusers on one device depends on, except the number of clips.
-
-    A field that is None counts as missing: older benches do not have all of today's.
-    """
-    work = {k: v for k, v in config["workload"].items() if k != "clips" and v is not None}
-    ranks = {name: config["pipeline"].get(name) for name in ("device", "threads", "deterministic")}
-    parts = {"workload": work, "ranks": ranks}
-    return {"model": config["model"], "precision": config["precision"], **parts}
-
-
-def _differences(a: object, b: object, name: str = "") -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [
-            line
-            for key in dict.fromkeys([*a, *b])
-            for line in _differences(a.get(key), b.get(key), f"{name}.{key}" if name else key)
-        ]
-    return [] if a == b else [f"{name}: {a}, {b}"]

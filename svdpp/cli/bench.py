@@ -13,7 +13,7 @@ import typer
 from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options import complete
-from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
 from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.config.limits import require
@@ -21,7 +21,8 @@ from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
-    from svdpp.bench.runner import Bench, BenchConfig
+    from svdpp.bench.config import BenchConfig
+    from svdpp.bench.runner import Bench
 
 
 app = typer.Typer(add_completion=False)
@@ -52,6 +53,15 @@ class BenchOptions:
         Path,
         path_option(panel=DIAGNOSTICS, metavar="DIR", help="Write results to DIR/EXPERIMENT/RUN/."),
     ] = Path("results")
+    peak_tflops: Annotated[
+        float | None,
+        option(
+            panel=DIAGNOSTICS,
+            metavar="X",
+            help="Peak TFLOP/s of each device in the model's dtype, for the utilisation of devices "
+            "whose peak svdpp does not know.",
+        ),
+    ] = None
 
 
 @app.command(
@@ -69,7 +79,8 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     """Measure a pipeline against data parallel and against diffusers on one device.
 
     Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
-    from those of diffusers, the results are written and the exit code is 3.
+    from those of diffusers, the results are written and the exit code is 3; if a target of the
+    configuration is missed, 10.
     """
     alone = "start it on one host, without torchrun or srun"
     require(launched is None, "svdpp bench starts its own ranks", alone)
@@ -78,30 +89,37 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
         require(not asked.words, "--compare takes two folders and no configuration")
         _compare(console, *asked.compare)
         return
-    from svdpp.bench.runner import Bench, differing, read_config, shipped
-
-    console.rename_options(_names_in_configuration())
+    from svdpp.bench.config import read_config, shipped
+    from svdpp.bench.runner import Bench, differing
+    from svdpp.bench.targets import Outcome, check_met
     from svdpp.driver.pipeline import Pipeline
 
+    console.rename_options(_names_in_configuration())
     wrong = f"bench takes one configuration, got {' '.join(names) or 'none'}"
-    require(len(names) == 1, wrong, f"try: svdpp bench {shipped()[0]}")
+    require(len(names) == 1, wrong, f"try: svdpp bench {shipped()[0]}", configurations=names)
+    if asked.peak_tflops is not None:
+        overrides.append(f"measure.peak_tflops={asked.peak_tflops}")
     point = read_config(names[0], overrides)
     pipeline = Pipeline(pipeline_config(point))
     one = Bench(point, pipeline.config)
+    one.check_targets()
     if pipeline.checkpoint is not None:
         for request in one.requests:
             pipeline.checkpoint.check_request(one.config.sampling, request)
-    console.json([_run(console, one, asked.results)])
+    found = _run(console, one, asked.results)
+    console.json([found])
     if different := differing(one.rounds):
         count = counted(len(different), "clip")
         raise VerificationError(
             f"bits differ from those of diffusers in {count}, first in {different[0]}",
             "svdpp verify shows the first step that differs",
+            details={"different_clips": len(different), "first": different[0]},
         )
+    check_met([Outcome(**each) for each in found["targets"]])
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
-    from svdpp.bench.results import compare
+    from svdpp.bench.compare import compare
 
     found = compare(a, b)
     console.json(found.to_json())
@@ -141,7 +159,7 @@ def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _names_in_configuration() -> dict[str, str]:
     """Return the options of `svdpp run` with the names of their fields in a configuration."""
-    from svdpp.bench.runner import Model, Ranks, Section, Workload
+    from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}
     names = {
@@ -215,5 +233,6 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
         "limits": limits["headline"],
         "try": limits["advice"] and limits["advice"]["options"],
         "same_bits": found["same_bits"],
+        "targets": [{**each, "met": "yes" if each["met"] else "no"} for each in found["targets"]],
     }
     console.show({name: value for name, value in shown.items() if value or value is False})

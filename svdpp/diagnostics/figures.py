@@ -6,12 +6,12 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from svdpp.errors import InputError, RequestError, describe_fault
+from svdpp.errors import InputError, RequestError, describe_fault, fault_details
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import Costs, PerRank, step_from_pair
 from svdpp.plan.forecast import Span, replay, summarise
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 # Ranks whose times of one step differ by less than this ratio count as equally fast.
 _SAME_SPEED = 1.1
+
+# The fields of a model on which its FLOPs depend.
+_MODEL_FIELDS = ("name", "family", "revision", "variant", "dtype", "dummy_latent_shape")
 
 #: Checked when they are read back, because a manifest is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -50,6 +53,8 @@ class RankFigures:
 
     rank: Count
     device: str = ""
+    device_name: str = ""
+    """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
     start: Count = 0
     end: Count = 0
     """The steps that it does of a clip: the earliest, and the latest (exclusive)."""
@@ -69,6 +74,8 @@ class RankFigures:
     step: WorkFigures = WorkFigures()
     encode: WorkFigures = WorkFigures()
     decode: WorkFigures = WorkFigures()
+    decode_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Mean fraction of a clip's frames that one of its decodes makes."""
     write: WorkFigures = WorkFigures()
     """Writing clips, in a thread beside the other work."""
     load_seconds: Amount = 0.0
@@ -108,6 +115,10 @@ class RunFigures:
     """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
     forecast_seconds: Amount | None = None
     """What the same actions take at these costs; None if that is unknown."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Model and sampling parameters of the clips, by which their FLOPs are counted; empty in the
+    figures of earlier versions."""
 
     @property
     def world_size(self) -> int:
@@ -147,6 +158,8 @@ def measured_figures(
         transfer_seconds=_work(packet.end - packet.start for packet in trace.received).mean_seconds,
         costs=costs,
         forecast_seconds=_forecast(costs, schedule, trace.world_size),
+        model={name: getattr(config.model, name) for name in _MODEL_FIELDS},
+        sampling={**asdict(config.sampling), "family": config.sampling.family},
     )
 
 
@@ -166,12 +179,15 @@ def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
     # The part of the run that the trace still has.
     kept = compute / reported.compute_seconds if reported.compute_seconds else 1.0
 
+    fractions = [span.action.fraction for span in spans if span.action.kind is Kind.DECODE]
+
     def work(kind: Kind) -> WorkFigures:
         return _work(_whole(span) for span in spans if span.action.kind is kind)
 
     return RankFigures(
         rank=rank,
         device=reported.device,
+        device_name=reported.device_name,
         start=share.start,
         end=share.end,
         compute=compute,
@@ -182,6 +198,7 @@ def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
         step=_work(step.end - step.start for step in trace.steps if step.rank == rank),
         encode=work(Kind.ENCODE),
         decode=work(Kind.DECODE),
+        decode_fraction=statistics.fmean(fractions) if fractions else 1.0,
         write=WorkFigures(
             count=reported.num_written,
             mean_seconds=reported.write_seconds / max(1, reported.num_written),
@@ -311,11 +328,12 @@ def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
     try:
         return _FIGURES.validate_python(values)
     except RequestError as error:
-        what = error.message
+        what, details = error.message, error.details
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{'.'.join(map(str, first['loc'])) or 'it'} {describe_fault(first)}"
-    raise InputError(f"{where}: the run's figures are damaged: {what}")
+        details = fault_details(first)
+    raise InputError(f"{where}: the run's figures are damaged: {what}", details=details)
 
 
 def rounded(value: Any) -> Any:

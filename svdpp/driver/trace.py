@@ -147,6 +147,8 @@ class Reported:
     """What a rank reports besides its spans, of all clips."""
 
     device: str = ""
+    device_name: str = ""
+    """Name of the GPU; empty on the CPU."""
     load_seconds: float = 0.0
     compute_seconds: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
@@ -198,6 +200,7 @@ class Trace:
         match event:
             case Joined():
                 reported.device, reported.load_seconds = event.device, event.load_seconds
+                reported.device_name = event.device_name
                 self.ready = time.monotonic()
             case ActionDone():
                 reported.compute_seconds += event.end - event.start

@@ -13,11 +13,12 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.plan.actions import FrameRange
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import Costs, PartFlops
 
 
 class DummyUNet(nn.Module):
@@ -143,3 +144,17 @@ class DummyModel:
         if self.costs is not None:
             end = start + seconds(self.costs, self.rank) * share
             time.sleep(max(0.0, end - time.monotonic()))
+
+
+def count_flops(spec: LatentSpec, num_steps: int) -> PartFlops:
+    """Count the FLOPs of the dummy's parts, by torch's counter on its real calls without data.
+
+    Args:
+        spec: Shape and dtype of its latents.
+        num_steps: Number of denoising steps of a clip.
+    """
+    model = DummyModel(spec, num_steps, torch.device("meta"))
+    latents = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model.denoise({LATENTS: latents}, 0, 1, lambda _, __: None)
+    return PartFlops(encode=0, step=counter.get_total_flops(), decode=0)

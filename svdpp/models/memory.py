@@ -1,16 +1,17 @@
-"""The estimate of a model's memory from its configs; reads no weight.
+"""The estimate of a model's memory, and the count of its FLOPs, from its configs; reads no weight.
 
 It runs the real encode, steps and decode of a rank. Components are made of fake tensors, which have
 a shape but no data, and so are their calls; the pipeline gets zeros of the shapes of their results.
-Meanwhile every storage that is created and freed is counted. Of the kernels' workspaces, only those
-of CPU convolutions are counted: torch says which kernel it chooses.
+Meanwhile every storage that is created and freed is counted, or the FLOPs of every operation. Of
+the kernels' workspaces, only those of CPU convolutions are counted: torch says which kernel it
+chooses.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import RequestError, first_line
@@ -29,7 +31,7 @@ from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.engine.records import component_methods, replaced, tensors_in
 from svdpp.models.files import show_name
 from svdpp.models.lora_files import lora_bytes
-from svdpp.plan.costs import MemoryEstimate, PartMemory
+from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
 from svdpp.plan.layout import Roles
 
 
@@ -48,20 +50,68 @@ def estimate(
     on_cpu, before = device == "cpu", torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        hollow = _HollowModel(checkpoint, model, sampling, on_cpu=on_cpu)
-        packet, encode = hollow.encode()
-        packet, denoise = hollow.denoise(packet)
-        denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
-        return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
+        with _size_errors(model, sampling):
+            hollow = _HollowModel(checkpoint, model, sampling, on_cpu=on_cpu)
+            packet, encode = hollow.encode()
+            packet, denoise = hollow.denoise(packet)
+            denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
+            return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]:
+    """Report errors of a model's code as a size that it cannot make."""
+    try:
+        yield
     except (IndexError, RuntimeError, ValueError) as error:
         # For example, a table of positions ends.
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
         raise RequestError(
             f"model {show_name(model.name)} cannot make a clip of {size} ({first_line(error)})",
             "use another --height, --width or --frames",
+            details={
+                "width": sampling.width,
+                "height": sampling.height,
+                "frames": sampling.num_frames,
+                "problem": first_line(error),
+            },
         ) from error
-    finally:
-        torch.set_num_threads(before)
+
+
+def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
+    """Count the FLOPs of one clip's encode, of one step and of its decode, in seconds.
+
+    Torch's own counter sees the operations of the model's real calls, on fake tensors: two for each
+    multiply-add of a matrix product, a convolution or an attention, and none for all else.
+
+    Args:
+        checkpoint: Model whose configs are read; its weights are not.
+        model: Options that the components are made with.
+        sampling: Size and number of frames of the clip, resolved.
+
+    Raises:
+        RequestError: The model cannot make a clip of this size.
+    """
+    with _size_errors(model, sampling):
+        hollow = _HollowModel(checkpoint, model, sampling, on_cpu=True, counts_flops=True)
+        packet, _ = hollow.encode()
+        encode = hollow.flops
+        packet, _ = hollow.denoise(packet)
+        step = hollow.flops // min(2, sampling.num_inference_steps)
+        hollow.decode(packet)
+        return PartFlops(encode, step, hollow.flops)
+
+
+def _attention_flops(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any
+) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+# Torch's counter knows the attention kernels of GPUs only.
+_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
@@ -78,15 +128,24 @@ class _HollowModel:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, *, on_cpu: bool
+        self,
+        checkpoint: Checkpoint,
+        model: ModelConfig,
+        sampling: SamplingConfig,
+        *,
+        on_cpu: bool,
+        counts_flops: bool = False,
     ) -> None:
         load.silence_libraries()
         self._checkpoint, self._sampling, self._on_cpu = checkpoint, sampling, on_cpu
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live = LiveBytes((), count_workspace=on_cpu)
         self._inside = False
-        # Peak and result of equal calls, such as the two branches of the guidance.
-        self._known: dict[Any, tuple[int, Any]] = {}
+        self.flops = 0
+        """FLOPs of the last part that was measured; 0 unless they are counted."""
+        self._counts_flops = counts_flops
+        # Peak, FLOPs and result of equal calls, such as the two branches of the guidance.
+        self._known: dict[Any, tuple[int, int, Any]] = {}
         parts = {}
         for part, name in checkpoint.classes:
             cls = load.component_class(part, name)
@@ -144,6 +203,7 @@ class _HollowModel:
         self._live = LiveBytes(chain(*held.values()), count_workspace=self._on_cpu)
         for tensor in tensors_in(received):
             self._live.add(tensor)
+        self.flops = 0
         with ExitStack() as patches:
             for part, module in self._modules.items():
                 # Pipelines inspect signatures.
@@ -166,22 +226,26 @@ class _HollowModel:
         key = part, real.__name__, str(spec), *inputs
         if key not in self._known:
             self._known[key] = self._run(self._modules[part], real, args, kwargs)
-        peak, result = self._known[key]
+        peak, flops, result = self._known[key]
+        self.flops += flops
         self._live.peak = max(self._live.peak, self._live.now + peak)
         return tree_map(partial(_on, "cpu"), result)
 
-    def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, Any]:
-        """The peak of a call on fake tensors, and its result on the meta device."""
+    def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
+        """The peak and FLOPs of a call on fake tensors, and its result on the meta device."""
         self._inside = True
         try:
-            with _disable_current_modes(), self._fake:
+            with _disable_current_modes(), self._fake, ExitStack() as modes:
                 args, kwargs = tree_map_only(torch.Tensor, self._fake.from_tensor, (args, kwargs))
                 known = *_weights(module), *tensors_in((args, kwargs))
+                counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+                if self._counts_flops:  # its hooks are global: not where other threads compute
+                    modes.enter_context(counter)
                 # Above the fake mode: below it are temporary tensors by which fake kernels find out
                 # shapes.
                 with LiveBytes(known, count_workspace=self._on_cpu) as live:
                     result = real(*args, **kwargs)
-                return live.above, tree_map(partial(_on, "meta"), result)
+                return live.above, counter.get_total_flops(), tree_map(partial(_on, "meta"), result)
         finally:
             self._inside = False
 

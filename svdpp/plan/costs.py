@@ -200,6 +200,17 @@ class PartMemory(NamedTuple):
         return self.weight_bytes + self.activation_bytes
 
 
+class PartFlops(NamedTuple):
+    """FLOPs of the parts of a model, as torch counts them: two for each multiply-add."""
+
+    encode: int
+    """FLOPs of one clip's encode."""
+    step: int
+    """FLOPs of one denoising step of one clip, with all its evaluations of the denoiser."""
+    decode: int
+    """FLOPs of the decode of all frames of one clip."""
+
+
 class MemoryEstimate(NamedTuple):
     """Memory of each part of a model."""
 

@@ -39,7 +39,7 @@ from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import ReferenceSetup
-from svdpp.worker.device import out_of_memory_named
+from svdpp.worker.device import device_name, out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.side_threads import Reporter
@@ -62,7 +62,8 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
         else:
             from_image = sampling.from_image
             reference = Reference(checkpoint, setup.config.model, device, from_image=from_image)
-    reporter.send(Joined(device=device, load_seconds=time.monotonic() - begun))
+    seconds = time.monotonic() - begun
+    reporter.send(Joined(device=device, load_seconds=seconds, device_name=device_name(device)))
     recorder = _Recorder(setup, device, reporter)
     for clip, request in enumerate(setup.requests):
         recorder.begin(clip)

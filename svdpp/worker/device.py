@@ -64,6 +64,13 @@ def gpu_uuid(device: str) -> str | None:
     return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
 
 
+def device_name(device: str) -> str:
+    """Return the name of this rank's GPU, such as "NVIDIA H200"; empty on the CPU."""
+    if not device.startswith("cuda"):
+        return ""
+    return str(torch.cuda.get_device_properties(torch.device(device)).name)
+
+
 class MemoryPressure:
     """Tells whether the CUDA allocator has run short of memory since the last call.
 

@@ -104,6 +104,8 @@ class Joined(Event):
 
     device: str
     load_seconds: float
+    device_name: str = ""
+    """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
     clock_ahead: float = 0.0
     """Seconds by which the rank's monotonic clock is ahead of rank 0's, on another host."""
 

@@ -35,6 +35,7 @@ from svdpp.plan.layout import Roles
 from svdpp.worker.device import (
     ClipProfiler,
     conditions_of,
+    device_name,
     gpu_uuid,
     out_of_memory_named,
     peak_bytes,
@@ -139,7 +140,13 @@ def _prepared_stage(
         context.join()
         transport = _connected_transport(context, config, reporter, device)
     ahead = context.clock.monotonic_ahead
-    reporter.send(Joined(device=name, load_seconds=load_seconds, clock_ahead=ahead))
+    joined = Joined(
+        device=name,
+        load_seconds=load_seconds,
+        device_name=device_name(name),
+        clock_ahead=ahead,
+    )
+    reporter.send(joined)
     reporter.at(None)
     tensor_store = checkpoint_writer = profiler = None
     if setup.tensor_folder is not None:

@@ -13,19 +13,11 @@ import pytest
 import yaml
 
 from svdpp.bench import results as module
-from svdpp.bench.results import ROUNDS, Results, compare, ratio
-from svdpp.bench.runner import (
-    DATA_PARALLEL,
-    ONE_DEVICE,
-    PIPELINE,
-    Bench,
-    BenchConfig,
-    Round,
-    cases_of,
-    differing,
-    read_config,
-    shipped,
-)
+from svdpp.bench.compare import compare, ratio
+from svdpp.bench.config import BenchConfig, read_config, shipped
+from svdpp.bench.results import ROUNDS, Results
+from svdpp.bench.runner import Bench, Round, cases_of, differing
+from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.cli.bench import pipeline_config
 from svdpp.config.limits import read_costs
 from svdpp.errors import InputError, OutOfMemoryError, RequestError
@@ -206,7 +198,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 
     assert kept.folder != other.folder
     assert kept.folder.parent == tmp_path / "smoke"
-    names = "config.yaml env.json summary.json costs.json rounds.jsonl"
+    names = "config.yaml env.json summary.json summary.csv costs.json rounds.jsonl spans.jsonl"
     assert {path.name for path in kept.folder.iterdir()} == set(names.split())
     assert json.loads((kept.folder / "summary.json").read_text()) == found
     assert read_config(str(kept.folder / "config.yaml"), []) == one.asked

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from svdpp.bench.runner import PIPELINE, Bench
+from svdpp.bench.runner import Bench
+from svdpp.bench.targets import PIPELINE
 from svdpp.cli import bench
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.bench.runner import Bench, Round, read_config
+from svdpp.bench.config import read_config
+from svdpp.bench.runner import Bench, Round
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.trace import Trace

@@ -29,6 +29,6 @@ def devices(incomplete: str) -> list[str]:
 
 def configurations(incomplete: str) -> list[str]:
     """Return the configurations of benchmarks that come with svdpp and begin so."""
-    from svdpp.bench.runner import shipped
+    from svdpp.bench.config import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]

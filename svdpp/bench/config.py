@@ -1,0 +1,279 @@
+"""A benchmark's configuration: YAML and overrides, checked before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
+
+from svdpp.bench.targets import Bound, check_name
+from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
+from svdpp.config.limits import MAX_CLIPS, MAX_SEED, read_small_file
+from svdpp.config.pipeline import amp_refused
+from svdpp.errors import (
+    InputError,
+    RequestError,
+    describe_fault,
+    fault_details,
+    nearest,
+    recorded_name,
+    redact_all,
+)
+from svdpp.plan.layout import Split, present_split
+
+_MAX_ROUNDS = 1000
+_SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
+
+#: Not strict, because YAML 1.1 reads 1e3 as text.
+Number = Annotated[float, Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Strict: otherwise `true` and "1" would count as 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class Model(Section):
+    """The weights; the fields are options of `svdpp run`."""
+
+    name: str = DEFAULT_MODEL
+    family: str | None = None
+    revision: str | None = None
+    variant: str | None = None
+    local_files_only: bool = False
+    memory_opt: bool = False
+    channels_last: bool = False
+    latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
+    """Of the dummy model: B, C, F, H, W."""
+
+
+class Ranks(Section):
+    """How the ranks share the work; the fields are options of `svdpp run`."""
+
+    world: Positive | None = None
+    """Number of ranks W; None: every GPU, or 2 on the CPU."""
+    device: str = "cuda"
+    split: Annotated[Split, BeforeValidator(present_split)] = "uniform"
+    """If not given, `balanced` for a model with two experts."""
+    share_experts: bool = False
+    """Whether one rank may hold both experts of a model that has two."""
+    replicas: Positive = 1
+    decoders: Positive = 1
+    cfg_parallel: Positive = 1
+    costs: str | None = None
+    """Costs file or preset for the split; None: svd-xt-a100."""
+    threads: Positive | None = None
+    """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
+    deterministic: bool = False
+    """torch's strict mode, in every case."""
+    allow_mixed_devices: bool = False
+    checksum: bool = False
+    timeout: Number = 600.0
+    start_timeout: Number = 600.0
+
+
+def _parameters() -> dict[str, Any]:
+    """The sampling parameters of every family; None: the model's default."""
+    short = {"num_inference_steps": "steps", "num_frames": "frames"}
+    kinds: dict[type, Any] = {int: Annotated[int, Field(ge=0)], float: Number}
+    return {
+        short.get(name, name): (kinds[param.kind] | None, None)
+        for family in SAMPLING_CLASSES
+        for name, param in params_of(cast("Any", SAMPLING_CLASSES[family])).items()
+    }
+
+
+_Sampled: Any = create_model("_Sampled", __base__=Section, **_parameters())
+
+
+class Workload(_Sampled):  # type: ignore[misc]
+    """The clips to be made, with the sampling parameters of their model."""
+
+    clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
+    """Measured clips of each round, without the warm-up."""
+    images: list[str] = Field(default=[])
+    """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
+    model that also makes clips from text."""
+    prompts: list[str] | None = Field(default=None, min_length=1)
+    """For a model that takes prompts: each is combined with each image. None: an example."""
+    negative_prompt: str | None = None
+    decode_chunk_size: Positive | None = None
+    fit: Fit = "stretch"
+
+
+class Measure(Section):
+    """The number of rounds, the warm-up, and the seeds."""
+
+    warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
+    """Clips through every rank before the measured ones, in each round."""
+    repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
+    """Rounds; each starts the processes of every case again."""
+    seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
+    """All images take the first seed, then all take the second, and so on, in a cycle."""
+    peak_tflops: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
+    """Peak of each device in the model's dtype, in TFLOP/s. None: the published peak of usual cards
+    (docs/benchmarks.md); for all others, and for CPUs, there is no utilisation."""
+
+
+def _no_amp(precision: object) -> object:
+    if precision == "amp":
+        raise amp_refused()
+    return precision
+
+
+class BenchConfig(Section):
+    """What a bench measures."""
+
+    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    """Name of the folder for its results."""
+    model: Model = Model()
+    pipeline: Ranks = Ranks()
+    workload: Workload = Workload()
+    precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, BeforeValidator(_no_amp)] = None
+    """None: the default of --dtype."""
+    measure: Measure = Measure()
+    profile: bool = False
+    """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
+    targets: dict[str, Bound] = Field(default={})
+    """Bounds by the name of a figure, such as `tflops: {min: 100}`."""
+
+    def resolved(self, config: PipelineConfig) -> BenchConfig:
+        """A copy with the values that depend on the machine, the model and its defaults."""
+        sampling, model = config.sampling, config.model
+        names = set(Workload.model_fields) & {each.name for each in fields(sampling)}
+        chosen = {name: getattr(sampling, name) for name in names}
+        chosen |= {"frames": sampling.num_frames, "steps": sampling.num_inference_steps}
+        ranks = {"world": config.world_size, "threads": config.num_threads, "split": config.split}
+        return self.model_copy(
+            update={
+                "pipeline": self.pipeline.model_copy(update=ranks),
+                "workload": self.workload.model_copy(update=chosen),
+                "precision": model.dtype,
+            }
+        )
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all fields but the experiment's name and the targets: what is measured."""
+        values = self.model_dump(mode="json", exclude={"experiment", "targets"})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def to_yaml(self) -> str:
+        """Return all fields, in the form that `read_config` reads."""
+        values = self.model_dump()
+        values["model"]["name"] = recorded_name(self.model.name)
+        return str(yaml.safe_dump(redact_all(values), sort_keys=False))
+
+
+def shipped() -> list[str]:
+    """The names of the configurations that come with svdpp."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
+
+
+def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
+    """Read a configuration and set the overrides in it.
+
+    Args:
+        name: Path of a YAML file, or the name of a configuration that comes with svdpp.
+        overrides: `section.field=value`, the value in YAML; later ones win.
+
+    Raises:
+        InputError: The file cannot be read, or is not YAML.
+        RequestError: A field or target is unknown, or a value does not fit.
+    """
+    path = _find(name)
+    content = _read(path)
+    for override in overrides:
+        _override(content, override)
+    content.setdefault("experiment", path.stem)
+    try:
+        config = BenchConfig.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise RequestError(
+                f"{name}: no field {where!r}", _known(where), details={"field": where}
+            ) from error
+        raise RequestError(
+            f"{name}: {where} {describe_fault(first)}", details=fault_details(first)
+        ) from error
+    for target in config.targets:
+        check_name(target)
+    return config
+
+
+def _find(name: str) -> Path:
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
+        return Path(name)
+    if name in shipped():
+        return _SHIPPED / f"{name}.yaml"
+    raise RequestError(
+        f"{name!r} is neither a file nor a configuration that comes with svdpp",
+        nearest(name, shipped(), f"shipped: {', '.join(shipped())}"),
+    )
+
+
+def _parsed(text: str | bytes) -> Any:
+    """A YAML value without aliases, a few of which, nested, could exhaust the memory."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        raise yaml.YAMLError("aliases are not taken: write the value out")
+    return yaml.safe_load(text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = _parsed(read_small_file(path, "configuration"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        words = " ".join(str(error).split())
+        raise InputError(
+            f"{str(path)!r} is not YAML: {words}", details={"path": str(path), "problem": words}
+        ) from error
+    if content is not None and not isinstance(content, dict):
+        raise InputError(
+            f"{str(path)!r} holds no sections, such as 'workload:'", details={"path": str(path)}
+        )
+    # A section whose lines are all commented out is null: it takes its defaults.
+    return {key: value for key, value in (content or {}).items() if value is not None}
+
+
+def _override(content: dict[str, Any], text: str) -> None:
+    dotted, equals, value = text.partition("=")
+    if not equals or not dotted:
+        raise RequestError(f"an override is section.field=value, got {text!r}")
+    *sections, key = dotted.split(".")
+    if sections[:1] == ["targets"] and len(sections) > 1:  # a target's name may have a dot
+        sections = ["targets", ".".join(sections[1:])]
+    place = content
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise RequestError(f"{text!r}: {section!r} is not a section")
+    try:
+        place[key] = _parsed(value)
+    except yaml.YAMLError as error:
+        raise RequestError(f"{text!r}: the value is not YAML") from error
+
+
+def _known(where: str) -> str:
+    """A hint: a field of the same name elsewhere, a similar one, or the sections."""
+    names, last = list(BenchConfig.model_fields), where.rpartition(".")[2]
+    for section, about in BenchConfig.model_fields.items():
+        names += [f"{section}.{name}" for name in getattr(about.annotation, "model_fields", ())]
+    same = (name for name in names if name.rpartition(".")[2] == last)
+    return nearest(next(same, where), names, f"known: {', '.join(BenchConfig.model_fields)}")

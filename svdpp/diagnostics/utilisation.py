@@ -1,0 +1,164 @@
+"""Utilisation: FLOPs of a model's real calls over the measured seconds, and peaks of devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from svdpp.config import PipelineConfig
+from svdpp.diagnostics.figures import RankFigures, RunFigures
+from svdpp.driver.resolve import resolve
+from svdpp.launch.process_lifetime import environment_defaults
+from svdpp.plan.costs import PartFlops
+
+
+class DevicePeak(NamedTuple):
+    """Published peak TFLOP/s of dense matrix products: half of a figure "with sparsity"."""
+
+    pattern: str
+    """Pattern of the device's whole name, as NVML gives it."""
+    half: float
+    """In fp16 and bf16, accumulated in fp32."""
+    single: float
+    """In fp32: as TF32, which torch lets cuDNN use; on cards without TF32, of the plain cores."""
+    source: str
+    has_bf16: bool = True
+
+
+_NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions/"
+_A100 = f"{_NVIDIA}Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+_A10 = f"{_NVIDIA}Data-Center/a10/pdf/a10-datasheet.pdf"
+_A40 = "https://images.nvidia.cn/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf"
+_H100 = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
+_H200 = (
+    "https://resources.nvidia.com/en-us-data-center-overview-mc/en-us-data-center-overview/"
+    "hpc-datasheet-sc23-h200"
+)
+_L4 = "https://www.nvidia.com/en-us/data-center/l4/"
+_L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
+_T4 = "https://www.nvidia.com/en-us/data-center/tesla-t4/"
+_V100 = (
+    "https://images.nvidia.com/content/technologies/volta/pdf/"
+    "volta-v100-datasheet-update-us-1165301-r5.pdf"
+)
+_AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper, V2.1, appendix A"
+_ADA = "NVIDIA Ada GPU Architecture whitepaper, V2.02, appendix A"
+
+#: The usual cards. Give --peak-tflops for others.
+PEAKS = (
+    DevicePeak(r"(NVIDIA )?A100.*", half=312, single=156, source=_A100),
+    DevicePeak(r"NVIDIA H100 80GB HBM3", half=1979 / 2, single=989 / 2, source=_H100),
+    DevicePeak(r"NVIDIA H100 PCIe", half=1513 / 2, single=756 / 2, source=_H100),
+    DevicePeak(r"NVIDIA H200", half=1979 / 2, single=989 / 2, source=_H200),
+    DevicePeak(r"NVIDIA A10", half=125, single=62.5, source=_A10),
+    DevicePeak(r"NVIDIA A40", half=149.7, single=74.8, source=_A40),
+    DevicePeak(r"NVIDIA L4", half=242 / 2, single=120 / 2, source=_L4),
+    DevicePeak(r"NVIDIA L40S", half=362, single=183, source=_L40S),
+    DevicePeak(r"NVIDIA GeForce RTX 3090", half=71, single=35.6, source=_AMPERE),
+    DevicePeak(r"NVIDIA GeForce RTX 4090", half=165.2, single=82.6, source=_ADA),
+    DevicePeak(r"(NVIDIA |Tesla )T4", half=65, single=8.1, source=_T4, has_bf16=False),
+    DevicePeak(r"Tesla V100-SXM2.*", half=125, single=15.7, source=_V100, has_bf16=False),
+    DevicePeak(r"Tesla V100-PCIE.*", half=112, single=14, source=_V100, has_bf16=False),
+)
+
+
+def peak_tflops(device_name: str, dtype: str) -> float | None:
+    """Return the published peak of a device in `dtype`, in TFLOP/s.
+
+    Args:
+        device_name: Name as NVML gives it, such as "NVIDIA H200"; empty for a CPU.
+        dtype: "fp32", "fp16" or "bf16".
+
+    Returns:
+        The peak; None for a device that is not in the table or has no tensor cores for `dtype`.
+    """
+    for peak in PEAKS:
+        if re.fullmatch(peak.pattern, device_name):
+            if dtype == "fp32":
+                return peak.single
+            return peak.half if dtype == "fp16" or peak.has_bf16 else None
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Speed of one rank, or the mean of all ranks."""
+
+    tflops: float
+    """Achieved TFLOP/s, by the FLOPs of the model's calls."""
+    utilisation: float | None
+    """`tflops` as a fraction of the device's peak; None if the peak is unknown."""
+
+
+def speed_of_rank(
+    figures: RunFigures, rank: RankFigures, flops: PartFlops, peak: float | None
+) -> Speed:
+    """Return the speed of a rank while it computes: its waits do not count.
+
+    Args:
+        figures: Figures of the run.
+        rank: One of its ranks.
+        flops: FLOPs of the run's model for one clip.
+        peak: Peak of the rank's device in TFLOP/s; None if it is unknown.
+    """
+    return _speed(_flops_of_rank(figures, rank, flops), rank.compute, peak)
+
+
+def speed_of_run(figures: RunFigures, flops: PartFlops, peaks: Iterable[float | None]) -> Speed:
+    """Return the mean speed of the ranks from the first action's start to the last one's end.
+
+    The utilisation is the model FLOPs utilisation (MFU) of Chowdhery et al., PaLM, 2022
+    (arXiv:2204.02311, appendix B), with all waits: FLOPs / (seconds * sum of the devices' peaks).
+
+    Args:
+        figures: Figures of the run.
+        flops: FLOPs of the run's model for one clip.
+        peaks: Peak of each rank's device in TFLOP/s; None where it is unknown.
+    """
+    done = sum(_flops_of_rank(figures, rank, flops) for rank in figures.ranks)
+    known = [peak for peak in peaks if peak is not None]
+    mean = sum(known) / len(known) if len(known) == figures.world_size else None
+    return _speed(done, figures.makespan * figures.world_size, mean)
+
+
+def _flops_of_rank(figures: RunFigures, rank: RankFigures, flops: PartFlops) -> float:
+    # Each rank of a pair does half of each step that it takes part in.
+    step = flops.step / figures.cfg_parallel
+    decoded = rank.decode.count * rank.decode_fraction
+    return rank.encode.count * flops.encode + rank.step.count * step + decoded * flops.decode
+
+
+def _speed(flops: float, seconds: float, peak: float | None) -> Speed:
+    tflops = flops / seconds / 1e12 if seconds else 0.0
+    return Speed(tflops=tflops, utilisation=tflops / peak if peak else None)
+
+
+def peaks_of(figures: RunFigures, dtype: str, given: float | None) -> list[float | None]:
+    """Return the peak of each rank's device in TFLOP/s; None where it is unknown.
+
+    Args:
+        figures: Figures of the run.
+        dtype: Dtype of its model.
+        given: Peak that the user names, for every rank; None: that of the table.
+    """
+    return [given or peak_tflops(rank.device_name, dtype) for rank in figures.ranks]
+
+
+def count_flops(config: PipelineConfig) -> PartFlops:
+    """Count the FLOPs of the clips of `config` from the model's configs, in seconds.
+
+    Raises:
+        ModelError: The model is not here, or its class rejects a config.
+    """
+    if config.model.is_dummy:
+        from svdpp.models import dummy
+
+        return dummy.count_flops(config.model.dummy_latent, config.sampling.num_inference_steps)
+    resolved, checkpoint = resolve(config.alone(), weights="none")
+    assert checkpoint is not None, "only the dummy has no checkpoint"
+    with environment_defaults():
+        from svdpp.models import memory  # diffusers: seconds
+
+    return memory.count_flops(checkpoint, resolved.model, resolved.sampling)

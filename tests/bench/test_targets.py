@@ -1,0 +1,166 @@
+"""Performance targets of a benchmark, its FLOPs, and the files that a spreadsheet reads."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.bench.config import read_config
+from svdpp.bench.results import SPANS, TABLE, Results
+from svdpp.bench.runner import Bench
+from svdpp.bench.targets import (
+    FIGURES,
+    ONE_DEVICE,
+    PIPELINE,
+    SPEEDUPS,
+    Bound,
+    Outcome,
+    check_met,
+    outcomes,
+)
+from svdpp.errors import RequestError, TargetMissedError
+from tests.diagnostics.made_up_runs import bench_of, config_of, round_of
+
+
+def _finished(folder: Path, *overrides: str) -> tuple[Path, dict[str, Any], Bench]:
+    """A benchmark whose clip takes 2 s in the pipeline and 4 s by diffusers."""
+    one = bench_of("dummy", *overrides)
+    kept = Results(folder, one)
+    for number in range(2):
+        for case, seconds in ((PIPELINE, 2.0), (ONE_DEVICE, 4.0)):
+            one.rounds.append(round_of(case, number, seconds=seconds))
+            kept.add(one.rounds[-1])
+    return kept.folder, kept.finish(), one
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("targets.buble.max=0.2", "targets: no figure 'buble'"),
+        ("targets.one_gpu.bubble.max=0.2", "targets: no figure 'one_gpu.bubble'"),
+        ("targets.bubble={}", "targets.bubble is refused: needs min, max or both"),
+        ("targets.bubble.most=1", "no field 'targets.bubble.most'"),
+        ("targets.bubble={min: 2, max: 1}", "has min 2 above max 1"),
+        ("targets.bubble.max=fast", "targets.bubble.max must be a valid number, "),
+        ("targets.bubble.max=.nan", "targets.bubble.max must be a finite number"),
+        ("measure.peak_tflops=0", "measure.peak_tflops must be above 0.0, got 0"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(override: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_config("smoke", [override])
+    assert words in caught.value.message
+
+
+def test_every_figure_of_a_summary_is_a_target_by_its_name(tmp_path: Path) -> None:
+    names = [*FIGURES, *(f"diffusers.{name}" for name in FIGURES), "speedup_over_diffusers"]
+    overrides = [f"targets.{name}.max=1e9" for name in names]
+    _, found, _ = _finished(tmp_path, *overrides)
+
+    assert tuple(found["cases"][PIPELINE]["over_rounds"]) == FIGURES
+    assert [each["name"] for each in found["targets"]] == names
+    measured = {each["name"]: each["measured"] for each in found["targets"]}
+    assert measured["makespan_seconds"] == 2.0
+    assert measured["diffusers.makespan_seconds"] == 4.0
+    assert measured["speedup_over_diffusers"] == pytest.approx(2.0)
+    on_a_cpu = {"peak_allocated_gib", "utilisation"}
+    unmeasured = {name.rpartition(".")[2] for name in names if measured[name] is None}
+    assert unmeasured == on_a_cpu
+    assert {each["met"] for each in found["targets"] if each["measured"] is None} == {False}
+
+
+def test_a_missed_target_is_named_with_bound_and_figure(tmp_path: Path) -> None:
+    bounds = (
+        "makespan_seconds.max=1.5",
+        "speedup_over_diffusers.min=1.5",
+        "clips={min: 1, max: 1}",
+    )
+    _, found, one = _finished(tmp_path, *(f"targets.{bound}" for bound in bounds))
+    rows = outcomes(one.asked.targets, found)
+    assert rows[:2] == [
+        Outcome("makespan_seconds", "<= 1.5", 2.0, met=False),
+        Outcome("speedup_over_diffusers", ">= 1.5", pytest.approx(2.0), met=True),
+    ]
+    assert (rows[2].bound, rows[2].met) == (">= 1, <= 1", True)
+    with pytest.raises(TargetMissedError) as caught:
+        check_met(rows)
+    assert caught.value.message == "1 of 3 targets missed: makespan_seconds is 2, target <= 1.5"
+    assert caught.value.exit_code == 10
+    assert caught.value.details["missed"] == [rows[0]._asdict()]
+    check_met(rows[1:])
+
+
+def test_a_figure_of_no_round_is_a_missed_target() -> None:
+    summary = {"cases": {PIPELINE: {"over_rounds": {"tflops": None}}}, "speedups": {}}
+    rows = outcomes({name: Bound(min=0) for name in ("tflops", *SPEEDUPS)}, summary)
+    assert [(row.measured, row.met) for row in rows] == [(None, False)] * 3
+    with pytest.raises(TargetMissedError, match="tflops is not measured, target >= 0;"):
+        check_met(rows)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("targets.peak_allocated_gib.max=1", "only peak_reserved_gib"),
+        ("targets.utilisation.min=0.1", "no peak is known"),
+    ],
+)
+def test_what_will_not_be_measured_is_refused_before_the_measurement(
+    override: str, words: str
+) -> None:
+    one = Bench(
+        read_config("smoke", ["model.name=dummy", override]), replace(config_of(), device="cpu")
+    )
+    with pytest.raises(RequestError, match=words):
+        one.check_targets()
+
+
+def test_the_flops_are_those_of_the_models_real_calls(tmp_path: Path) -> None:
+    """Two 3x3x3 convolutions, 4 to 16 channels and back, on 14x64x64 positions, two steps."""
+    folder, found, _ = _finished(tmp_path, "measure.peak_tflops=0.01")
+    step = 2 * 2 * 27 * 4 * 16 * 14 * 64 * 64
+    assert found["flops"] == {"encode": 0, "step": step, "decode": 0}
+    figures = found["cases"][PIPELINE]["over_rounds"]
+    assert figures["tflops"] == pytest.approx(2 * step / 2.0 / 1e12, rel=1e-4)
+    assert figures["utilisation"] == pytest.approx(figures["tflops"] / 0.01, rel=1e-4)
+    assert (
+        found["config_sha256"] == json.loads((folder / "summary.json").read_text())["config_sha256"]
+    )
+
+
+def test_the_hash_is_that_of_what_is_measured(tmp_path: Path) -> None:
+    point = read_config("smoke", [])
+    assert point.sha256 == read_config("smoke", ["experiment=b", "targets.tflops.min=1"]).sha256
+    assert point.sha256 != read_config("smoke", ["workload.clips=7"]).sha256
+    file = tmp_path / "again.yaml"
+    file.write_text(point.to_yaml())
+    assert read_config(str(file), []).sha256 == point.sha256
+
+
+def test_spans_and_table_hold_every_round(tmp_path: Path) -> None:
+    folder, found, one = _finished(tmp_path)
+    spans = [json.loads(line) for line in (folder / SPANS).read_text().splitlines()]
+    first = [span for span in spans if (span["case"], span["round"]) == (PIPELINE, 0)]
+    assert [(span["kind"], span.get("step"), span["start"], span["end"]) for span in first] == [
+        ("encode", None, 0.0, 0.0),
+        ("denoise", 0, 0.0, 2.0),
+        ("step", 0, 0.0, 1.0),
+        ("step", 1, 1.0, 2.0),
+        ("decode", None, 2.0, 2.0),
+    ]
+    assert len(spans) == 4 * len(first)
+    with (folder / TABLE).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["case"], row["round"]) for row in rows] == [
+        *((PIPELINE, each) for each in ("0", "1", "all")),
+        *((ONE_DEVICE, each) for each in ("0", "1", "all")),
+    ]
+    assert float(rows[2]["makespan_seconds"]) == pytest.approx(2.0)
+    assert rows[0]["peak_allocated_gib"] == ""
+    assert set(rows[0]) == {"case", "round", *found["cases"][PIPELINE]["over_rounds"]}
+    assert one.asked.sha256 == found["config_sha256"]
