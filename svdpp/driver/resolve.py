@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from svdpp.config import DEMO_MODEL, ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.config.limits import require
+from svdpp.driver.memory_process import estimate_in_process
 from svdpp.errors import OutOfMemoryError, RequestError, first_line
 from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
-from svdpp.launch.process_lifetime import environment_defaults
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
@@ -133,15 +133,8 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     if checkpoint is None:  # the dummy takes megabytes
         nothing = PartMemory(0, 0)
         return MemoryEstimate(nothing, nothing, nothing)
-    with environment_defaults():
-        from svdpp.models.memory import estimate  # diffusers: seconds
-
-    return estimate(
-        checkpoint,
-        config.model,
-        config.sampling,
-        device=config.device,
-        num_threads=config.num_threads,
+    return estimate_in_process(
+        checkpoint, config.model, config.sampling, config.device, config.num_threads
     )
 
 

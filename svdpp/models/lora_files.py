@@ -52,7 +52,7 @@ class LoraFile:
     lora: Lora
     """With the file's hash, and its absolute path or its commit on the hub."""
     path: Path
-    ignored: Mapping[str, int] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Number of tensors that the model has no place for, by the part that they are for."""
 
     @property

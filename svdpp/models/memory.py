@@ -43,9 +43,24 @@ def estimate(
     device: str,
     num_threads: int = 1,
 ) -> MemoryEstimate:
-    """Estimates the memory of each part of a model for resolved `sampling`, in seconds.
+    """Estimate the memory of each part of a model, in seconds of one CPU.
 
-    On the CPU the kernels, and so their memory, depend on `num_threads`.
+    It changes the process's default dtype and number of threads while it runs, so nothing else may
+    compute in the process: see `driver.memory_process`.
+
+    Args:
+        checkpoint: checked checkpoint; only its configs are read.
+        model: model that the checkpoint belongs to.
+        sampling: resolved sampling parameters.
+        device: `cpu`, or a CUDA device, for which no workspaces of kernels are counted.
+        num_threads: intra-op threads of a CPU rank, on which kernels and so their memory depend.
+
+    Returns:
+        Bytes of weights and, at the peak, of activations, for each part.
+
+    Raises:
+        RequestError: the model cannot make a clip of this size.
+        ModelError: a component cannot be made from its config.
     """
     on_cpu, before = device == "cpu", torch.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -273,6 +273,24 @@ def test_ranks_that_need_more_than_is_free_are_refused(
 
 
 @pytest.mark.long
+def test_an_estimate_changes_nothing_that_the_threads_of_a_process_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under torchrun rank 0 computes in a thread of the process that checks requests."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("rank 0 would compute other bits")
+
+    config, checkpoint = resolve(_sized(1, height=32, width=32, num_frames=2), weights="none")
+    with monkeypatch.context() as patch:
+        for name in ("set_default_dtype", "set_num_threads"):
+            patch.setattr(torch, name, refuse)
+        parts = memory.estimate_parts(config, checkpoint)
+    assert checkpoint is not None
+    assert parts == estimate(checkpoint, config.model, config.sampling, device="cpu")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("saved", "copies"),
     [
