@@ -23,7 +23,7 @@ from svdpp.launch.world import find_world
 from svdpp.plan.actions import Action, Kind
 from svdpp.serve.clips import ToRequest
 from svdpp.serve.feeder import Feeder
-from svdpp.serve.job import EngineState, Job, JobState
+from svdpp.serve.job import EngineState, Job
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
 
@@ -99,13 +99,20 @@ class Engine:
         for rank in multiprocessing.active_children() if self._thread.is_alive() else ():
             rank.kill()  # Python would wait for it: it ignores SIGTERM
 
-    def cancel(self, job_id: str, timeout: float) -> bool:
-        """Cancels a job, and waits until the ranks have let go of it.
+    def cancel(self, job_id: str, *, removes: bool = False) -> bool:
+        """Cancel a job: a waiting one now, one in progress as soon as the ranks let go of it.
 
-        False: they have not within `timeout` seconds, or have ended, and it is cancelled later.
-        True also for a job that has reached a final state, whichever it is.
+        Args:
+            job_id: id of the job.
+            removes: whether a job in progress is also hidden from its owner, and removed later.
+
+        Returns:
+            Whether the job is in a final state, whichever it is.
+
+        Raises:
+            OutputError: the queue cannot be changed.
         """
-        while not self._queue.ask_to_cancel(job_id):
+        while not self._queue.ask_to_cancel(job_id, removes=removes):
             if self._queue.cancel_waiting(job_id):
                 job = self.feeder.notify(job_id)
                 if job is not None and self._queue.kind in (None, job.kind):
@@ -115,15 +122,8 @@ class Engine:
             job = self._queue.get(job_id)
             if job is None or job.state.is_final:
                 return True  # else it has changed from one to the other in between
-        end = time.monotonic() + timeout
         self.feeder.ask_to_cancel(job_id)
-        while (job := self._queue.get(job_id)) and job.state is JobState.IN_PROGRESS:
-            left = end - time.monotonic()
-            if left <= 0 or not self._thread.is_alive():
-                return False
-            with self._changed:
-                self._changed.wait(min(left, _POLL_SECONDS))
-        return True
+        return False
 
     @property
     def is_idle(self) -> bool:

@@ -53,6 +53,8 @@ class Job:
         token: counts the claims, if servers share the queue; else 0.
         step: how many steps are done, as its server said last.
         attempts: how often ranks have died during this clip.
+        remove_asked: whether its owner has removed it while ranks worked on it: clients do not see
+            it any more, and it is removed once it has ended.
         promised_seconds: the ETA that the client was given, from `created_at`.
         error: why it failed; see `errors.error_to_dict`.
         proof: whether the clip was compared with one device; `failed`: it could not be.
@@ -84,6 +86,7 @@ class Job:
     finished_at: float | None = None
     attempts: int = 0
     cancel_asked: bool = False
+    remove_asked: bool = False
     promised_seconds: float | None = None
     error: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +145,8 @@ def job_of(row: tuple[Any, ...]) -> Job:
     values = dict(zip(COLUMNS, row, strict=True))
     values |= {name: _of_json(values[name]) for name in ("error", "metadata", "videos")}
     values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
-    return Job(**{**values, "cancel_asked": bool(values["cancel_asked"])})
+    values |= {name: bool(values[name]) for name in ("cancel_asked", "remove_asked")}
+    return Job(**values)
 
 
 def to_json(value: dict[str, Any] | None) -> str | None:
@@ -177,7 +181,7 @@ def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> i
 # --- the tables -----------------------------------------------------------------------------------
 
 #: The version of the tables.
-VERSION = 8
+VERSION = 9
 
 # `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
 # its owner had before the job was taken. `lease_until` is NULL if no other server shares the queue.
@@ -237,7 +241,12 @@ CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NUL
 """
 # What each later version adds to the one before it. Additions only, with defaults: a server of the
 # version before goes on while its neighbours are upgraded.
-_ADDED: dict[int, str] = {}
+_ADDED: dict[int, str] = {
+    9: """
+ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;
+CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
+""",
+}
 
 
 def upgrade(version: int, serial: str) -> str:

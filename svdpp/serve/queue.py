@@ -328,12 +328,27 @@ class JobQueue:
         now = time.time()
         return self._change(id, [JobState.QUEUED], state=JobState.CANCELLED, finished_at=now)
 
-    def ask_to_cancel(self, id: str) -> bool:
-        """Mark a job in progress, also for the next start of the server; the state stays."""
+    def ask_to_cancel(self, id: str, *, removes: bool = False) -> bool:
+        """Mark a job in progress to be cancelled, also for the next start of the server.
+
+        Args:
+            id: of the job, whose state stays as it is.
+            removes: whether the job is also hidden from its owner, and removed once it has ended.
+
+        Returns:
+            Whether the job was in progress.
+        """
+        marks = "cancel_asked = true"
+        if removes:  # the owner may use its idempotency key again
+            marks += ", remove_asked = true, idempotency_key = NULL"
         with self.database.change() as database:
             self._tell(database, id)
-            mark = "UPDATE jobs SET cancel_asked = true WHERE id = ? AND state = 'in_progress'"
+            mark = f"UPDATE jobs SET {marks} WHERE id = ? AND state = 'in_progress'"
             return database.execute(mark, (id,)).rowcount == 1
+
+    def to_remove(self) -> list[str]:
+        """Return the ids of ended jobs that their owners removed while ranks worked on them."""
+        return self._ids(f"remove_asked AND {_FINAL} ORDER BY seq")
 
     def cancelled(self, id: str, token: int = 0) -> bool:
         """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
@@ -450,8 +465,12 @@ class JobQueue:
         order: Literal["asc", "desc"] = "desc",
         states: Sequence[JobState] = (),
     ) -> list[Job]:
-        """Jobs by the time of request: of one owner, in some states, after the job of an id."""
-        where, values = f"owner = ? AND {_any_of(states) if states else 'true'}", [owner]
+        """Jobs by the time of request: of one owner, in some states, after the job of an id.
+
+        Jobs that their owner has removed are left out.
+        """
+        states_are = _any_of(states) if states else "true"
+        where, values = f"owner = ? AND NOT remove_asked AND {states_are}", [owner]
         if after is not None:
             beyond = ">" if order == "asc" else "<"
             where += f" AND seq {beyond} (SELECT seq FROM jobs WHERE id = ?)"

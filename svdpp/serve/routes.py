@@ -15,6 +15,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
+from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
@@ -213,22 +214,33 @@ def get_video(id: str, service: Served, owner: Owned) -> Video:
     return service.video(service.job(id, owner))
 
 
-@routes.delete("/v1/videos/{id}")
-async def delete_video(id: str, service: Served, owner: Owned) -> DeletedVideo:
-    """Removes a video with its files; one that is not finished is cancelled before.
+def _later(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of the answer 202 of a route."""
+    return {202: {"model": model, "description": "Ranks still work on the video."}}
 
-    The answer comes once no rank works on the video any more. A repeated request gets 404.
+
+@routes.delete("/v1/videos/{id}", responses=_later(DeletedVideo))
+def delete_video(id: str, service: Served, owner: Owned, response: Response) -> DeletedVideo:
+    """Remove a video with its files; one that is not finished is cancelled before.
+
+    Its id is unknown from then on, so a repeated request gets 404. With 202 a rank still works on
+    the video, and its files are removed as soon as it has let go.
     """
-    return await _in_thread(service.delete, id, owner)
+    deleted, is_gone = service.delete(id, owner)
+    response.status_code = 200 if is_gone else 202
+    return deleted
 
 
-@routes.post("/v1/videos/{id}/cancel")
-async def cancel_video(id: str, service: Served, owner: Owned) -> Video:
-    """Cancels a video that is not finished, and keeps it; `DELETE` removes it.
+@routes.post("/v1/videos/{id}/cancel", responses=_later(Video))
+def cancel_video(id: str, service: Served, owner: Owned, response: Response) -> Video:
+    """Cancel a video that is not finished, and keep it; `DELETE` removes it.
 
-    The answer comes once no rank works on the video any more. A repeated request changes nothing.
+    With 202 a rank still works on the video: `cancel_requested` is true, and its status becomes
+    `cancelled` as soon as the rank has let go. A repeated request changes nothing.
     """
-    return service.video(await _in_thread(service.cancel, id, owner))
+    video = service.video(service.cancel(id, owner))
+    response.status_code = 200 if video.status.is_final else 202
+    return video
 
 
 def _private_file(service: Service, path: Path | None, code: str) -> Response:

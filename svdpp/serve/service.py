@@ -22,6 +22,7 @@ from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.media.inputs import MAX_PIXELS
 from svdpp.serve.auth import Owner
+from svdpp.serve.background import Background
 from svdpp.serve.clips import Admission
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
@@ -40,6 +41,8 @@ from svdpp.serve.webhooks import Webhooks
 # A client that waits longer may find many places free.
 _MAX_RETRY = 600
 _LOOK_SECONDS = 0.25
+# In a fleet, clips that other servers have let go of, and at the start those of an earlier server.
+_REMOVAL_SECONDS = 30.0
 # Of all followers together, so that a thousand do not keep requests from the processor.
 _LOOKS_PER_SECOND = 200
 
@@ -109,7 +112,6 @@ class Service:
         self.queue = queue
         self.settings = settings
         self.folder = settings.folder.absolute()
-        self._cancel_seconds = config.timeout_seconds + config.start_timeout_seconds
         self.is_closing = False
         """Whether new jobs are refused, because the server ends."""
         for name in (PHOTOS, CLIPS, LATENTS):
@@ -145,12 +147,21 @@ class Service:
         self.webhooks = Webhooks(
             queue, settings.callback_hosts, settings.callback_secrets, self.video
         )
+        why = "removed clips keep their files"
+        self.removal = Background("removal", self._remove_ended, _REMOVAL_SECONDS, failure=why)
+        """The thread that removes clips which ranks worked on when their owners removed them."""
 
     def _on_changed(self, job: Job) -> None:
         # What another server has ended it counts itself; a clip cancelled in the queue has none.
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.ended(job)
             self.webhooks.background.wake()
+        if job.state.is_final and job.remove_asked:
+            self.removal.wake()
+
+    def _remove_ended(self) -> None:
+        for id in self.queue.to_remove():
+            remove_job(self.queue, id)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -283,21 +294,48 @@ class Service:
         self.engine.feeder.has_latents = True
         self.engine.feeder.wake()
 
-    def delete(self, id: str, owner: Owner) -> DeletedVideo:
-        """Removes a job with its files, and cancels it before if it is open."""
-        job = self.cancel(id, owner)
+    def delete(self, id: str, owner: Owner) -> tuple[DeletedVideo, bool]:
+        """Remove a job with its files, and cancel it before if it is open.
+
+        It waits for no rank: a job in progress is hidden from its owner at once, durably, and its
+        files go when it has ended.
+
+        Args:
+            id: id of the job.
+            owner: owner of the job.
+
+        Returns:
+            What was removed, and whether its files are removed already.
+
+        Raises:
+            ApiError: the owner has no such job.
+            OutputError: the queue cannot be changed, or a file not be removed.
+        """
+        job = self.job(id, owner)
+        if not (job.state.is_final or self.engine.cancel(id, removes=True)):
+            return DeletedVideo(id=id, status=JobState.CANCELLED), False
+        job = self.queue.get(id) or job
         if job.proof == "running":
             self.prover.drop(id)
         remove_job(self.queue, id)
-        return DeletedVideo(id=id, status=job.state)
+        return DeletedVideo(id=id, status=job.state), True
 
     def cancel(self, id: str, owner: Owner) -> Job:
-        """Cancels a job and waits for the ranks; one in a final state stays as it is."""
+        """Cancel a job, and return it as it is then; one in a final state stays as it is.
+
+        It waits for no rank: a job in progress stays so until they let go of it.
+
+        Args:
+            id: id of the job.
+            owner: owner of the job.
+
+        Raises:
+            ApiError: the owner has no such job.
+            OutputError: the queue cannot be changed.
+        """
         job = self.job(id, owner)
-        if not job.state.is_final and not self.engine.cancel(id, self._cancel_seconds):
-            text = "the ranks have not let go of the video yet"
-            hint = "it is cancelled as soon as they do, or when the server starts again"
-            raise ApiError(503, "still_cancelling", text, hint, retry=30)
+        if not job.state.is_final:
+            self.engine.cancel(id)
         return self.job(id, owner)
 
     def verify(self, id: str, owner: Owner) -> Video:
@@ -312,7 +350,7 @@ class Service:
     def job(self, id: str, owner: Owner) -> Job:
         """The job of that id; one of another owner is not told from none."""
         job = self.queue.get(id)
-        if job is None or job.owner != owner.name:
+        if job is None or job.owner != owner.name or job.remove_asked:
             raise ApiError(404, "video_not_found", f"there is no video {id[:60]!r}")
         return job
 

@@ -101,6 +101,9 @@ class Video(BaseModel):
     fit: Fit
     priority: int
     place: Annotated[int | None, Field(description="Clips that begin before it.")] = None
+    cancel_requested: Annotated[
+        bool, Field(description="It is cancelled as soon as the ranks let go of it.")
+    ] = False
     held: Annotated[str | None, Field(description="Why ranks of this start cannot make it.")] = None
     eta_seconds: float | None
     step: int
@@ -164,6 +167,7 @@ def video_of(
         priority=job.priority,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),
         step=step,
+        cancel_requested=job.cancel_asked and not job.state.is_final,
         error=None if job.error is None else error_body(job.error),
         proof=job.proof,
         proof_reason=job.proof_reason,
@@ -204,7 +208,7 @@ class VideoPage(BaseModel):
 
 
 class DeletedVideo(BaseModel):
-    """The answer to `DELETE`: row and files are removed."""
+    """Answer to `DELETE`: the video is gone; with status 202 its files go a little later."""
 
     id: str
     object: Literal["video.deleted"] = "video.deleted"

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from svdpp.driver.clips import ClipHandle
 from tests.serve.engines import job_of
 from tests.serve.http_server import PHOTO, HttpServer, ServerHere, error_of, wait
 
@@ -192,12 +193,14 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
         assert etas == sorted(etas)
         for id in ids:
             answer = server.client.post(f"/v1/videos/{id}/cancel").json()
-            assert (answer["status"], answer["place"]) == ("cancelled", None)
+            assert answer["cancel_requested"] == (answer["status"] == "queued")
+            assert server.wait_for(id, "cancelled")["place"] is None
 
 
-def assert_let_go(server: HttpServer, id: str) -> None:
+def is_let_go(server: HttpServer, id: str) -> bool:
+    """Whether no rank works on the clip; of one that is removed the engine says `other`."""
     ranks = server.client.get("/v1/engine").json()["ranks"]
-    assert all(rank["video"] != id for rank in ranks), ranks
+    return all(rank["video"] not in (id, "other") for rank in ranks)
 
 
 def test_a_running_clip_has_no_content_and_stays_when_it_is_cancelled(server: HttpServer) -> None:
@@ -207,28 +210,58 @@ def test_a_running_clip_has_no_content_and_stays_when_it_is_cancelled(server: Ht
             error = error_of(server.client.get(f"/v1/videos/{id}/{what}"), 409, "not_completed")
             assert error["details"] == {"status": "in_progress"}
         error_of(server.client.post(f"/v1/videos/{id}/verify"), 409, "not_completed")
-        first = server.client.post(f"/v1/videos/{id}/cancel").json()
-        assert_let_go(server, id)
-        assert first["status"] == "cancelled"
-        assert first == server.client.post(f"/v1/videos/{id}/cancel").json() == server.video(id)
+        first = server.client.post(f"/v1/videos/{id}/cancel")
+        assert first.status_code == 202
+        assert (first.json()["status"], first.json()["cancel_requested"]) == ("in_progress", True)
+        ended = server.wait_for(id, "cancelled")
+        assert not ended["cancel_requested"]
+        wait(lambda: is_let_go(server, id))
+        again = server.client.post(f"/v1/videos/{id}/cancel")
+        assert (again.status_code, again.json()) == (200, ended)
     (done,) = server.add()
     made = server.wait_for(done, "completed")
     assert server.client.post(f"/v1/videos/{done}/cancel").json() == made
     assert server.client.get(f"/v1/videos/{done}/metadata").status_code == 200
 
 
+def wait_for_removal(server: HttpServer, id: str) -> None:
+    assert isinstance(server, ServerHere)
+    wait(lambda: is_let_go(server, id))
+    wait(lambda: not [path for path in server.folder.rglob("*") if id in path.name])
+    wait(lambda: server.service.queue.get(id) is None)
+
+
 def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(server: HttpServer) -> None:
     for steps, status, ended in ((1000, "in_progress", "cancelled"), (1, "completed", "completed")):
         (id,) = server.add(steps=steps)
         server.wait_for(id, status)
-        answer = server.client.delete(f"/v1/videos/{id}").json()
+        answer = server.client.delete(f"/v1/videos/{id}")
+        assert answer.status_code == (202 if ended == "cancelled" else 200)
+        answer = answer.json()
 
-        assert_let_go(server, id)
+        assert id not in server.all_ids()
         assert answer == {"id": id, "object": "video.deleted", "deleted": True, "status": ended}
         for method, path in (("GET", ""), ("GET", "/input"), ("DELETE", "")):
             answer = server.client.request(method, f"/v1/videos/{id}{path}")
             error_of(answer, 404, "video_not_found")
-        assert not [path for path in server.folder.rglob("*") if id in path.name]
+        wait_for_removal(server, id)
+
+
+def test_clients_that_cancel_keep_no_other_waiting(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the ranks never let go of the clip."""
+    monkeypatch.setattr(ClipHandle, "cancel", lambda _: False)
+    assert isinstance(server, ServerHere)
+    with long_clip(server) as id:
+        paths = [("POST", f"/v1/videos/{id}/cancel")] * 60
+        with ThreadPoolExecutor(64) as threads:
+            answers = [threads.submit(server.client.request, *each, timeout=20) for each in paths]
+            assert server.request(steps=1).status_code == 202
+            assert {answer.result().status_code for answer in answers} == {202}
+        monkeypatch.undo()
+        server.service.engine.feeder.ask_to_cancel(id)
+        server.wait_for(id, "cancelled")
 
 
 def test_an_image_comes_back_as_it_was_sent_while_it_is_there(server: HttpServer) -> None:

@@ -79,7 +79,8 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
         ids = service.add(*range(4))
         service.wait_for_step(ids[0], 4)
         service.wait(lambda: service.job(ids[victim]).state is JobState.IN_PROGRESS, "it waits")
-        assert service.engine.cancel(ids[victim], 60)
+        assert not service.engine.cancel(ids[victim])
+        service.wait_final([ids[victim]])
         assert service.job(ids[victim]).state is JobState.CANCELLED
         assert all(rank.video != ids[victim] for rank in service.engine.rank_view.now())
         jobs = service.wait_final(ids)
@@ -166,7 +167,7 @@ def test_a_clip_can_be_cancelled_while_its_image_is_prepared(
         ids = service.store_jobs(*(_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2)))
         service.wait(lambda: asked, "nothing is prepared")
         assert not service.engine.is_idle
-        assert service.engine.cancel(ids[0], 60)
+        assert not service.engine.cancel(ids[0])
         done = service.wait_final(ids)
         service.wait(lambda: service.engine.is_idle, "it is not idle")
     assert [job.state for job in done] == [JobState.CANCELLED, JobState.COMPLETED]

@@ -35,7 +35,7 @@ function renderNotes(open) {
   const isUnknown = state.connection === "gone" && !state.listed;
   $("queue-empty").hidden = open.length > 0;
   setText($("queue-empty"), state.listed ? "The queue is empty." : isUnknown ? "Unknown while the server is gone." : "Loading.");
-  setText($("queue-note"), allText(open.filter((video) => !state.busy.has(video.id)))); // not of cancelled ones
+  setText($("queue-note"), allText(open.filter((video) => !busyText(video)))); // not of cancelled ones
   setText($("eta-error"), etaErrorText(state.engine?.eta_error));
   $("eta-error").title = "The median of the newest clips";
 }
@@ -46,6 +46,9 @@ function renderMore(number, most) {
   setText($("queue-more"), state.wholeQueue ? "Show fewer" : `Show ${known} clips`);
   setAttribute($("queue-more"), "aria-expanded", state.wholeQueue);
 }
+
+/** What is being done with a clip; a running one is cancelled when its ranks let go of it. */
+const busyText = (video) => state.busy.get(video.id) ?? (video.cancel_requested ? "Cancelling…" : "");
 
 /** The median of (actual - promised) / promised, in words. */
 function etaErrorText(error) {
@@ -87,7 +90,7 @@ function updateRow(node, video) {
   bar.value = isWaiting ? 0 : Math.min(99, Math.max(video.progress, Math.floor(100 * video.step / video.steps)));
   setAttribute(bar, "aria-label", `Progress of ${titleOf(video)}`);
   setAttribute(bar, "aria-valuetext", now);
-  const busy = state.busy.get(video.id);
+  const busy = busyText(video);
   setText(status, busy ?? now);
   const rank = isWaiting || video.rank === null ? "" : `rank ${video.rank}`;
   setText(eta, busy ? "" : [rank, etaText(video)].filter(Boolean).join(" · "));
