@@ -12,10 +12,11 @@ from typer.core import TyperCommand
 
 from svdpp import __version__
 from svdpp.cli.command import unhide
+from svdpp.cli.console import Console
 from svdpp.cli.failures import wrong_usage
 from svdpp.cli.given import GivenGroup, help_option
 from svdpp.cli.options.declare import flag
-from svdpp.errors import Interrupted, exit_code_of
+from svdpp.errors import Interrupted, SvdppError, exit_code_of
 
 #: The first sentence of each command's help.
 COMMANDS: Mapping[str, str] = {
@@ -129,6 +130,9 @@ def run_command_line(arguments: Sequence[str]) -> int:
         if not arguments:  # the help was shown instead
             return 2
         return wrong_usage(error, arguments)
+    except SvdppError as error:  # of a value's own check
+        Console(as_json="--json" in arguments).error(error)
+        return error.exit_code
     except typer.Abort:
         return 1
     except Interrupted as error:  # outside the block of a command that reports it

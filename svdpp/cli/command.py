@@ -189,7 +189,11 @@ def _refuse_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
     """Refuse empty texts, which a shell makes of a variable that is not set."""
     for one in context.command.params:
         if values.get(str(one.name)) == "" and one.name not in _MAY_BE_EMPTY:
-            raise RequestError(f"{one.opts[0]} is empty", "leave it out, or set the variable")
+            raise RequestError(
+                f"{one.opts[0]} is empty",
+                "leave it out, or set the variable",
+                details={"option": one.opts[0]},
+            )
 
 
 def _unfolded(text: str) -> str:

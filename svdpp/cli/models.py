@@ -101,7 +101,9 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         if "/" in name:
             raise
         known = ", ".join(SAMPLING_CLASSES)
-        raise RequestError(f"there is no family or model {name!r}", f"one of {known}") from error
+        raise RequestError(
+            f"there is no family or model {name!r}", f"one of {known}", details={"name": name}
+        ) from error
     about = describe(checkpoint.family)
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())
     takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}

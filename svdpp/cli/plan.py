@@ -167,6 +167,8 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
             len(sizes) in (1, world_size) and all(0 < size < math.inf for size in sizes),
             f"--device-memory must be 1 or {world_size} finite numbers above 0, got {asked!r}",
             "such as --device-memory 79, or 79,79,47,47 for devices that differ",
+            devices=(1, world_size),
+            value=asked,
         )
         return sizes if len(sizes) == world_size else sizes * world_size
 
@@ -176,7 +178,10 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
             return self.world, None
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.hosts, re.ASCII)
         if match is None:
-            raise RequestError(f"--hosts must be HOSTSxRANKS, such as 2x4, got {self.hosts!r}")
+            raise RequestError(
+                f"--hosts must be HOSTSxRANKS, such as 2x4, got {self.hosts!r}",
+                details={"example": "2x4", "value": self.hosts},
+            )
         size, per_host = int(match[1]) * int(match[2]), int(match[2])
         require(
             self.world in (None, size),

@@ -88,7 +88,8 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
     from svdpp.media import output_files
 
     hint = "--overwrite replaces it, --out names another file"
-    require(overwrite or not path.is_file(), f"{str(path)!r} exists already", hint)
+    is_free = overwrite or not path.is_file()
+    require(is_free, f"{str(path)!r} exists already", hint, path=str(path))
     output_files.check_free(str(path))
     output_files.check_writable(path.absolute().parent)
 

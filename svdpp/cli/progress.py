@@ -283,7 +283,8 @@ class _LogFile(RotatingFileHandler):
             path.parent.mkdir(parents=True, exist_ok=True)
             super().__init__(path, encoding="utf-8", errors="backslashreplace", **bounds)
         except OSError as error:
-            raise OutputError(f"cannot write the log {str(path)!r}: {error.strerror}") from error
+            text = f"cannot write the log {str(path)!r}: {error.strerror}"
+            raise OutputError(text, details={"path": str(path), "errno": error.errno}) from error
 
     def format(self, record: logging.LogRecord) -> str:
         """The text alone: it has the exception already."""

@@ -144,7 +144,8 @@ class Run:
         has_prompt = options.prompt is not None or options.prompts is not None
         # Before the clips' names, which would be those of one image for each prompt.
         takes_it = not has_prompt or isinstance(self._sampling, PromptedSampling)
-        require(takes_it, f"model {options.model!r} takes no prompt", "leave it out")
+        refused = f"model {options.model!r} takes no prompt"
+        require(takes_it, refused, "leave it out", model=options.model)
         missing = "INPUT is missing: name an image, or give a prompt to a model that takes one"
         require(has_prompt or bool(options.inputs), missing, "svdpp run photo.jpg")
 
@@ -225,7 +226,12 @@ class Run:
         if lost:
             num_clips = counted(len(clips.skipped) + len(made) + len(lost), "clip")
             errors = [error_from_dict(clip["error"]) for clip in lost]
-            raise worst_of(errors, f"{len(lost)} of {num_clips} lost")
+            error = worst_of(errors, f"{len(lost)} of {num_clips} lost")
+            error.details |= {
+                "lost": len(lost),
+                "clips": len(clips.skipped) + len(made) + len(lost),
+            }
+            raise error
 
     def _print(
         self, clips: ClipPlan, made: list[dict[str, Any]], lost: list[dict[str, Any]]

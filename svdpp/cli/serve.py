@@ -274,7 +274,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
             check_seconds("--grace", self.grace)
         for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
             is_valid = value is None or (is_number(value) and value > 0)
-            require(is_valid, f"{name} must be a finite number above 0, got {shown(value)}")
+            wrong = f"{name} must be a finite number above 0, got {shown(value)}"
+            require(is_valid, wrong, option=name, above=0, value=value)
 
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
         """Width and height of the default size and of all others."""
@@ -284,7 +285,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
             match = re.fullmatch(r"\s*(\d{1,5})x(\d{1,5})\s*", part, re.ASCII)
             if match is None:
                 wrong = f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
-                raise RequestError(wrong)
+                raise RequestError(wrong, details={"examples": "1024x576,768x448", "value": part})
             width, height = int(match[1]), int(match[2])
             replace(sampling, width=width, height=height)  # checks them
             sizes.append((width, height))
@@ -311,7 +312,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
     for extra in ("serve",) if options.queue is None else ("serve", "fleet"):
         missing = [name for name in _EXTRAS[extra] if find_spec(name) is None]
         wrong = f"svdpp serve needs the extra {extra}: {', '.join(missing)} is not installed"
-        require(not missing, wrong, f"pip install 'svdpp[{extra}]'")
+        require(not missing, wrong, f"pip install 'svdpp[{extra}]'", extra=extra, missing=missing)
     try:
         if is_member(launched):
             _serve_rank(console, options, launched, log)
@@ -392,7 +393,7 @@ def _settings(
     limits = (("steps", asked.max_steps, steps), ("frames", asked.max_frames, frames))
     for name, most, own in limits:
         wrong = f"--max-{name} {most} is less than the {own} {name} of a clip by default"
-        require(own <= most, wrong, f"add --{name} {most} or less")
+        require(own <= most, wrong, f"add --{name} {most} or less", most=most, default=own)
     secret_file = asked.callback_secret_file
     return ServerSettings(
         config=config,
@@ -451,6 +452,7 @@ def _bind(host: str, port: int) -> socket.socket:
         raise RequestError(
             f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
             f"--port {port + 1} or --port 0 takes another one" if port and not is_host else "",
+            details={"host": host, "port": port, "reason": str(error)},
         ) from error
     return bound
 

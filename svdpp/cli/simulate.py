@@ -107,7 +107,7 @@ def simulate(
     given = {"frames": options.num_frames, "height": options.height, "width": options.width}
     for name, value in given.items() if options.is_dummy else ():
         message = f"--{name} has no effect on the dummy model"
-        require(value is None, message, "--latent-shape sets its size")
+        require(value is None, message, "--latent-shape sets its size", option=name, value=value)
     request = PipelineRequest(
         options=options, num_clips=None, launched=launched, time_scale=options.time_scale
     )

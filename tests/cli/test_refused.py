@@ -23,7 +23,7 @@ PLAN = [
     ("--layout auto --device-memory 0", "must be 1 or 4 finite numbers above 0, got '0'"),
     ("--device-memory 9", "has an effect only with --layout auto or --compare"),
     ("--compare --world 0", "--world must be 1 to 65536, got 0"),
-    ("--clips 100000000", "'--clips': must be 1 to 100000, got 100000000"),
+    ("--clips 100000000", "--clips must be 1 to 100000, got 100000000"),
     ("--world 4096 --clips 9999 --split alternating", "replicas of 4096 are too many to forecast"),
     ("--world 7 --steps 25", "the nearest step counts that can are 21 and 28"),
     ("--transfer-seconds nan", "--transfer-seconds must be a number from 0 to 1e+09, got nan"),
@@ -39,15 +39,16 @@ RUN = [
     ("--amp", "tool of training, where a GradScaler scales the loss"),
     ("--dtype amp", "tool of training, where a GradScaler scales the loss"),
     ("--gpus=5 --steps 9", "or --gpus 3, or --split alternating"),
-    ("-o a.avi", "-o a.avi is no file in the format mp4 or gif or webp"),
-    ("-o a.mp4 --format gif", "-o a.mp4 is no file in the format gif"),
+    ("-o a.avi", "unsupported output format: -o a.avi (supported: .mp4, .gif, .webp)"),
+    ("-o a.mp4 --format gif", "unsupported output format: -o a.mp4 (supported: .gif)"),
     ("-o a.mp4 --seeds 1-2", "would both become 'a.mp4'"),
     ("--seed -1", "--seed must be 0 to 9223372036854775807, got -1"),
+    ("--seeds 5-1", "--seeds 5-1: the range is empty\nhint: write 1-5"),
     ("--seed 1 --seeds 2", "--seed and --seeds contradict each other"),
     ("--overwrite --skip-existing", "--overwrite and --skip-existing contradict"),
     ("--model dummy", "the dummy model makes no video files"),
     ("--prompts two.txt", "model 'demo' takes no prompt"),
-    ("--max-megapixels 60", "'--max-megapixels': must be 1 to 50, got 60"),
+    ("--max-megapixels 60", "--max-megapixels must be 1 to 50, got 60"),
     ("--trace photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
 ]
 
@@ -89,7 +90,7 @@ OTHERS = [
     (f"simulate {TRACE}", 8, "a folder above it, is a file"),
     (f"profile {_DEMO} --out folder", 8, "'folder'"),
     (f"run {PHOTO_}", 2, "on a CPU\nhint: --device cpu runs it there anyway; --model demo is"),
-    (f"profile {_DEMO} --repeats 0", 2, "'--repeats': must be 1 or more, got 0"),
+    (f"profile {_DEMO} --repeats 0", 2, "--repeats must be 1 or more, got 0"),
 ]
 BENCH = [
     ("", 2, "one configuration, got none\nhint: try: svdpp bench smoke"),

@@ -7,6 +7,8 @@ from typing import Any
 
 import typer
 
+from svdpp.errors import RequestError
+
 # Panels of the help, in its order.
 SERVICE = "Service"
 OUTPUT = "Output"
@@ -82,10 +84,13 @@ def path_argument(metavar: str, help: str) -> Any:
 def between(low: int, high: int | None = None) -> Any:
     """Return a check of a whole number for `callback`; None as `high` is no upper limit."""
 
-    def check(value: int | None) -> int | None:
+    def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None and not low <= value <= (value if high is None else high):
             limits = f"{low} or more" if high is None else f"{low} to {high}"
-            raise typer.BadParameter(f"must be {limits}, got {value}")
+            raise RequestError(
+                f"{parameter.opts[0]} must be {limits}, got {value}",
+                details={"option": parameter.opts[0], "low": low, "high": high, "value": value},
+            )
         return value
 
     return check

@@ -127,7 +127,7 @@ class PromptOptions:
         paths: dict[str, Path] = {}
         for text in self.video or ():
             name, _, path = text.partition("=")
-            require(bool(path), f"--video takes NAME=FILE, got {text!r}")
+            require(bool(path), f"--video takes NAME=FILE, got {text!r}", value=text)
             paths[name] = Path(path)
         sampling.check_videos(paths)
         read = [read_video(path, sampling.frames, max_pixels) for path in paths.values()]
@@ -145,9 +145,11 @@ class PromptOptions:
                     check_prompt("a prompt", prompt)
                     prompts.append(prompt)
             except (UnicodeDecodeError, RequestError) as error:
-                raise InputError(f"{name}, line {number}: {error}") from error
+                details = {"path": str(self.prompts), "line": number, "reason": str(error)}
+                raise InputError(f"{name}, line {number}: {error}", details=details) from error
         if not prompts:
-            raise InputError(f"{name} has no prompt", "write one prompt in each line")
+            hint, details = "write one prompt in each line", {"path": str(self.prompts)}
+            raise InputError(f"{name} has no prompt", hint, details=details)
         return prompts
 
 
@@ -253,8 +255,12 @@ class OutputOptions:
         is_file = suffix in _VIDEO_SUFFIXES and not out.is_dir()
         formats = (self.format,) if self.format else ("mp4", "gif", "webp")
         if is_file and suffix[1:] not in formats:
-            wrong = f"--out {shlex.quote(str(out))} is no file in the format {' or '.join(formats)}"
-            raise RequestError(wrong, "a name without the suffix of a video is a folder")
+            known = ", ".join(f".{name}" for name in formats)
+            raise RequestError(
+                f"unsupported output format: --out {shlex.quote(str(out))} (supported: {known})",
+                "a name without the suffix of a video is a folder",
+                details={"path": str(out), "supported": list(formats)},
+            )
         kind: Any = self.format or (suffix[1:] if is_file else "mp4")
         OutputConfig(path=str(out), format=kind, crf=self.crf)  # checks them
         return OutputPolicy(
@@ -333,7 +339,8 @@ class TraceOptions:
         if self.trace is None:
             return
         is_json = self.trace.suffix.lower() == ".json"
-        require(is_json, f"--trace must end in .json, got {str(self.trace)!r}")
+        wrong = f"--trace must end in .json, got {str(self.trace)!r}"
+        require(is_json, wrong, path=str(self.trace))
         output_files.check_writable(self.trace.parent)
         output_files.check_free(str(self.trace))
 

@@ -259,7 +259,8 @@ class ModelOptions:
         for name in given.keys() - known:
             option = _SHARED[name].option
             wrong = f"{option} is not for {self.model}, a model of the family {family}"
-            raise RequestError(wrong, f"leave {option} out")
+            details = {"option": option, "model": self.model, "family": family}
+            raise RequestError(wrong, f"leave {option} out", details=details)
         if "from_image" in known:
             given["from_image"] = from_image
         sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
@@ -286,7 +287,8 @@ _LORA = re.compile(
 def _parse_lora(text: str) -> Lora:
     match = _LORA.fullmatch(text)
     if match is None:
-        raise RequestError(f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]")
+        wrong = f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]"
+        raise RequestError(wrong, details={"value": text})
     expert: Any = match["expert"]
     return Lora(name=match["name"], weight=float(match["weight"] or 1), expert=expert)
 
@@ -297,14 +299,16 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        require(bool(equals), f"--param takes NAME=VALUE, got {text!r}")
+        require(bool(equals), f"--param takes NAME=VALUE, got {text!r}", value=text)
         hint = nearest(name, known, f"svdpp models {family} lists them")
-        require(name in known, f"the family {family} has no parameter {name!r}", hint)
+        wrong = f"the family {family} has no parameter {name!r}"
+        require(name in known, wrong, hint, family=family, parameter=name)
         try:
             values[name] = known[name].kind(value)
         except ValueError:
             what = "a whole number" if known[name].kind is int else "a number"
-            raise RequestError(f"--param {name} must be {what}, got {value!r}") from None
+            wrong = f"--param {name} must be {what}, got {value!r}"
+            raise RequestError(wrong, details={"parameter": name, "value": value}) from None
     return values
 
 
@@ -315,10 +319,13 @@ def parse_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:
             wrong = f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {text!r}"
-            raise RequestError(wrong)
+            raise RequestError(wrong, details={"examples": "1-8 or 1,3,5-7", "value": text})
         first, last = int(match[1]), int(match[2] or match[1])
-        is_short = 0 <= last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS
-        require(is_short, f"--seeds {part.strip()}: ranges rise, to at most {_MAX_SEEDS} seeds")
+        empty = f"--seeds {first}-{last}: the range is empty"
+        require(first <= last, empty, f"write {last}-{first}", first=first, last=last)
+        is_short = last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS
+        too_many = f"--seeds {part.strip()}: at most {_MAX_SEEDS} seeds are taken"
+        require(is_short, too_many, value=part.strip(), most=_MAX_SEEDS)
         check_whole("a seed", last, 0, MAX_SEED)
         seeds.update(dict.fromkeys(range(first, last + 1)))
     return list(seeds)

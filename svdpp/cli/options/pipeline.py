@@ -186,7 +186,10 @@ class PipelineOptions(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.refined if self.layout in ("auto", "data-parallel") else ():
-            raise RequestError(f"--layout {self.layout} chooses the layout: leave out --{name}")
+            raise RequestError(
+                f"--layout {self.layout} chooses the layout: leave out --{name}",
+                details={"layout": self.layout, "option": f"--{name}"},
+            )
         is_twice = self.chooses and self.decode_ranks is not None
         require(not is_twice, "auto chooses the layout: leave out --decode-ranks")
 
@@ -300,7 +303,8 @@ class PipelineRequest:
             only = "--time-scale works only with the dummy model"
             require(options.is_dummy, only, "leave --model out")
             is_scale = is_number(scale) and scale > 0
-            require(is_scale, f"--time-scale must be a finite number above 0, got {scale}")
+            wrong = f"--time-scale must be a finite number above 0, got {scale}"
+            require(is_scale, wrong, above=0, value=scale)
         plan, reason = self._plan()
         why = "; ".join(filter(None, (self._remark, reason)))
         num_local = self.world_size if launched is None else launched.local_size
