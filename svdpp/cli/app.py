@@ -61,7 +61,16 @@ class LazyGroup(GivenGroup):
     def resolve_command(  # type: ignore[override]  # the base class has a private context
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, Any, list[str]]:
-        """Return name, command and further words of a command line; see `TyperGroup`."""
+        """Find the command that a command line names, and import its module.
+
+        Args:
+            ctx: context of the program.
+            args: words of the command line, beginning with the command's name.
+
+        Returns:
+            Name, command and further words. While a shell completes an unknown name, the first
+            two are None.
+        """
         name, stub, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stub, rest
@@ -113,7 +122,14 @@ for _name, _summary in COMMANDS.items():
 
 
 def load_command(name: str) -> TyperCommand:
-    """Return the command of that name; its module is imported."""
+    """Return a command for Typer; its module is imported.
+
+    Args:
+        name: one of `COMMANDS`.
+
+    Returns:
+        The command, whose help shows all options if they fit a screen.
+    """
     command = typer.main.get_command(import_module(f"svdpp.cli.{name}").app)
     assert isinstance(command, TyperCommand), "a module has one command"
     if len(command.params) <= _ONE_SCREEN:
@@ -122,7 +138,14 @@ def load_command(name: str) -> TyperCommand:
 
 
 def run_command_line(arguments: Sequence[str]) -> int:
-    """Run the command that `arguments` name, and return the exit code."""
+    """Run the command that `arguments` name.
+
+    Args:
+        arguments: the words that follow the program's name.
+
+    Returns:
+        The exit code of the process: 0, that of the error, or 128 + n after signal n.
+    """
     words = list(arguments)
     try:
         return app(words, prog_name="svdpp", standalone_mode=False, obj=tuple(words)) or 0

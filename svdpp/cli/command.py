@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_type_hints
@@ -85,8 +86,15 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function of option groups a command: Typer sees the fields instead of the groups.
 
     A field without an annotation of Typer is no option and keeps its default, so a command leaves
-    an option out, or gives it another default or help, by a subclass that declares it again. The
-    function may also take `Console`, `typer.Context`, and `World | None` for the launcher's world.
+    an option out, or gives it another default or help, by a subclass that declares it again.
+
+    Args:
+        function: takes option groups (frozen dataclasses), `Console`, `typer.Context` and the
+            launcher's world, `World | None`, each by its annotation. Its docstring up to the first
+            section is the help.
+
+    Returns:
+        The function for `typer.Typer.command`. It answers errors, and ends with their exit codes.
     """
     hints = {**get_type_hints(function), "talk": TalkOptions}
     groups = {
@@ -125,7 +133,14 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
-    """Return the options on the command line as typed, such as `--world` for `--gpus`, by field."""
+    """Return the options on the command line as the user typed them.
+
+    Args:
+        context: of the command.
+
+    Returns:
+        Names such as `--world` for `--gpus`, by field.
+    """
     by_name = {name: typed for names, typed in _given(context) for name in names}
     return {
         str(one.name): by_name[one.opts[0]]
@@ -135,7 +150,11 @@ def given_options(context: typer.Context) -> dict[str, str]:
 
 
 def unhide(command: Any) -> None:
-    """Let the help and shells show all options of `command`."""
+    """Let the help and shells show all options of a command.
+
+    Args:
+        command: made by Typer.
+    """
     for parameter in command.params:
         parameter.hidden = False
 
@@ -197,6 +216,7 @@ def _refuse_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
 
 
 def _unfolded(text: str) -> str:
-    """Return `text` with each paragraph in one line: rich folds them to the terminal."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
+    """Return the paragraphs before the sections, each in one line: rich folds them."""
+    prose = re.split(r"\n\n(?:Args|Raises):\n", inspect.cleandoc(text))[0]
+    paragraphs = prose.split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)

@@ -46,10 +46,14 @@ MAX_ROWS = 100
 
 
 class Stdout(RichConsole):
-    """rich's console for stdout; if its reader has ended, the command ends as others do."""
+    """rich's console for stdout, which ends the command if nobody reads any more."""
 
     def on_broken_pipe(self) -> None:
-        """See `RichConsole`."""
+        """End the command; see `RichConsole`.
+
+        Raises:
+            typer.Exit: with the exit code of SIGPIPE.
+        """
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(128 + signal.SIGPIPE)
 
@@ -58,16 +62,19 @@ class _Stderr(RichConsole):
     """rich's console for stderr; a run goes on if nobody reads its remarks."""
 
     def on_broken_pipe(self) -> None:
-        """See `RichConsole`."""
+        """Drop further remarks; see `RichConsole`."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class Console:
-    """One command's two streams: with `as_json` stdout gets only JSON, with `quiet` stderr errors.
+    """Both streams of a command: results to stdout, remarks and errors to stderr.
 
-    `typed` are options as the user typed them, by the names that errors have. `options` are those
-    that the command has, for hints; None: any.
+    Args:
+        as_json: whether stdout gets only JSON.
+        quiet: whether stderr gets only errors.
+        typed: options as the user typed them, by the names that errors have.
+        options: options that the command has, which hints may name; None: any.
     """
 
     def __init__(
@@ -87,19 +94,32 @@ class Console:
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
-        """Prints a line or table of the result; nothing with `--json`."""
+        """Print a line or table of the result; nothing with `--json`.
+
+        Args:
+            text: shown as it is, with paths as the user typed them.
+        """
         if not self.as_json:
             is_shown = isinstance(text, str) and self.out.is_terminal
             self.out.print(printable(str(text)) if is_shown else text, markup=False)
 
     def prose(self, text: str, indent: str = "") -> None:
-        """Prints sentences of the result; folded on a terminal, there with `indent`."""
+        """Print sentences of the result, folded on a terminal.
+
+        Args:
+            text: one paragraph.
+            indent: begins the folded lines after the first.
+        """
         width = self.out.width if self.out.is_terminal else _WIDEST
         how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
         self.result(textwrap.fill(text, width, subsequent_indent=indent, **how))
 
     def json(self, value: Any) -> None:
-        """With `--json`, prints the whole result; call once."""
+        """Print the whole result as JSON, with `--json`; call it once.
+
+        Args:
+            value: plain values; secrets in them are redacted.
+        """
         if not self.as_json:
             return
         self._answered = True
@@ -110,12 +130,20 @@ class Console:
             self.out.on_broken_pipe()
 
     def answer(self, value: Mapping[str, Any]) -> None:
-        """Prints the whole result: with `--json` as JSON, else the same as lines and tables."""
+        """Print the whole result: with `--json` as JSON, else the same as lines and tables.
+
+        Args:
+            value: values by name, whose unit is the end of the name, such as `_seconds`.
+        """
         self.json(value)
         self.show(value)
 
     def show(self, value: Mapping[str, Any]) -> None:
-        """Prints a part of the result as lines and tables; nothing with `--json`."""
+        """Print a part of the result as lines and tables; nothing with `--json`.
+
+        Args:
+            value: as for `answer`.
+        """
         for name, each in value.items():
             if name != "schema_version":
                 self._show(name, each)
@@ -138,13 +166,21 @@ class Console:
         self.table([{_label(key): _cell(key, row[key]) for key in row} for row in rows])
 
     def info(self, *texts: str) -> None:
-        """Prints remarks, without empty ones; folded on a terminal unless they have a command."""
+        """Print remarks, folded on a terminal unless they contain a command.
+
+        Args:
+            texts: one line each; empty ones are left out.
+        """
         for text in () if self.quiet else filter(None, texts):
             folds = self.err.is_terminal and not _COMMAND.search(text)
             self.err.print(_shown(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Prints the first rows of a table: numbers to the right except in the first column."""
+        """Print the first `MAX_ROWS` rows of a table; numbers are aligned to the right.
+
+        Args:
+            rows: cells by column; all rows have the same columns.
+        """
         table = Table(box=None, pad_edge=False, header_style="bold")
         shown = rows[:MAX_ROWS]
         for name in rows[0] if rows else ():
@@ -158,7 +194,12 @@ class Console:
             self.result(f"... and {len(rows) - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
-        """Prints a rank x time picture."""
+        """Print a rank x time picture as wide as the terminal.
+
+        Args:
+            spans: what each rank does when.
+            world_size: number of ranks.
+        """
         from svdpp.plan.forecast import draw_grid
 
         width = max(20, self.out.width - len(f"rank {world_size - 1} ||"))
@@ -166,7 +207,12 @@ class Console:
             self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """Prints one sentence, the hint and picture if any, and the traceback with `debug`."""
+        """Print an error in one sentence, with its hint and picture; with `--json` also as JSON.
+
+        Args:
+            error: errors other than those of svdpp are called unexpected.
+            debug: whether to print the traceback, too.
+        """
         if isinstance(error, RankError) and error.picture:
             self.err.print(error.picture, markup=False)
         if debug:
@@ -191,12 +237,20 @@ class Console:
             self.json({"schema_version": 1, "error": record})
 
     def hint(self, text: str) -> str:
-        """Return a hint without proposals that need options which the command lacks."""
+        """Return a hint without proposals that need options which the command lacks.
+
+        Args:
+            text: proposals between commas, semicolons and "or".
+        """
         text = self._as_typed(text)
         return text if self._options is None else offered(text, self._options)
 
     def rename_options(self, names: Mapping[str, str]) -> None:
-        """Give options other names in errors, and let hints name only those."""
+        """Give options other names in errors, and let hints name only those.
+
+        Args:
+            names: names for the user, by those that errors have.
+        """
         self._typed.update(names)
         self._options = {*names.values()}
 
@@ -210,7 +264,12 @@ def _shown(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, such as `1 clip` or `2 clips`."""
+    """Return a number with its noun, such as `1 clip` or `2 clips`.
+
+    Args:
+        number: of them.
+        noun: in the singular; its plural must end in s.
+    """
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(WithoutLooks, WithoutLayout):
-    """What is checked: a model, its size, devices, and a folder."""
+    """Model, size, devices and folder that are checked."""
 
     model: ModelName = DEMO_MODEL
     out: Annotated[Path, out_option("Output folder to check, out by default.")] = Path("out")

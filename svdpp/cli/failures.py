@@ -36,7 +36,15 @@ _REPORT_SECONDS = 5.0
 
 
 def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """Report a command line that Typer refuses, and return the exit code."""
+    """Report a command line that Typer refuses.
+
+    Args:
+        error: of Typer.
+        arguments: the words that follow the program's name.
+
+    Returns:
+        The exit code, 2.
+    """
     # Of Typer's usage errors only their base class is public.
     context: Any = getattr(error, "ctx", None)
     sentence = error.format_message().strip().rstrip(".")
@@ -60,7 +68,15 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def answered(console: Console, *, debug: bool) -> Iterator[None]:
-    """Reports signals and errors of the block in one sentence, and exits with their code."""
+    """Report signals and errors of the block in one sentence.
+
+    Args:
+        console: of the command.
+        debug: whether to print tracebacks, too.
+
+    Raises:
+        typer.Exit: with the error's exit code.
+    """
     previous = process_lifetime.handle_signals(_interrupt)
     try:
         yield
@@ -113,7 +129,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
-    """Ends the process silently as by signal `number`; its ranks notice and end, too."""
+    """End the process silently as by a signal; its ranks notice and end, too.
+
+    Args:
+        number: of the signal.
+        frame: ignored; a signal handler gets it.
+    """
     end_fork_server(only_if_stopped=True)
     process_lifetime.remove_temp_files()
     os._exit(128 + number)

@@ -19,14 +19,22 @@ _HELP = ("-h", "--help", "--help-all")
 
 
 def show_help(context: typer.Context, wanted: bool) -> None:
-    """Print the help and end the command."""
+    """Print the help and end the command.
+
+    Args:
+        context: of the command.
+        wanted: whether the option was given.
+
+    Raises:
+        typer.Exit: after the help.
+    """
     if wanted:
         typer.echo(context.get_help())
         raise typer.Exit
 
 
 def help_option() -> Any:
-    """Return the option `--help`; Typer's own is converted in every command."""
+    """Return the option `--help`; Typer's own would be converted in every command."""
     return flag(
         "--help",
         "-h",
@@ -42,7 +50,15 @@ class GivenGroup(TyperGroup):
     """A group whose options are converted only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Return the arguments that follow the options; see `TyperGroup`."""
+        """Parse the options of the program; see `TyperGroup`.
+
+        Args:
+            ctx: context of the program.
+            args: words of the command line.
+
+        Returns:
+            The words from the command's name on.
+        """
         offered = self.params
         self.params = [*_given(offered, args[:1], ctx)]
         try:
@@ -55,7 +71,15 @@ class GivenCommand(TyperCommand):
     """A command whose options are converted only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Return the arguments that no parameter took; see `TyperCommand`."""
+        """Parse the options that the command line has; see `TyperCommand`.
+
+        Args:
+            ctx: context of the command.
+            args: words that follow the command's name.
+
+        Returns:
+            The words that no parameter took.
+        """
         offered = self.params
         self.params = [*_given(offered, args, ctx)]
         try:

@@ -15,7 +15,15 @@ _VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")
 
 
 def offered(hint: str, options: Collection[str]) -> str:
-    """Return `hint` without the proposals that need options outside `options`; may be empty."""
+    """Return `hint` without the proposals that need other options.
+
+    Args:
+        hint: proposals between commas, semicolons and "or", such as "use --steps 21, or --gpus 3".
+        options: names that the hint may keep; those behind the name of a program always stay.
+
+    Returns:
+        The hint; empty if no proposal is left.
+    """
     lines: list[str] = []
 
     def hide(line: re.Match[str]) -> str:

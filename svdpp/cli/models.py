@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class NameOptions:
-    """Which models."""
+    """Family or checkpoint that is shown."""
 
     name: Annotated[
         str | None,
@@ -63,7 +63,14 @@ def models(console: Console, asked: NameOptions) -> None:
 
 
 def describe(family: str) -> dict[str, Any]:
-    """A family: its pipelines, inputs, schedulers, and parameters with their defaults."""
+    """Return a family's pipelines, inputs, schedulers, and parameters with their defaults.
+
+    Args:
+        family: one of `SAMPLING_CLASSES`.
+
+    Returns:
+        Plain values, one entry of the list in `svdpp models --json`.
+    """
     from svdpp.models.engine.rows import ROWS
 
     row, sampling = ROWS[family], SAMPLING_CLASSES[family]()

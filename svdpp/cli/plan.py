@@ -64,7 +64,7 @@ def _seconds(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
-    """The options of the pipeline, and what to forecast; times replace those of `--costs`."""
+    """Options of the pipeline, and what to forecast; times replace those of `--costs`."""
 
     world: Annotated[int | None, gpus_option("all GPUs, or 4")] = None
     clips: Annotated[
@@ -149,13 +149,27 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
     max_sequence_length: int | None = None
 
     def num_clips(self, world_size: int) -> int:
-        """Clips to plan for."""
+        """Return the number of clips to plan for.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            RequestError: there are too many ranks.
+        """
         check_whole("--world", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
         return self.clips or max(1, min(per_rank * world_size, MAX_CLIPS))
 
     def limits(self, world_size: int) -> tuple[float, ...]:
-        """Memory of each device in GiB; empty without `--device-memory`."""
+        """Return the memory of each device in GiB; empty without `--device-memory`.
+
+        Args:
+            world_size: number of ranks.
+
+        Raises:
+            RequestError: the numbers are not one, or one for each rank.
+        """
         asked = self.device_memory
         if asked is None:
             return ()
@@ -173,7 +187,15 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
         return sizes if len(sizes) == world_size else sizes * world_size
 
     def world_and_per_host(self) -> tuple[int | None, int | None]:
-        """The number of ranks, if given, and of ranks per host if there are several hosts."""
+        """Return the number of ranks, and of ranks on each host.
+
+        Returns:
+            None as the first if neither `--gpus` nor `--hosts` gives it, as the second without
+            `--hosts`.
+
+        Raises:
+            RequestError: `--hosts` is not HOSTSxRANKS, or disagrees with `--gpus`.
+        """
         if self.hosts is None:
             return self.world, None
         match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.hosts, re.ASCII)
@@ -194,7 +216,15 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> Costs:
-        """The costs with the given seconds, for hosts of so many ranks, and with `--memory`."""
+        """Return the costs with the given seconds, and with `--memory` the memory of the parts.
+
+        Args:
+            ranks_per_host: None: all ranks are on one host.
+
+        Raises:
+            RequestError: a time is out of range.
+            ModelError: the configuration of `--model` cannot be read.
+        """
         given = {name: getattr(self, name) for name in _SECONDS}
         given = {name: value for name, value in given.items() if value is not None}
         if ranks_per_host is not None:
@@ -286,7 +316,14 @@ def _refuse_contradictions(context: typer.Context, options: PlanOptions) -> None
 
 
 def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason: str = "") -> None:
-    """Prints ranks, picture and forecast; `reason` says why `auto` chose the layout."""
+    """Print the ranks of a layout, its picture and forecast.
+
+    Args:
+        console: of the command.
+        config: has the layout.
+        num_clips: clips of the forecast.
+        reason: of the choice of this layout by `auto`; "" if the user gave the layout.
+    """
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [
         Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))

@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(WithoutLooks, WithoutLayout, PromptOptions):
-    """The options of the pipeline, number of repeats, and output file of a measurement."""
+    """Options of the pipeline, number of repeats, and output file of a measurement."""
 
     out: Annotated[
         Path,

@@ -118,7 +118,12 @@ class Progress(Bars):
             self.add_task(f"rank {rank}", total=total, state="starting")
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Takes one event of `rank`."""
+        """Take one event.
+
+        Args:
+            rank: of the event.
+            event: sent by that rank.
+        """
         if self._has_ranks:
             self._show(rank, event)
         self._means.add(event)
@@ -151,7 +156,7 @@ class Progress(Bars):
         return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The summary, then the ranks: rich cuts what is too high for the terminal."""
+        """Yield the summary, then the ranks: rich cuts what is too high for the terminal."""
         yield Text(self._summary(), no_wrap=True, overflow="ellipsis")
         if self.tasks:
             yield self.make_tasks_table(self.tasks)
@@ -231,7 +236,11 @@ class Progress(Bars):
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
-    """A name for each clip in the progress: its input, and the seed if there are several."""
+    """Return a name for each clip in the progress: its input, and the seed if there are several.
+
+    Args:
+        requests: of the clips.
+    """
     several = len({request.seed for request in requests}) > 1
     return [_name(each) + (f" seed {each.seed}" if several else "") for each in requests]
 
@@ -255,7 +264,18 @@ def open_log(
     quiet: bool = False,
     warns: bool = False,
 ) -> None:
-    """Sends records to stderr by verbosity, with `warns` at least warnings, and more to a file."""
+    """Send records of the log to stderr, and more of them to a file.
+
+    Args:
+        verbosity: 0 none, 1 ranks, transfers and clips, 2 also steps.
+        log_file: file for JSON lines; None: none.
+        write: prints one record.
+        quiet: whether even warnings are dropped.
+        warns: whether warnings are printed at verbosity 0, too.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
 
@@ -287,16 +307,20 @@ class _LogFile(RotatingFileHandler):
             raise OutputError(text, details={"path": str(path), "errno": error.errno}) from error
 
     def format(self, record: logging.LogRecord) -> str:
-        """The text alone: it has the exception already."""
+        """Return the text alone; it has the exception already."""
         return record.getMessage()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file, also where the rest cannot be written."""
         with contextlib.suppress(OSError):  # it writes the rest, which may fail again
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002
-        """Says the first time why a record was not written."""
+        """Say the first time why a record was not written.
+
+        Args:
+            record: which is lost.
+        """
         error = redact(f"{str(self._path)!r}: {sys.exception()}")
         self._warn(f"warning: cannot write the log {error}")
         self._warn = lambda text: None  # noqa: ARG005
@@ -308,7 +332,12 @@ def _redact(record: Record) -> None:
 
 
 class EventLog:
-    """Writes each event as one record."""
+    """Log of a pipeline's events, one record each.
+
+    Args:
+        layout: has the steps of each rank.
+        name_of: name of a clip by its index.
+    """
 
     def __init__(self, layout: Layout, name_of: Callable[[int], str] = "clip {}".format) -> None:
         self._shares = layout.all_shares
@@ -316,7 +345,12 @@ class EventLog:
         self._next_warning = 0.0
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Takes one event of `rank`."""
+        """Take one event.
+
+        Args:
+            rank: of the event.
+            event: sent by that rank.
+        """
         log = logger.bind(rank=rank)
         clip = self._name_of(event.clip) if hasattr(event, "clip") else ""
         match event:
@@ -360,7 +394,13 @@ class EventLog:
 
 
 def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
-    """Works as another rank of a launcher; rank 0 logs for all ranks of its own host."""
+    """Work as another rank of a launcher; rank 0 logs for all ranks of its own host.
+
+    Args:
+        pipeline: of this rank.
+        world: of the launcher.
+        console: prints the end of the run, once on each host.
+    """
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:
         pipeline.observe(EventLog(pipeline.config.layout))

@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """The run."""
+    """Run that is reported."""
 
     folder: Annotated[Path, path_argument("FOLDER", "Folder of a run, or a run.json.")]
 

@@ -57,7 +57,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
-    """The options of the pipeline, and those of its clips."""
+    """Options of the pipeline, and those of its clips."""
 
     # The dummy model makes no video files.
     latent_shape: tuple[int, int, int, int, int] | None = None
@@ -114,7 +114,7 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What `svdpp run` is asked for: checked and combined step by step, then made."""
+    """One call of `svdpp run`: its request is checked and combined step by step, then made."""
 
     console: Console
     launched: World | None
@@ -123,19 +123,31 @@ class Run:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """The seeds of each image's clips."""
+        """Seeds of each image's clips.
+
+        Raises:
+            RequestError: `--seed` and `--seeds` are given, or the list is wrong.
+        """
         seed, seeds = self.options.seed, self.options.seeds
         require(None in (seed, seeds), "--seed and --seeds contradict each other")
         return [seed or 0] if seeds is None else parse_seeds(seeds)
 
     @cached_property
     def policy(self) -> OutputPolicy:
-        """Where clips are written, and what happens to existing files."""
+        """Place of the clips, and what happens to existing files.
+
+        Raises:
+            RequestError: `--out` and `--format` contradict each other.
+        """
         launched = self.launched
         return self.options.policy(is_restarted=launched is not None and launched.restarts > 0)
 
     def check(self) -> None:
-        """Checks all that needs neither torch nor the contents of files, to answer quickly."""
+        """Check all that needs neither torch nor the contents of files, to answer quickly.
+
+        Raises:
+            RequestError: the request cannot succeed.
+        """
         assert all((self.policy, self._sampling, self.seeds))  # are checked when they are made
         options = self.options
         require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")
@@ -150,7 +162,14 @@ class Run:
         require(has_prompt or bool(options.inputs), missing, "svdpp run photo.jpg")
 
     def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
-        """What clips are made from, and errors for inputs that make none; only rank 0 has them."""
+        """Return what clips are made from; only rank 0 has it.
+
+        Returns:
+            Inputs, and with `--keep-going` an error for each file that makes no clip.
+
+        Raises:
+            InputError: a file is missing, unreadable or hostile.
+        """
         if is_member(self.launched):
             return [], []
         from svdpp.media.inputs import raise_all, sift_inputs
@@ -169,7 +188,12 @@ class Run:
         return options.combined(found, sampling, max_pixels), [*problems]
 
     def pipeline(self, config: PipelineConfig, inputs: Sequence[ClipInput] = ()) -> Pipeline:
-        """The pipeline of `config`, with the request's folders; rank 0 gives the inputs."""
+        """Return the pipeline, which is not started.
+
+        Args:
+            config: of the run.
+            inputs: of the clips, whose folders all hosts must share; only rank 0 has them.
+        """
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.options.latents_dir
@@ -191,7 +215,16 @@ class Run:
     def planned(
         self, config: PipelineConfig, found: Sequence[ClipInput]
     ) -> tuple[Pipeline, ClipPlan]:
-        """The pipeline, and the clips that it is to make."""
+        """Return the pipeline and the clips that it is to make.
+
+        Args:
+            config: of the run.
+            found: inputs of the clips.
+
+        Raises:
+            RequestError: two clips would have one name, or one exists already.
+            ModelError: the model cannot be used.
+        """
         from svdpp.driver.jobs import check_outputs, plan_clips
 
         num_there = check_outputs(found, self.seeds, self.policy)
@@ -204,7 +237,16 @@ class Run:
         return pipeline, clips
 
     def make(self, pipeline: Pipeline, clips: ClipPlan, refused: Sequence[SvdppError]) -> None:
-        """Makes the clips, prints them, and ends the command if one is lost or was `refused`."""
+        """Make the clips and print them.
+
+        Args:
+            pipeline: not started yet.
+            clips: to be made, or finished before.
+            refused: errors of inputs that make no clip.
+
+        Raises:
+            SvdppError: a clip is lost or was refused; the error with the highest exit code.
+        """
         from svdpp.diagnostics.report import diagnose
         from svdpp.driver.jobs import open_manifest
 
@@ -297,7 +339,13 @@ class Run:
         return [result.metadata for result in results], figures
 
     def show(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
-        """Checks a run, and prints what it would make; `svdpp plan` forecasts its times."""
+        """Check a run, and print what it would make; `svdpp plan` forecasts its times.
+
+        Args:
+            config: of the run.
+            found: inputs of the clips.
+            why: remark on the layout.
+        """
         from svdpp.driver.jobs import check_outputs, plan_clips
         from svdpp.driver.resolve import estimate_ranks, resolve
 
@@ -337,7 +385,15 @@ def _in_words(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
 
 
 def results_of(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
-    """Submits the clips, the last ones while earlier ones are made; yields finished ones."""
+    """Submit the clips, the last ones while earlier ones are made.
+
+    Args:
+        pipeline: started.
+        clips: to be made.
+
+    Yields:
+        Finished clips, in the order in which they end.
+    """
     for first in range(0, len(clips.requests), _AT_ONCE):
         batch = slice(first, first + _AT_ONCE)
         handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])

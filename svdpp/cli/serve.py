@@ -62,7 +62,7 @@ def _limit(metavar: str, help: str, most: int, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(PipelineOptions, ImageOptions):
-    """The options of the pipeline; where the service listens, what it keeps, and limits."""
+    """Options of the pipeline, and address, data, keys, limits and retention of the service."""
 
     host: Annotated[
         str,
@@ -278,7 +278,11 @@ class ServeOptions(PipelineOptions, ImageOptions):
             require(is_valid, wrong, option=name, above=0, value=value)
 
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Width and height of the default size and of all others."""
+        """Return width and height in pixels of the default size and of all others, each once.
+
+        Raises:
+            RequestError: `--sizes` is no list of sizes, or the model cannot make one of them.
+        """
         sampling = self.sampling_config()
         sizes = [(sampling.width, sampling.height)]
         for part in () if self.sizes is None else self.sizes.split(","):

@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalOptions(WithoutLooks, PipelineOptions, PromptOptions, ClipOptions):
-    """The options of the pipeline, and the clips of a rehearsal and their speed."""
+    """Options of the pipeline, and clips and speed of a rehearsal."""
 
     model: Annotated[
         str,

@@ -57,7 +57,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
-    """The options of the pipeline, and the inputs of a proof."""
+    """Options of the pipeline, and the inputs of a proof."""
 
     inputs: Annotated[
         list[str] | None,

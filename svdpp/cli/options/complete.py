@@ -7,28 +7,48 @@ from svdpp.plan.costs import PRESETS
 
 
 def families(incomplete: str) -> list[str]:
-    """Return the families of models that begin so."""
+    """Return families of models for a shell.
+
+    Args:
+        incomplete: what they must begin with.
+    """
     return [name for name in SAMPLING_CLASSES if name.startswith(incomplete)]
 
 
 def models(incomplete: str) -> list[str]:
-    """Return the built-in models and the default one, if they begin so."""
+    """Return the built-in models and the default one for a shell.
+
+    Args:
+        incomplete: what they must begin with.
+    """
     known = (DEMO_MODEL, DUMMY_MODEL, DEFAULT_MODEL)
     return [name for name in known if name.startswith(incomplete)]
 
 
 def presets(incomplete: str) -> list[str]:
-    """Return the published costs that begin so."""
+    """Return published costs for a shell.
+
+    Args:
+        incomplete: what they must begin with.
+    """
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 def devices(incomplete: str) -> list[str]:
-    """Return the devices that begin so."""
+    """Return devices for a shell.
+
+    Args:
+        incomplete: what they must begin with.
+    """
     return [name for name in ("auto", "cuda", "cpu") if name.startswith(incomplete)]
 
 
 def configurations(incomplete: str) -> list[str]:
-    """Return the configurations of benchmarks that come with svdpp and begin so."""
+    """Return the configurations of benchmarks that come with svdpp for a shell.
+
+    Args:
+        incomplete: what they must begin with.
+    """
     from svdpp.bench.config import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]

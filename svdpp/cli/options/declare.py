@@ -59,30 +59,61 @@ def option(
 
 
 def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) -> Any:
-    """Return an option without a value; arguments as for `option`, with at least one name."""
+    """Return an option without a value, for `Annotated`.
+
+    Args:
+        names: as users type them, at least one; Typer would add a negative one to a field's name.
+        panel: one of `PANELS`.
+        help: as for `option`.
+        common: as for `option`.
+        more: further arguments of `typer.Option`.
+    """
     return option(*names, panel=panel, metavar="", help=help, common=common, **more)
 
 
 def path_option(*names: str, **about: Any) -> Any:
-    """Return an option whose value is a path; arguments as for `option`.
+    """Return an option whose value is a path; an empty one is refused.
 
     Whether the file exists and can be read or written is the command's own check.
+
+    Args:
+        names: as for `option`.
+        about: further arguments of `option`.
     """
     return option(*names, parser=_path, **about)
 
 
 def argument(metavar: str, help: str, **more: Any) -> Any:
-    """Return a positional argument, for `Annotated`; `more` are arguments of `typer.Argument`."""
+    """Return a positional argument, for `Annotated`.
+
+    Args:
+        metavar: placeholder in the help.
+        help: one or two sentences without square brackets.
+        more: further arguments of `typer.Argument`.
+    """
     return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
 
 
 def path_argument(metavar: str, help: str) -> Any:
-    """Return a positional argument that is a path."""
+    """Return a positional argument that is a path; an empty one is refused.
+
+    Args:
+        metavar: placeholder in the help.
+        help: one or two sentences without square brackets.
+    """
     return argument(metavar, help, parser=_path)
 
 
 def between(low: int, high: int | None = None) -> Any:
-    """Return a check of a whole number for `callback`; None as `high` is no upper limit."""
+    """Return a check of a whole number, for `callback` of an option.
+
+    Args:
+        low: smallest number.
+        high: largest number; None: there is no limit.
+
+    Returns:
+        A function that raises `RequestError` for other numbers.
+    """
 
     def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None and not low <= value <= (value if high is None else high):
@@ -97,12 +128,20 @@ def between(low: int, high: int | None = None) -> Any:
 
 
 def present_name(name: str) -> str:
-    """Return the present name of an option without its dashes, or of a choice."""
+    """Return the present name of an option or choice.
+
+    Args:
+        name: without dashes, such as `world` or `dithered`.
+    """
     return FURTHER_NAMES.get(name, name)
 
 
 def names_of(options: list[str]) -> list[str]:
-    """Return `options` with their further names: `--gpus` as `--gpus` and `--world`."""
+    """Return options with their further names: `--gpus` as `--gpus` and `--world`.
+
+    Args:
+        options: names of one option.
+    """
     further = [f"--{old}" for old, new in FURTHER_NAMES.items() if f"--{new}" in options]
     return [*options, *further]
 

@@ -41,7 +41,12 @@ _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mp
 
 
 def clips_option(help: str, default: str) -> Any:
-    """Return the option for the number of clips, with its help and a text for its default."""
+    """Return the option for the number of clips.
+
+    Args:
+        help: what it counts.
+        default: text for the default.
+    """
     return option(
         panel=LAYOUT,
         metavar="M",
@@ -53,7 +58,11 @@ def clips_option(help: str, default: str) -> Any:
 
 
 def out_option(help: str) -> Any:
-    """Return the option for the output, with its help."""
+    """Return the option for the output.
+
+    Args:
+        help: what is written there.
+    """
     return path_option(
         "--out", "-o", panel=OUTPUT, metavar="PATH", help=help, show_default=False, common=True
     )
@@ -61,7 +70,7 @@ def out_option(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions:
-    """The number of clips, if images and seeds do not determine it."""
+    """Number of clips, where images and seeds do not determine it."""
 
     clips: Annotated[int | None, clips_option("Number of clips.", "2 for each rank")] = None
 
@@ -110,7 +119,23 @@ class PromptOptions:
         *,
         example: str | None = None,
     ) -> list[ClipInput]:
-        """Each image with each prompt; `example` stands for a prompt that is not given."""
+        """Combine each image with each prompt.
+
+        Args:
+            images: None stands for a clip without an image.
+            sampling: parameters of the clips; its family decides which further videos are taken.
+            max_pixels: largest frame of a further video.
+            example: prompt if none is given; None: clips have none.
+
+        Returns:
+            Inputs in the order of the images, then of the prompts.
+
+        Raises:
+            RequestError: `--prompt` and `--prompts` are given, or `--video` is not NAME=FILE or
+            not of
+                the family.
+            InputError: a file cannot be read, or holds no valid prompt.
+        """
         from svdpp.media.inputs import ClipInput
 
         prompts: list[str | None] = [*self._all_prompts()] or [example]
@@ -155,7 +180,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
-    """Which images are taken."""
+    """Limit of images."""
 
     max_megapixels: Annotated[
         int,
@@ -197,7 +222,7 @@ class InputOptions(ImageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where clips are written, how they are encoded, and what happens to existing files."""
+    """Place and encoding of the clips, and what happens to existing files."""
 
     out: Annotated[Path, out_option("Folder, out by default, or the file of one clip.")] = Path(
         "out"
@@ -248,7 +273,14 @@ class OutputOptions:
     ] = False
 
     def policy(self, *, is_restarted: bool) -> OutputPolicy:
-        """Where clips are written, and what happens to existing files; checks the options."""
+        """Return where clips are written, and what happens to existing files.
+
+        Args:
+            is_restarted: whether a launcher restarted the run, which then resumes.
+
+        Raises:
+            RequestError: the suffix of `--out` contradicts `--format`, or a value is out of range.
+        """
         from svdpp.driver.jobs import OutputPolicy
 
         out, suffix = self.out, self.out.suffix.lower()
@@ -303,7 +335,16 @@ class LogOptions:
     ] = None
 
     def open(self, console: Console, launched: World | None, *, warns: bool = False) -> None:
-        """Opens the log; of the ranks of a host only the first makes remarks, or `warns`."""
+        """Open the log.
+
+        Args:
+            console: prints the records.
+            launched: the launcher's world; only the first rank of each host makes remarks.
+            warns: whether warnings are printed without `-v`, too.
+
+        Raises:
+            OutputError: the log file cannot be written.
+        """
         from svdpp.cli.progress import open_log
 
         quiet = console.quiet or (launched is not None and launched.local_rank != 0)
@@ -320,7 +361,7 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """The trace of a run."""
+    """Trace of a run."""
 
     trace: Annotated[
         Path | None,
@@ -333,7 +374,12 @@ class TraceOptions:
     ] = None
 
     def check(self) -> None:
-        """Checks before any work that the file can be written at its end."""
+        """Check before any work that the file can be written at its end.
+
+        Raises:
+            RequestError: the name does not end in `.json`.
+            OutputError: the folder cannot be written, or something else has that name.
+        """
         from svdpp.media import output_files
 
         if self.trace is None:
@@ -346,12 +392,16 @@ class TraceOptions:
 
     @property
     def paths(self) -> list[str]:
-        """The requested files, quoted for a shell."""
+        """Requested files, quoted for a shell."""
         return [] if self.trace is None else [shlex.quote(str(self.trace))]
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
-        """Completes the trace when the block ends, also after a failure; enter it first."""
+        """Complete the trace when the block ends, also after a failure.
+
+        Args:
+            pipeline: observed from now on; enter its own block inside this one.
+        """
         if self.trace is None:
             yield
             return

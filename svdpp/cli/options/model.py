@@ -72,7 +72,7 @@ ModelName = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The weights, their precision, and the arguments of diffusers' `__call__`."""
+    """Weights, their precision, and the arguments of diffusers' `__call__`."""
 
     model: ModelName = DEFAULT_MODEL
     as_family: Annotated[
@@ -209,7 +209,7 @@ class ModelOptions:
 
     @property
     def family(self) -> str:
-        """The model's family; reads its `model_index.json`, and may download it."""
+        """Family of the model; reads its `model_index.json`, and may download it."""
         if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return "svd"
         from svdpp.models.checkpoint import family_of_model  # light commands need it rarely
@@ -218,7 +218,7 @@ class ModelOptions:
 
     @property
     def image_use(self) -> Use:
-        """What clips of the model do with an image; reads its configs only if it takes prompts."""
+        """Use of an image by clips; reads the model's configs only if it takes prompts."""
         if self.family == "svd":
             return "needed"
         from svdpp.models.checkpoint import find_checkpoint
@@ -231,7 +231,16 @@ class ModelOptions:
         return self.image_use == "needed"
 
     def model_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
-        """The configuration on `device`; the default precision is that of diffusers' examples."""
+        """Return the configuration; the default precision is that of diffusers' examples.
+
+        Args:
+            device: `cpu`, `cuda` or `cuda:N`, which decides the default precision.
+            family: of the model; None: read it, if needed.
+            more: further fields.
+
+        Raises:
+            RequestError: a field is wrong, or the dummy model is given what it does not take.
+        """
         default: Dtype = "fp32"
         if self.dtype is None and device.startswith("cuda"):
             default = "fp16" if (family or self.family) == "svd" else "bf16"
@@ -247,7 +256,14 @@ class ModelOptions:
         )
 
     def sampling_config(self, *, from_image: bool = True) -> SamplingConfig:
-        """The given values, else the model's defaults, else those of diffusers."""
+        """Return the given values, else the model's defaults, else those of diffusers.
+
+        Args:
+            from_image: whether clips start from an image, for families that need not.
+
+        Raises:
+            RequestError: a parameter is not of the model's family, or out of range.
+        """
         family = self.family
         kind = SAMPLING_CLASSES[family]
         known = {field.name for field in fields(kind)}
@@ -269,7 +285,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutLooks(ModelOptions):
-    """The options of commands that make no videos: neither costs nor memory depend on these."""
+    """Model options of commands that make no videos; costs and memory depend on no look."""
 
     fit: Fit = "stretch"
     fps: int | None = None
@@ -294,7 +310,18 @@ def _parse_lora(text: str) -> Lora:
 
 
 def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
-    """The values of `--param NAME=VALUE` by name, in the types of the family's parameters."""
+    """Parse the values of `--param NAME=VALUE`.
+
+    Args:
+        texts: one for each option.
+        family: of the model.
+
+    Returns:
+        Values by name, in the types of the family's parameters.
+
+    Raises:
+        RequestError: a text is not NAME=VALUE, or no parameter of the family.
+    """
     known = own_params(SAMPLING_CLASSES[family])
     values: dict[str, float] = {}
     for text in texts:
@@ -313,7 +340,17 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """The seeds of `--seeds 1,3,5-7`."""
+    """Parse the value of `--seeds`.
+
+    Args:
+        text: such as `1,3,5-7`.
+
+    Returns:
+        Seeds in that order, each once.
+
+    Raises:
+        RequestError: the text is no list of seeds and ranges, or has too many.
+    """
     seeds: dict[int, None] = {}  # a set that keeps its order
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)

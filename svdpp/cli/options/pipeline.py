@@ -33,7 +33,11 @@ SPLIT_HELP = (
 
 
 def gpus_option(default: str) -> Any:
-    """Return the option for the number of ranks, with a text for its default."""
+    """Return the option for the number of ranks.
+
+    Args:
+        default: text for the default.
+    """
     return option(
         "--gpus",
         panel=LAYOUT,
@@ -45,12 +49,21 @@ def gpus_option(default: str) -> Any:
 
 
 def seconds_option(name: str, help: str) -> Any:
-    """Return an option for a time limit."""
+    """Return an option for a time limit.
+
+    Args:
+        name: with its dashes.
+        help: what happens after that time.
+    """
     return option(name, panel=RECOVERY, metavar="SECONDS", help=help)
 
 
 def costs_option(default: str) -> Any:
-    """Return the option for costs, with a text for its default."""
+    """Return the option for costs.
+
+    Args:
+        default: text for the default.
+    """
     return option(
         panel=LAYOUT,
         metavar="FILE|PRESET",
@@ -78,7 +91,7 @@ Device = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions(ModelOptions):
-    """The options that together give one configuration; None stands for the default."""
+    """Options that together give one configuration; None stands for the default."""
 
     world: Annotated[int | None, gpus_option("all GPUs; on the CPU 2")] = None
     device: Device = "auto"
@@ -195,7 +208,7 @@ class PipelineOptions(ModelOptions):
 
     @property
     def refined(self) -> dict[str, Any]:
-        """The given refinements as fields of a `PipelineConfig`."""
+        """Given refinements of a layout, as fields of a `PipelineConfig`."""
         names = "split", "replicas", "decoders"
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -216,13 +229,29 @@ class PipelineOptions(ModelOptions):
         return is_pipeline and self.split in (None, "uniform")
 
     def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
-        """The costs of `--costs`, or else published ones if clips of SVD are decoded."""
+        """Return the costs of `--costs`, or else published ones if clips of SVD are decoded.
+
+        Args:
+            decodes: whether the model decodes; the dummy does not, unless it sleeps.
+            family: of the model.
+
+        Raises:
+            RequestError: `--costs` is neither a file nor a preset.
+            InputError: the file cannot be read.
+        """
         if self.costs is None and not (decodes and family == "svd"):
             return Costs()
         return find_costs(self.costs or ASSUMED_COSTS)
 
     def device_name(self, *, any_on_cpu: bool = False) -> str:
-        """The device, where `auto` is decided; `any_on_cpu`: it may be the CPU for every model."""
+        """Return the device; `auto` is decided by the GPUs of this machine and the model.
+
+        Args:
+            any_on_cpu: whether the CPU is acceptable for every model, as it is for a check.
+
+        Raises:
+            RequestError: there is no GPU, and the model is too slow for a CPU.
+        """
         if self.device != "auto":
             return self.device
         from svdpp.launch.gpus import visible_gpus
@@ -240,7 +269,12 @@ class PipelineOptions(ModelOptions):
         )
 
     def threads_on(self, device: str, num_local: int) -> int:
-        """Threads of each of this machine's `num_local` ranks; by default they share its cores."""
+        """Return the CPU threads of each rank.
+
+        Args:
+            device: `cpu`, `cuda` or `cuda:N`; on CUDA one thread, so that bits do not depend on it.
+            num_local: ranks on this machine, which share its cores.
+        """
         if self.threads is not None:
             return self.threads
         if device.startswith("cuda"):  # bits then do not depend on the number of ranks
@@ -250,7 +284,7 @@ class PipelineOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutLayout(PipelineOptions):
-    """The options of commands for which each rank does the same."""
+    """Pipeline options of commands for which each rank does the same."""
 
     layout: Literal["auto", "pipeline", "data-parallel"] | None = None
     split: Split | None = None
@@ -263,7 +297,11 @@ class WithoutLayout(PipelineOptions):
 
 
 def remark_on(costs: Costs) -> str:
-    """What to know of costs that were not given."""
+    """Return a remark on costs that the user did not give.
+
+    Args:
+        costs: assumed instead.
+    """
     if costs.device:
         of = f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
         return f"{of}; svdpp profile measures yours"
@@ -272,7 +310,7 @@ def remark_on(costs: Costs) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequest:
-    """The options of a command with what it knows besides them."""
+    """Options of a command with what it knows besides them."""
 
     options: PipelineOptions
     num_clips: int | None
@@ -297,7 +335,18 @@ class PipelineRequest:
     """Ranks without `--gpus`; None: one for each GPU of this machine, or 2 on the CPU."""
 
     def resolve(self, **more: Any) -> tuple[PipelineConfig, str]:
-        """The configuration with `more` fields, and a remark on the choice of the layout or ""."""
+        """Return the configuration, and a remark on the choice of ranks and layout.
+
+        Args:
+            more: further fields of the configuration.
+
+        Returns:
+            The configuration, and the remark; "" if nothing was chosen.
+
+        Raises:
+            RequestError: the options contradict each other, the model or the machine.
+            OutOfMemoryError: no layout fits the devices' memory.
+        """
         options, launched, scale = self.options, self.launched, self.time_scale
         if scale is not None:
             only = "--time-scale works only with the dummy model"
@@ -325,7 +374,7 @@ class PipelineRequest:
         return config, why
 
     def with_a_step_each(self) -> PipelineRequest:
-        """The same with one step for each rank, at least two: some schedulers need them."""
+        """Return the same request with a step for each rank, two at least for some schedulers."""
         world_size = self.world_size
         options = replace(self.options, steps=max(world_size, 2), world=world_size)
         return replace(self, options=options)
@@ -426,7 +475,11 @@ class PipelineRequest:
 
     @cached_property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks.
+
+        Raises:
+            RequestError: `--gpus` disagrees with the launcher.
+        """
         launched, asked = self.launched, self.options.world
         if launched is not None:
             require(
@@ -468,7 +521,11 @@ class PipelineRequest:
 
     @cached_property
     def counts(self) -> dict[str, Any]:
-        """What layouts are compared by: arguments of `choose_layout` and `compare_layouts`."""
+        """Arguments of `choose_layout` and `compare_layouts` besides the layout itself.
+
+        Raises:
+            RequestError: the number of clips is not known.
+        """
         layout, world_size, clips = self._layout, self.world_size, self.num_clips
         if clips is None:
             raise RequestError(
@@ -502,7 +559,11 @@ class PipelineRequest:
 
     @cached_property
     def choice(self) -> Choice | None:
-        """What `auto` chooses; None if the options give the layout."""
+        """Layout that `auto` chooses; None if the options give the layout.
+
+        Raises:
+            OutOfMemoryError: no layout fits the devices' memory.
+        """
         from svdpp.plan.choose import choose_layout
 
         layout = self._layout
