@@ -114,13 +114,13 @@ def simulate(
     num_clips = options.clips or 2 * request.world_size
     config, why = replace(request, num_clips=num_clips).resolve()
     log.open(console, launched)
-    console.info(why)
     pipeline = Pipeline(config)
     if is_member(launched):
         from svdpp.cli.progress import serve_member
 
         serve_member(pipeline, launched, console)
         return
+    console.info(why)
     seed, prompt = options.seed or 0, options.prompt
     requests = example_requests(config, num_clips, seed=seed, prompt=prompt)
     _perform(console, pipeline, requests, traces)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
 from svdpp.driver.clips import OpenClips
-from svdpp.driver.resolve import ClipWork, resolve
+from svdpp.driver.resolve import ClipWork, components_on_host, resolve
 from svdpp.driver.supervisor import Observer, Supervisor, silence_limit
 from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
@@ -112,6 +112,7 @@ class PipelineRanks:
         ends, and whether no other process reports it.
         """
         terms = self._terms()
+        self._hash_weights()
         serve_joined(
             rank_main,
             self._setup,
@@ -140,6 +141,13 @@ class PipelineRanks:
             ignores_signals=self._ignores_signals,
             start_timeout=self.config.start_timeout_seconds,
         )
+
+    def _hash_weights(self) -> None:
+        """Give the ranks the hashes of the weights, which their latent checkpoints record."""
+        if self._setup.latents_folder is not None and self.checkpoint is not None:
+            parts = components_on_host(self.config, self.checkpoint, self.world)
+            hashes = self.checkpoint.file_hashes(parts)
+            self._setup = replace(self._setup, weights=hashes)
 
     def _terms(self) -> Terms:
         if self.world is None:
@@ -171,6 +179,7 @@ class PipelineRanks:
 
     def _start(self) -> None:
         """Starts or joins the ranks, and waits until all are ready for work."""
+        self._hash_weights()
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._open()
         if self.world is not None:

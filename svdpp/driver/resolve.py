@@ -39,13 +39,27 @@ def resolve(
     with_defaults = _resolved(config, checkpoint)
     if weights == "none":
         return with_defaults, checkpoint
-    components = frozenset(checkpoint.weighted)
+    components = sorted(checkpoint.weighted)
     if weights == "host":
-        on_host = _roles_on_host(with_defaults, world)
-        by_rank = (checkpoint.components_of(roles, with_defaults.sampling) for roles in on_host)
-        components = frozenset().union(*by_rank)
-    checkpoint = with_weights(checkpoint, config.model, sorted(components))
+        components = components_on_host(with_defaults, checkpoint, world)
+    checkpoint = with_weights(checkpoint, config.model, components)
     return _resolved(config, checkpoint), checkpoint
+
+
+def components_on_host(
+    config: PipelineConfig, checkpoint: Checkpoint, world: World | None
+) -> list[str]:
+    """Return the names of the components that ranks on this host load, in alphabetical order.
+
+    Args:
+        config: with the model's own values.
+        checkpoint: the model's.
+        world: of the launcher; None: all ranks are here.
+    """
+    by_rank = (
+        checkpoint.components_of(roles, config.sampling) for roles in _roles_on_host(config, world)
+    )
+    return sorted(frozenset[str]().union(*by_rank))
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -187,16 +187,20 @@ class Checkpoint:
             raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
         return files
 
-    def file_hashes(self) -> dict[str, str]:
+    def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
         """Return the SHA-256 of each file with weights, in hex, by its name below the folder.
 
         The first call reads all files of the model, which takes a second or so for each GB; later
         ones, also of other processes, only the files that have changed.
 
+        Args:
+            parts: components whose files are read; None: all.
+
         Raises:
             ModelError: a file is missing or cannot be read.
         """
-        paths = sorted({path for part in self.weighted for path in self.weight_files(part)})
+        parts = self.weighted if parts is None else parts
+        paths = sorted({path for part in parts for path in self.weight_files(part)})
         try:
             hashes = hash_files(paths)
         except OSError as error:

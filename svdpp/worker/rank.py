@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,6 +74,8 @@ class RankSetup:
     tensor_folder: str | None = None
     latents_folder: str | None = None
     profile_path: str | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each weight file of this host, by name; empty without latent checkpoints."""
     fault: Callable[[int], object] | None = None
     """What a test does first in each rank, to damage it."""
 
@@ -155,7 +157,7 @@ def _prepared_stage(
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
     # The second rank of a pair has the latents of the first.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
-        folder = LatentCheckpoints(Path(setup.latents_folder), conditions)
+        folder = LatentCheckpoints(Path(setup.latents_folder), conditions, setup.weights)
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
     if setup.profile_path is not None and rank == 0:  # the only one on the parent's machine
         profiler = ClipProfiler(Path(setup.profile_path), name)

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import zip_longest
+from pathlib import Path
 
 import torch
 
@@ -200,16 +201,18 @@ class PipelineStage:
         self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
         with self._isolated(self._packets[action.clip]):
             self._tools.check_wanted(action.clip)
-            key = self._jobs[action.clip].request.latents_key
-            assert key is not None, f"{action} without a key"
-            place = key, action.clip, action.start, self._tools.device
-            packet = self._packets[action.clip] = writer.folder.load(*place)
+            request = self._jobs[action.clip].request
+            assert request.latents_key is not None, f"{action} without a key"
+            name = "" if request.output is None else repr(Path(request.output.path).name)
+            packet = self._packets[action.clip] = writer.folder.load(
+                request.latents_key, action.clip, action.start, self._tools.device, name
+            )
             sent = {name: TensorSpec.of(each) for name, each in packet.tensors.items()}
             try:
                 check_tensors(sent, self._expected(action, packet.tensors))
             except MismatchError as error:
                 raise InputError(
-                    f"the latent checkpoint of clip {action.clip} after {action.start} steps has "
+                    f"the latent checkpoint of {name or f'clip {action.clip}'} after step {action.start} has "
                     f"other tensors than its model: {error}".replace("sent", "found"),
                     "remove it: the clip then begins anew",
                     details={"clip": action.clip, "steps": action.start, **error.details},

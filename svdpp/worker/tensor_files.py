@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,25 @@ _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 class LatentCheckpoints:
     """A folder of packets, each named by the number of steps done, and by a key.
 
-    The key is a hash of what bits depend on in the request; `conditions` are what they depend on
-    besides: `load` refuses a packet written under other ones.
+    The key is a hash of what bits depend on in the request. `load` refuses a packet that was
+    written under other conditions or with other weights.
+
+    Args:
+        folder: created when the first packet is saved.
+        conditions: see `worker.device.conditions_of`.
+        weights: SHA-256, in hex, of the weight files on this host, by name. The key has only their
+            times and sizes.
     """
 
-    def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        conditions: Mapping[str, Any],
+        weights: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = folder
         self._conditions = dict(conditions)
+        self._weights = dict(weights or {})
 
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
         """Writes `packet`, whose tensors are on the CPU; removes those of earlier steps.
@@ -48,6 +61,7 @@ class LatentCheckpoints:
             "compute_seconds": packet.compute_seconds,
             "memory_pressure": packet.memory_pressure,
             "conditions": self._conditions,
+            "weights": self._weights,
             "in_host_memory": list(in_host_memory),
             "sha256": _sha256(packet.tensors),
         }
@@ -68,22 +82,44 @@ class LatentCheckpoints:
                 "clips go on without them, but cannot be resumed",
             ) from error
 
-    def load(self, key: str, clip: int, step: int, device: torch.device) -> Packet:
-        """The packet written after `step` steps, as `clip` of this run, on `device`."""
+    def load(self, key: str, clip: int, step: int, device: torch.device, name: str = "") -> Packet:
+        """Return the packet written after `step` steps.
+
+        Args:
+            key: of the clip; see `config.pipeline.latents_key`.
+            clip: the packet's clip in this run.
+            step: number of steps that were done.
+            device: where its tensors are put, but for those that were in host memory.
+            name: the clip's name in errors; empty: its number.
+
+        Raises:
+            InputError: the file is missing, damaged, or of other conditions or weights.
+        """
         path = path_of(self._folder, key, step)
-        hint = f"delete {path.name!r}: the clip then starts again"
+
+        def unfit(why: str) -> InputError:
+            return InputError(
+                f"{name or f'clip {clip}'} cannot go on after step {step}: its latent checkpoint "
+                + why,
+                f"rm {shlex.quote(str(self._folder))}/{key[:12]}*: the clip then starts again",
+                details={"clip": clip, "step": step, "path": str(path)},
+            )
+
+        if not path.exists():
+            raise unfit("is not there")
         try:
             tensors, metadata = _read(path)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            reason = output_files.reason(error)
-            raise InputError(
-                f"the latent checkpoint {path.name!r} cannot be read: {reason}", hint
-            ) from error
-        expected = {"conditions": self._conditions, "sha256": _sha256(tensors)}
-        for name, value in expected.items():
-            if metadata[name] != value:
-                unfit = f"does not fit: its {name} are {metadata[name]}, not {value}"
-                raise InputError(f"the latent checkpoint {path.name!r} {unfit}", hint)
+            raise unfit(f"cannot be read: {output_files.reason(error)}") from error
+        if metadata["sha256"] != _sha256(tensors):
+            raise unfit("is damaged: its tensors have another hash")
+        for kind, own in (("conditions", self._conditions), ("weights", self._weights)):
+            before = metadata.get(kind, {})
+            # Of hosts without a common folder each has the weights of its own ranks.
+            names = own.keys() & before.keys() if kind == "weights" else own.keys() | before.keys()
+            for each in sorted(names):
+                if (was := before.get(each)) != (now := own.get(each)):
+                    raise unfit(f"was written with another {each}: {was}, now {now}")
         stays = metadata["in_host_memory"]
         placed = {name: t if name in stays else t.to(device) for name, t in tensors.items()}
         packet = Packet(clip, step, float(metadata["begun_at"]), placed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from svdpp.comm.packet import FIELDS, Packet
-from svdpp.config import ClipRequest, OutputConfig
+from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver.clips import ClipProgress, OpenClips
 from svdpp.driver.jobs import RunManifest
 from svdpp.driver.pipeline import Pipeline
@@ -333,10 +334,10 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
     ("damage", "here", "words"),
     [
         (lambda data: data[:-5], "a CPU", "cannot be read"),
-        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "a CPU", "does not fit: its sha256"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "a CPU", "is damaged"),
         (lambda _: b"<html>", "a CPU", "cannot be read"),
-        (lambda _: None, "a CPU", "cannot be read"),
-        (lambda data: data, "another", "its conditions are .*a CPU.* not .*another"),
+        (lambda _: None, "a CPU", "is not there"),
+        (lambda data: data, "another", "another cpu_capability: a CPU, now another"),
     ],
 )
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
@@ -351,8 +352,38 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
         path.write_bytes(damaged)
     checkpoints = LatentCheckpoints(tmp_path, {"cpu_capability": here})
     with pytest.raises(InputError, match=words) as caught:
-        checkpoints.load(KEYS[0], 9, 7, torch.device("cpu"))
-    assert "delete" in caught.value.hint
+        checkpoints.load(KEYS[0], 9, 7, torch.device("cpu"), "'cat_7.mp4'")
+    error = caught.value
+    assert error.message.startswith("'cat_7.mp4' cannot go on after step 7: its latent checkpoint ")
+    assert KEYS[0] not in error.message + error.hint, "nobody can tell a clip by 64 digits"
+    assert error.details.items() >= {"clip": 9, "step": 7}.items()
+    pattern = error.hint.removeprefix("rm ").removesuffix("*: the clip then starts again")
+    assert str(path).startswith(pattern)
+
+
+def test_a_checkpoint_made_with_other_weights_is_refused(tmp_path: Path) -> None:
+    """Also if the change is where the fingerprint of a folder does not look."""
+    packet = Packet(0, 7, 0.0, {"latents": torch.zeros(2)})
+    LatentCheckpoints(tmp_path, {}, {"unet/a": "1", "vae/b": "2"}).save(KEYS[0], packet)
+    for weights, fits in (
+        ({"unet/a": "1", "vae/b": "2"}, True),
+        ({"unet/a": "1"}, True),  # of a host that has no rank with the VAE
+        ({"unet/a": "1", "vae/b": "3"}, False),
+    ):
+        checkpoints = LatentCheckpoints(tmp_path, {}, weights)
+        refused = pytest.raises(InputError, match="another vae/b: 2, now 3")
+        with contextlib.nullcontext() if fits else refused:
+            checkpoints.load(KEYS[0], 0, 7, torch.device("cpu"))
+
+
+def test_ranks_that_keep_latents_know_the_hash_of_all_weights(tmp_path: Path) -> None:
+    sampling = SvdSampling(num_frames=2, height=64, width=64, num_inference_steps=2)
+    demo = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
+    pipeline = Pipeline(demo, latents_folder=str(tmp_path))
+    pipeline._hash_weights()
+    assert pipeline.checkpoint is not None
+    assert pipeline._setup.weights == pipeline.checkpoint.file_hashes()
+    assert {name.partition("/")[0] for name in pipeline._setup.weights} >= {"unet", "vae"}
 
 
 # --- the manifest --------------------------------------------------------------------------------
