@@ -203,7 +203,9 @@ class PipelineStage:
             self._tools.check_wanted(action.clip)
             request = self._jobs[action.clip].request
             assert request.latents_key is not None, f"{action} without a key"
-            name = "" if request.output is None else repr(Path(request.output.path).name)
+            name = f"clip {action.clip}"
+            if request.output is not None:
+                name = repr(Path(request.output.path).name)
             packet = self._packets[action.clip] = writer.folder.load(
                 request.latents_key, action.clip, action.start, self._tools.device, name
             )
@@ -212,7 +214,7 @@ class PipelineStage:
                 check_tensors(sent, self._expected(action, packet.tensors))
             except MismatchError as error:
                 raise InputError(
-                    f"the latent checkpoint of {name or f'clip {action.clip}'} after step {action.start} has "
+                    f"the latent checkpoint of {name} after step {action.start} has "
                     f"other tensors than its model: {error}".replace("sent", "found"),
                     "remove it: the clip then begins anew",
                     details={"clip": action.clip, "steps": action.start, **error.details},
