@@ -24,6 +24,7 @@ from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (
     Interrupted,
+    OutputError,
     RankError,
     SvdppError,
     error_from_dict,
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
-    from svdpp.driver.jobs import ClipPlan, OutputPolicy, RunManifest
+    from svdpp.driver.jobs import ClipPlan, OutputPolicy
+    from svdpp.driver.manifest import RunManifest
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import ClipInput
 
@@ -248,14 +250,17 @@ class Run:
             SvdppError: a clip is lost or was refused; the error with the highest exit code.
         """
         from svdpp.diagnostics.report import diagnose
-        from svdpp.driver.jobs import open_manifest
+        from svdpp.driver.manifest import open_manifest
 
         console, policy = self.console, self.policy
         lost: list[dict[str, Any]] = [
             {"output": None, "error": error_to_dict(error)} for error in refused
         ]
         manifest = open_manifest(policy.manifest, pipeline.config, clips, lost)
-        made, figures = self._perform(pipeline, clips, manifest)
+        made, gone, figures = self._perform(pipeline, clips, manifest)
+        lost += [
+            {"output": output, "error": error_to_dict(error)} for output, error in gone.items()
+        ]
         for failure in pipeline.failures:
             output = clips.metadata[failure.clip]["output"]
             lost.append({"output": output, "error": error_to_dict(failure.error)})
@@ -263,10 +268,11 @@ class Run:
             limits = diagnose(figures, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, report if limits else "")
-        console.json([*clips.skipped, *made, *lost])
-        self._print(clips, made, lost)
+        skipped = [each for each in clips.skipped if each["output"] not in gone]
+        console.json([*skipped, *made, *lost])
+        self._print(skipped, made, lost)
         if lost:
-            num_clips = counted(len(clips.skipped) + len(made) + len(lost), "clip")
+            num_clips = counted(len(skipped) + len(made) + len(lost), "clip")
             errors = [error_from_dict(clip["error"]) for clip in lost]
             error = worst_of(errors, f"{len(lost)} of {num_clips} lost")
             error.details |= {
@@ -276,11 +282,14 @@ class Run:
             raise error
 
     def _print(
-        self, clips: ClipPlan, made: list[dict[str, Any]], lost: list[dict[str, Any]]
+        self,
+        skipped: list[dict[str, Any]],
+        made: list[dict[str, Any]],
+        lost: list[dict[str, Any]],
     ) -> None:
         """Prints a line for each clip, and says if it was finished before or lost."""
         console, out = self.console, self.policy.folder
-        for metadata in clips.skipped:
+        for metadata in skipped:
             console.result(f"{out / metadata['output']}  (was finished)")
         for metadata in made:
             console.result(f"{out / metadata['output']}")
@@ -302,16 +311,22 @@ class Run:
 
     def _perform(
         self, pipeline: Pipeline, clips: ClipPlan, manifest: RunManifest
-    ) -> tuple[list[dict[str, Any]], RunFigures | None]:
-        """The metadata of the finished clips, in the order of the request, and the figures."""
+    ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunFigures | None]:
+        """Return what was made, in the order of the request, what is gone since, and the figures.
+
+        Returns:
+            The metadata of the finished clips; the errors of those that somebody has removed, also
+            of an earlier run, by `output`; None for figures if nothing was measured.
+        """
         from svdpp.cli.progress import EventLog, Progress, labels
         from svdpp.diagnostics.figures import figures_of_run
+        from svdpp.driver.manifest import find_missing
 
         console, requests, config = self.console, clips.requests, pipeline.config
         if not requests:
             pipeline.dismiss()
             with manifest:  # a run that was killed after its last clip left an old manifest
-                return [], None
+                return [], {}, None
         console.info(_in_words(config, requests))
         progress = Progress(
             console,
@@ -335,8 +350,12 @@ class Run:
             finally:
                 if (figures := figures_of_run(pipeline, requests)) is not None:
                     manifest.measured(figures.to_json())
+            made = [result.metadata for result in results]
+            gone = find_missing(self.policy.folder, [*clips.skipped, *made])
+            for output, removed in gone.items():
+                manifest.lose(output, removed)
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
-        return [result.metadata for result in results], figures
+        return [each for each in made if each["output"] not in gone], gone, figures
 
     def show(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
         """Check a run, and print what it would make; `svdpp plan` forecasts its times.

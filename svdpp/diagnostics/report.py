@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures, figures_of
-from svdpp.driver.jobs import MANIFEST, read_manifest
+from svdpp.driver.manifest import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.forecast import forecast_layout

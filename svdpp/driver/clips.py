@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest
+from svdpp.driver.file_thread import FileThread
 from svdpp.errors import SvdppError, error_from_dict, reraisable
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
@@ -115,6 +116,7 @@ class ClipHandle(Future[ClipResult]):
 
 # At most three checkpoints of a rank are queued, so older clips get no more of them.
 _NUM_RECENT = 1000
+_CLEAN_UP_SECONDS = 20.0
 
 
 class OpenClips:
@@ -148,6 +150,8 @@ class OpenClips:
         self._finished: dict[int, ClipHandle] = {}
         # The requests of cancelled clips of which the ranks have not let go.
         self._cancelled: dict[int, ClipRequest] = {}
+        # Lists and removes files: a folder may not respond.
+        self._files = FileThread("checkpoints")
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
         self._failures: deque[ClipFailure] = deque(maxlen=max_failures)
@@ -292,14 +296,22 @@ class OpenClips:
             handle.set_result(ClipResult(handle.clip, handle.request, outcome))
 
     def _prune(self, request: ClipRequest) -> None:
-        if self._latents_folder is not None and request.latents_key is not None:
-            prune(self._latents_folder, request.latents_key)
+        folder, key = self._latents_folder, request.latents_key
+        if folder is not None and key is not None:
+            self._files.submit(lambda: prune(folder, key))
 
     def clean_up(self) -> None:
-        """Removes partly written and late files of clips, after all ranks have ended."""
+        """Remove partly written and late files of clips, after all ranks have ended.
+
+        Files in a folder that does not respond are left.
+        """
         for request, is_lost in self._recent:
             if not is_lost:
                 self._prune(request)
+        with contextlib.suppress(TimeoutError):
+            self._files.submit(self._remove_abandoned).result(_CLEAN_UP_SECONDS)
+
+    def _remove_abandoned(self) -> None:
         unfinished = [handle.request for handle in self._unfinished]
         requests = [*(request for request, _ in self._recent), *unfinished]
         folders = {Path(request.output.path).parent for request in requests if request.output}

@@ -1,28 +1,23 @@
-"""The jobs of a run: inputs x seeds as clips, those that are finished, and `run.json` of all."""
+"""The jobs of a run: inputs x seeds as clips, and those that are finished."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
-from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole, read_small_file
+from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
 from svdpp.config.pipeline import identity, latents_key, parameters_sha256
-from svdpp.errors import InputError, OutputError, RequestError, redact_all
+from svdpp.driver.manifest import MANIFEST, read_manifest
+from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.actions import Action, Kind
 from svdpp.worker.clip_metadata import (
     checked_clip_metadata,
     clip_metadata,
@@ -30,11 +25,6 @@ from svdpp.worker.clip_metadata import (
     parse_clip_json,
     weights_identity,
 )
-from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
-
-SCHEMA_VERSION = 1
-#: Of a run's manifest.
-MANIFEST = "run.json"
 
 _REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
 
@@ -112,6 +102,17 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
     if policy.format == "mp4":
         find_ffmpeg()
     return len(existing)
+
+
+def _check_is_manifest(path: Path) -> None:
+    try:
+        read_manifest(path)
+    except InputError as error:
+        raise RequestError(
+            f"{str(path)!r} exists and is not a run's manifest",
+            _REPLACE_OR_KEEP,
+            details={"path": str(path)},
+        ) from error
 
 
 def plan_clips(
@@ -260,145 +261,3 @@ def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> boo
             _REPLACE_OR_KEEP,
         )
     return is_readable
-
-
-# --- the manifest -------------------------------------------------------------------------------
-
-# Often enough to follow a run, seldom enough for a network folder.
-_WRITE_SECONDS = 1.0
-# Far above the size of a manifest with the largest allowed number of clips.
-_MAX_BYTES = 2**30
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """A run's manifest."""
-    data = read_small_file(path, "run's manifest", _MAX_BYTES)
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
-        content = None
-    if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
-        hint = f"name a folder that svdpp run wrote, or its {MANIFEST}"
-        raise InputError(f"{str(path)!r} is not a run's manifest", hint)
-    if content["schema_version"] != SCHEMA_VERSION:
-        raise InputError(f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}")
-    return content
-
-
-def _check_is_manifest(path: Path) -> None:
-    try:
-        read_manifest(path)
-    except InputError as error:
-        raise RequestError(
-            f"{str(path)!r} exists and is not a run's manifest", _REPLACE_OR_KEEP
-        ) from error
-
-
-def open_manifest(
-    path: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
-) -> RunManifest:
-    """The manifest of a run that is about to begin.
-
-    `lost` has an entry for each input that could not be read.
-    """
-    run = {
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": config.model.name,
-        "world_size": config.world_size,
-        "device": config.device,
-        "num_inference_steps": config.sampling.num_inference_steps,
-    }
-    before = [{**_entry(made), **_host(made), "state": "done"} for made in clips.skipped]
-    before += [{**entry, "state": "failed"} for entry in lost]
-    begun = [
-        {**_entry(metadata), "from_step": request.done_steps}
-        for metadata, request in zip(clips.metadata, clips.requests, strict=True)
-    ]
-    return RunManifest(path, run, begun, before)
-
-
-def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
-
-
-def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {"host": metadata["host"]} if metadata.get("host") else {}
-
-
-class RunManifest:
-    """`run.json`: the state of each clip; a context manager that observes a pipeline's events.
-
-    A killed run leaves clips that are `running`. If the manifest cannot be written during the run,
-    the run goes on and tries again. `clips` are the pipeline's, by index; `before` those that were
-    finished or lost before it began.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        run: Mapping[str, Any],
-        clips: Sequence[Mapping[str, Any]],
-        before: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self._path = path
-        self._content = redact_all({"schema_version": SCHEMA_VERSION, **run})
-        self._clips = redact_all([{**clip, "state": "pending"} for clip in clips])
-        self._content["clips"] = [*redact_all(before), *self._clips]
-        self._next_write = 0.0
-        self._changed = True
-
-    def __enter__(self) -> RunManifest:
-        self._write()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        for clip in self._clips:
-            if clip["state"] == "running":
-                clip["state"] = "pending"  # no rank works on it any longer
-                self._changed = True
-        # An error here would hide the one that ended the run.
-        with contextlib.nullcontext() if kind is None else contextlib.suppress(OutputError):
-            if self._changed:
-                self._write()
-
-    def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Takes one event of a rank."""
-        match event:
-            case (
-                Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
-                | ActionDone(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
-            ):
-                self._set(clip, "running")
-            case ClipDone():
-                self._set(event.clip, "done", **_host(event.metadata))
-            case ClipFailed():
-                self._set(event.clip, "failed", error=event.error)
-            case _:
-                pass
-        if self._changed and time.monotonic() >= self._next_write:
-            with contextlib.suppress(OutputError):
-                self._write()
-
-    def measured(self, figures: Mapping[str, Any]) -> None:
-        """Adds the figures of the run, for `svdpp report`; they are written on leaving."""
-        self._content["measured"] = redact_all(figures)
-        self._changed = True
-
-    def _set(self, clip: int, state: Literal["running", "done", "failed"], **more: Any) -> None:
-        if self._clips[clip]["state"] in ("done", "failed", state):
-            return
-        self._clips[clip].update(state=state, **redact_all(more))
-        self._changed = True
-
-    def _write(self) -> None:
-        begun = time.monotonic()
-        try:
-            output_files.write_json(self._path, self._content)
-        finally:  # a long manifest takes a fiftieth of the time
-            self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
-        self._changed = False

@@ -91,10 +91,15 @@ def remove_abandoned(folder: Path) -> None:
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
     """Write `record` as indented JSON, completely or not at all."""
+    write_text(path, json_text(record))
+
+
+def json_text(record: Mapping[str, object]) -> str:
+    """Return `record` as indented JSON, as `write_json` writes it."""
     text = io.StringIO()  # `dumps` would keep a list of every piece of a long manifest
     json.dump(dict(record), text, indent=2, allow_nan=False)
     text.write("\n")
-    write_text(path, text.getvalue())
+    return text.getvalue()
 
 
 def write_text(path: Path, text: str) -> None:

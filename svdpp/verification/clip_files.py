@@ -19,7 +19,7 @@ import numpy as np
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import read_small_file
-from svdpp.driver.jobs import MANIFEST
+from svdpp.driver.manifest import MANIFEST
 from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import inputs as photos

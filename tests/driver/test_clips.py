@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -18,7 +19,7 @@ import torch
 from svdpp.comm.packet import FIELDS, Packet
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver.clips import ClipProgress, OpenClips
-from svdpp.driver.jobs import RunManifest
+from svdpp.driver.manifest import RunManifest, find_missing
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import (
     ClosedError,
@@ -324,6 +325,7 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
     handles(0, ClipFailed(clip=1, error=error_to_dict(InputError("no"))))
     handles.end(ClosedError("the end"))
     of_others = {("1" * 64, 14), ("2" * 64, 14)}
+    handles._files.submit(lambda: None).result(60)  # until the calls before it are made
     assert saved(tmp_path) == of_others
     keep(0, 21)  # by a rank with a slow disk
     handles.clean_up()
@@ -408,7 +410,7 @@ def test_the_manifest_follows_each_clip_until_it_is_settled(tmp_path: Path) -> N
         manifest(0, ClipFailed(clip=0, error=error))
         manifest(1, ClipFailed(clip=1, error=error))
         manifest(1, ClipDone(clip=1, metadata={"host": "host1"}))
-        manifest._write()
+        manifest._write_at_once()
         assert _states(path) == ["failed", "done", "failed", "running", "pending"]
     assert _states(path) == ["failed", "done", "failed", "pending", "pending"]
     record = json.loads(path.read_text())
@@ -434,3 +436,56 @@ def test_a_manifest_that_cannot_be_written_ends_no_run_and_hides_no_error(
         manifest(0, ClipDone(clip=0, metadata={}))
         if raised:
             raise raised("the run's own")
+
+
+def test_a_run_that_ends_before_it_has_begun_leaves_the_manifest_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for earlier in (None, "of an earlier run"):
+        if earlier:
+            path.write_text(earlier)
+        with pytest.raises(RankError), RunManifest(path, {}, [{}]) as manifest:
+            manifest(0, Heartbeat(phase="loading the model"))
+            raise RankError("never started")
+        assert (path.read_text() if path.exists() else None) == earlier
+    with pytest.raises(RankError), RunManifest(path, {}, [{}]) as manifest:
+        manifest(0, Heartbeat(action="ENCODE c0 @0"))
+        raise RankError("died")
+    assert _states(path) == ["pending"]
+
+
+def test_finished_clips_that_somebody_removed_are_found(tmp_path: Path) -> None:
+    clips = [{"output": f"{name}.mp4"} for name in "abc"]
+    for name in ("a.mp4", "a.mp4.json", "b.mp4"):
+        (tmp_path / name).touch()
+    gone = find_missing(tmp_path, clips)
+    assert list(gone) == ["b.mp4", "c.mp4"]
+    assert "b.mp4.json' is gone" in gone["b.mp4"].message
+    assert list(find_missing(tmp_path / "removed", clips)) == ["a.mp4", "b.mp4", "c.mp4"]
+    path = tmp_path / "run.json"
+    with RunManifest(path, {}, clips) as manifest:
+        for clip in range(3):
+            manifest(0, ClipDone(clip=clip, metadata={}))
+        for output, error in gone.items():
+            manifest.lose(output, error)
+    assert _states(path) == ["done", "failed", "failed"]
+
+
+def test_a_folder_that_does_not_respond_does_not_stop_the_supervision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that supervises the ranks calls both objects with their events."""
+    responds = threading.Event()
+    monkeypatch.setattr("svdpp.driver.clips.prune", lambda *_: responds.wait())
+    handles = OpenClips(lambda _: None, latents_folder=str(tmp_path))
+    request = ClipRequest(seed=0, latents_key=KEYS[0])
+    (handle,) = handles.add([request], [28], for_results=False)
+    with RunManifest(tmp_path / "run.json", {}, [{}]) as manifest:
+        monkeypatch.setattr("svdpp.media.output_files.write_text", lambda *_: responds.wait())
+        manifest._next_write = 0.0
+        begun = time.monotonic()
+        for observer in (manifest, handles):
+            observer(0, Heartbeat(action="ENCODE c0 @0"))
+            observer(0, ClipDone(clip=0, metadata={}))
+        assert handle.done()
+        assert time.monotonic() - begun < allowing_for_others(5)
+        responds.set()

@@ -28,11 +28,10 @@ from svdpp.driver import resolve as memory
 from svdpp.driver.jobs import (
     ClipPlan,
     OutputPolicy,
-    RunManifest,
     check_outputs,
-    open_manifest,
     plan_clips,
 )
+from svdpp.driver.manifest import RunManifest, open_manifest
 from svdpp.driver.resolve import check_memory, resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video

@@ -1,0 +1,45 @@
+"""A thread for work with files, so that a folder that does not respond stops nothing else."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+
+class FileThread:
+    """Makes calls one after the other, in a daemon thread that starts with the first call.
+
+    A call on a network folder whose server is away returns when the server is back, or never. The
+    thread that supervises ranks therefore makes none itself.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], Future[None]]] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._starting = threading.Lock()
+
+    def submit(self, call: Callable[[], object]) -> Future[None]:
+        """Queue a call and return at once; the future has the error that the call raises."""
+        future: Future[None] = Future()
+        self._calls.put((call, future))
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                call()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)

@@ -1,0 +1,255 @@
+"""`run.json`: the state of each clip of a run, written beside the supervision of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from svdpp.config import PipelineConfig
+from svdpp.config.limits import read_small_file
+from svdpp.driver.file_thread import FileThread
+from svdpp.errors import InputError, OutputError, error_to_dict, redact_all
+from svdpp.media import output_files
+from svdpp.plan.actions import Action, Kind
+from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
+
+if TYPE_CHECKING:
+    from svdpp.driver.jobs import ClipPlan  # which checks an existing manifest
+
+SCHEMA_VERSION = 1
+#: Name of the file.
+MANIFEST = "run.json"
+
+# Often enough to follow a run, seldom enough for a network folder.
+_WRITE_SECONDS = 1.0
+# Far above the size of a manifest with the largest allowed number of clips.
+_MAX_BYTES = 2**30
+# For a file at the end of a run; a network folder that takes longer does not respond.
+_LAST_WRITE_SECONDS = 20.0
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the content of a run's manifest.
+
+    Raises:
+        InputError: there is none, or it is of another kind or version.
+    """
+    data = read_small_file(path, "run's manifest", _MAX_BYTES)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        content = None
+    if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
+        hint = f"name a folder that svdpp run wrote, or its {MANIFEST}"
+        raise InputError(f"{str(path)!r} is not a run's manifest", hint)
+    if content["schema_version"] != SCHEMA_VERSION:
+        raise InputError(
+            f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}",
+            details={"schema_version": content["schema_version"], "expected": SCHEMA_VERSION},
+        )
+    return content
+
+
+def open_manifest(
+    path: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
+) -> RunManifest:
+    """Return the manifest of a run that is about to begin.
+
+    Args:
+        path: of the file.
+        config: of the pipeline.
+        clips: what is to be made, and what is finished.
+        lost: an entry for each input that could not be read, with `output` None and its `error`.
+    """
+    run = {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": config.model.name,
+        "world_size": config.world_size,
+        "device": config.device,
+        "num_inference_steps": config.sampling.num_inference_steps,
+    }
+    before = [{**_entry(made), **_host(made), "state": "done"} for made in clips.skipped]
+    before += [{**entry, "state": "failed"} for entry in lost]
+    begun = [
+        {**_entry(metadata), "from_step": request.done_steps}
+        for metadata, request in zip(clips.metadata, clips.requests, strict=True)
+    ]
+    return RunManifest(path, run, begun, before)
+
+
+def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metadata[name] for name in ("output", "input", "seed", "parameters_sha256")}
+
+
+def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {"host": metadata["host"]} if metadata.get("host") else {}
+
+
+class RunManifest:
+    """`run.json`: the state of each clip; a context manager that observes a pipeline's events.
+
+    A killed run leaves clips that are `running`. A run that ends by an error before a clip has
+    begun leaves what was there before it. If the file cannot be written during the run, the run
+    goes on and tries again. A thread of its own writes it: the caller's supervises the ranks.
+
+    Args:
+        path: of the file.
+        run: what it says of the run as a whole.
+        clips: an entry for each clip of the pipeline, by index.
+        before: entries of clips that were finished or lost before the run began.
+
+    Raises:
+        OutputError: on entering, or on leaving without another error, the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run: Mapping[str, Any],
+        clips: Sequence[Mapping[str, Any]],
+        before: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._path = path
+        self._content = redact_all({"schema_version": SCHEMA_VERSION, **run})
+        self._clips = redact_all([{**clip, "state": "pending"} for clip in clips])
+        self._content["clips"] = [*redact_all(before), *self._clips]
+        self._next_write = 0.0
+        self._changed = True
+        self._has_begun = False
+        self._earlier: str | None = None
+        self._files = FileThread("manifest")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> RunManifest:
+        with contextlib.suppress(OSError, ValueError):
+            self._earlier = self._path.read_text()
+        self._write_at_once()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for clip in self._clips:
+            if clip["state"] == "running":
+                clip["state"] = "pending"  # no rank works on it any longer
+                self._changed = True
+        # An error here would hide the one that ended the run.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OutputError):
+            if kind is not None and not self._has_begun:
+                self._restore()
+            elif self._changed or self._writing is not None:
+                self._write_at_once()
+
+    def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
+        """Takes one event of a rank."""
+        match event:
+            case (
+                Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
+                | ActionDone(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
+            ):
+                self._set(clip, "running")
+            case ClipDone():
+                self._set(event.clip, "done", **_host(event.metadata))
+            case ClipFailed():
+                self._set(event.clip, "failed", error=event.error)
+            case _:
+                pass
+        if self._writing is not None and self._writing.done():
+            self._changed |= self._writing.exception() is not None
+            self._writing = None
+        if self._changed and self._writing is None and time.monotonic() >= self._next_write:
+            self._write()
+
+    def measured(self, figures: Mapping[str, Any]) -> None:
+        """Add the figures of the run, for `svdpp report`; they are written on leaving."""
+        self._content["measured"] = redact_all(figures)
+        self._changed = True
+
+    def lose(self, output: str, error: OutputError) -> None:
+        """Note that a finished clip was lost, before leaving the block.
+
+        Args:
+            output: name of its file, as in the clip's entry.
+            error: what happened to it.
+        """
+        for clip in self._content["clips"]:
+            if clip["output"] == output:
+                clip.update(state="failed", error=redact_all(error_to_dict(error)))
+                self._changed = True
+
+    def _set(self, clip: int, state: Literal["running", "done", "failed"], **more: Any) -> None:
+        if self._clips[clip]["state"] in ("done", "failed", state):
+            return
+        self._clips[clip].update(state=state, **redact_all(more))
+        self._changed = self._has_begun = True
+
+    def _write(self) -> None:
+        begun = time.monotonic()
+        text = output_files.json_text(self._content)
+        # A long manifest takes a fiftieth of the time.
+        self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
+        self._changed = False
+        self._writing = self._files.submit(lambda: output_files.write_text(self._path, text))
+
+    def _write_at_once(self) -> None:
+        self._write()
+        self._wait()
+
+    def _restore(self) -> None:
+        """Put back what was there before this run, of which nothing has begun."""
+        earlier = self._earlier
+        if earlier is None:
+            self._writing = self._files.submit(lambda: self._path.unlink(missing_ok=True))
+        else:
+            self._writing = self._files.submit(lambda: output_files.write_text(self._path, earlier))
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self._writing is not None
+        writing, self._writing = self._writing, None
+        try:
+            writing.result(_LAST_WRITE_SECONDS)
+        except TimeoutError:
+            raise OutputError(
+                f"{str(self._path)!r} cannot be written: its folder has not responded for "
+                f"{_LAST_WRITE_SECONDS:.0f} s",
+                details={"path": str(self._path), "timeout_seconds": _LAST_WRITE_SECONDS},
+            ) from None
+
+
+def find_missing(folder: Path, clips: Sequence[Mapping[str, Any]]) -> dict[str, OutputError]:
+    """Return an error for each finished clip whose video or JSON is not in `folder` any more.
+
+    Somebody may delete a folder while a run writes into it.
+
+    Args:
+        folder: of the run.
+        clips: metadata of the finished clips, whose `output` is the name of the video.
+
+    Returns:
+        The errors by `output`, in the order of `clips`.
+    """
+    try:
+        there = set(os.listdir(folder))
+    except OSError:
+        there = set()
+    missing = {}
+    for name in (clip["output"] for clip in clips):
+        if gone := [each for each in (name, f"{name}.json") if each not in there]:
+            missing[name] = OutputError(
+                f"{str(folder / gone[0])!r} is gone: it was written, and removed during the run",
+                "the same command with --resume makes the clip again",
+                details={"path": str(folder / gone[0])},
+            )
+    return missing
