@@ -301,7 +301,7 @@ class Run:
                 "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits "
                 "may differ; a smaller --decode-chunk-size or fewer --gpus lower memory"
             )
-        if any(each.get("cfg_parallel", 1) > 1 and each["exact"] is not True for each in made):
+        if any(each.get("cfg_parallel", 1) > 1 and each["exact"] == "unproven" for each in made):
             console.info(
                 "not called exact: pairs divide a batch of two; svdpp verify --cfg-parallel 2"
             )

@@ -254,7 +254,7 @@ def _memory(config: PipelineConfig, _: Path) -> str:
             raise OutOfMemoryError(
                 text,
                 "--decode-chunk-size 2, --memory-opt, fewer ranks, or no --dtype fp32 lower it",
-                details={"asked": size, "free": free},
+                details={"requested_bytes": size, "free_bytes": free, "device": device},
             )
     return text
 

@@ -225,6 +225,10 @@ def check_memory(
             f"{gib_text(needed)}, {gib_text(free)} free",
             "a smaller --world, --height and --width, --frames or --decode-chunk-size, or --dtype "
             "bf16, lowers it",
+            details={
+                **{"requested_bytes": needed, "free_bytes": free, "device": "cpu"},
+                "num_ranks": len(ranks),
+            },
         )
 
 

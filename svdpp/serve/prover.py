@@ -223,7 +223,11 @@ def _check_gpu(config: PipelineConfig) -> None:
     if need > free:
         raise OutOfMemoryError(
             f"the whole model needs about {need / 2**30:.1f} GiB on a GPU beside the "
-            f"ranks, and {config.device} has {free / 2**30:.1f} GiB free"
+            f"ranks, and {config.device} has {free / 2**30:.1f} GiB free",
+            details={
+                **{"requested_bytes": round(need), "free_bytes": free},
+                "device": config.device,
+            },
         )
 
 

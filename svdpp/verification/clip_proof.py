@@ -189,8 +189,15 @@ def prove(
 
 
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
-    unproven = "" if clip.metadata["exact"] is True else "its metadata say: exact is unproven"
-    if unproven and clip.metadata.get("cfg_parallel", 1) > 1:
+    exact = clip.metadata["exact"]
+    unproven = "" if exact is True else "its metadata say: exact is unproven"
+    if clip.metadata.get("memory_pressure"):
+        unproven = "GPU memory had run short when it was made: cuDNN may have used other kernels"
+    elif recomputed.get("memory_pressure"):
+        unproven = (
+            "GPU memory ran short in the reference: its bits may not be diffusers' usual ones"
+        )
+    elif unproven and clip.metadata.get("cfg_parallel", 1) > 1:
         unproven = "a pair divided a batch: --atol X allows a distance"
 
     def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:

@@ -39,7 +39,7 @@ from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import ReferenceSetup
-from svdpp.worker.device import device_name, out_of_memory_named
+from svdpp.worker.device import MemoryPressure, device_name, out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
 from svdpp.worker.rank import load_model
 from svdpp.worker.side_threads import Reporter
@@ -56,7 +56,7 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
     """Computes the clips, and reports each."""
     begun, checkpoint, sampling = time.monotonic(), setup.checkpoint, setup.config.sampling
     reference: Reference | _DummyReference
-    with out_of_memory_named(None):
+    with out_of_memory_named(None, device):
         if checkpoint is None:
             reference = _DummyReference(setup.config, device)
         else:
@@ -67,7 +67,7 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
     recorder = _Recorder(setup, device, reporter)
     for clip, request in enumerate(setup.requests):
         recorder.begin(clip)
-        with out_of_memory_named("reference"):
+        with out_of_memory_named("reference", device):
             made = reference.run(
                 request,
                 read_source(request, sampling),
@@ -89,6 +89,8 @@ class _Recorder:
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
         self._copies = SideStream(self._device)
+        # As a rank's clips: those of a reference that ran short of memory prove nothing.
+        self._memory_pressure = MemoryPressure(self._device)
         self._store = None if setup.folder is None else TensorStore(setup.folder)
 
     def begin(self, clip: int) -> None:
@@ -113,7 +115,9 @@ class _Recorder:
         audio = audio and Audio(self._on_host(audio.samples), audio.rate)
         if self._store is not None and frames is not None:
             keep_result(self._store, self._clip, frames, audio)
+        pressed = {"memory_pressure": True} if self._memory_pressure.rose() else {}
         metadata = {
+            **pressed,
             "latents_sha256": tensor_sha256(self._on_host(latent)),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
             **audio_hashes(audio),

@@ -165,7 +165,7 @@ class _ClipMetadata(BaseModel):
     crf: int
     versions: dict[str, str] = Field(default_factory=dict)
     conditions: dict[str, Any] = Field(default_factory=dict)
-    exact: bool | Literal["unproven"] = True
+    exact: bool | Literal["unproven", "memory_pressure"] = True
     latents_sha256: _Sha256
     frames_sha256: _Sha256
     audio_sha256: _Sha256 | None = None  # of a clip with sound

@@ -15,7 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from svdpp.comm import streams
 from svdpp.config import PipelineConfig
-from svdpp.errors import OutOfMemoryError, RequestError, first_line, is_out_of_memory
+from svdpp.errors import (
+    OutOfMemoryError,
+    RequestError,
+    SvdppError,
+    first_line,
+    is_out_of_memory,
+    memory_details,
+)
 from svdpp.launch import gpus, process_group
 from svdpp.launch.world import World
 from svdpp.media import output_files
@@ -28,8 +35,10 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
-        with out_of_memory_named(None):
+        with out_of_memory_named(None, device, world.rank):
             streams.use_device(device)
+    except OutOfMemoryError:  # also a RuntimeError
+        raise
     except (AssertionError, RuntimeError) as error:
         raise RequestError(
             f"{name} cannot be used: {first_line(error)}", "svdpp doctor shows which devices work"
@@ -71,20 +80,29 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
-class MemoryPressure:
-    """Tells whether the CUDA allocator has run short of memory since the last call.
+# Retried and failed allocations of a device when its first `MemoryPressure` of this process began.
+_events_before: dict[torch.device, int] = {}
 
-    cuDNN then silently falls back to kernels with a smaller workspace, and the bits change.
+
+class MemoryPressure:
+    """Whether the CUDA allocator of this process has run short of memory.
+
+    cuDNN then silently falls back to a kernel with a smaller workspace, and the bits change. It
+    keeps that choice for all later calls of the same shape, so the state is one of the process: all
+    clips after the first shortage may differ, not only the one during which it happened, and also
+    those of a later pipeline in the same process.
+
+    Args:
+        device: of the rank, after its model is loaded; on the CPU nothing falls back.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._count = self._events()
+        self._before = _events_before.setdefault(device, self._events())
 
     def rose(self) -> bool:
-        """Whether an allocation was retried or failed since the last call."""
-        before, self._count = self._count, self._events()
-        return self._count > before
+        """Whether an allocation of this process was retried or failed, now or for a clip before."""
+        return self._events() > self._before
 
     def _events(self) -> int:
         stats = torch.cuda.memory_stats(self._device) if self._device.type == "cuda" else {}
@@ -146,21 +164,50 @@ _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
 
 
 @contextmanager
-def out_of_memory_named(doing: Action | Literal["reference"] | None) -> Iterator[None]:
-    """Raises `OutOfMemoryError` for any error that reports a lack of memory.
+def out_of_memory_named(
+    doing: Action | Literal["reference"] | None,
+    device: torch.device | str | None = None,
+    rank: int | None = None,
+) -> Iterator[None]:
+    """Turn any error that reports a lack of memory into one that says of what, where, and how much.
 
-    `doing` is the current work, None while the model loads.
+    Args:
+        doing: the current work; None while the model loads.
+        device: on which the block works; None: not known yet.
+        rank: that works; None: the process of the reference.
+
+    Raises:
+        OutOfMemoryError: with what is known of `requested_bytes`, `free_bytes`, `device` and `rank`
+            in `details`, and clip and step of an action. The allocator's message says how much was
+            requested, except Python's own and those of CUDA's libraries; what is free is measured
+            if the message does not say it.
     """
     try:
         yield
-    except OutOfMemoryError:
-        raise
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
             raise
+        known = memory_details(error)
+        if device is not None:
+            known["device"] = str(device)
+        if rank is not None:
+            known["rank"] = rank
+        if isinstance(doing, Action):
+            known = {"clip": doing.clip, "step": doing.start, **known}
+        if "free_bytes" not in known and "device" in known:
+            # The number matters less than the error, which a broken driver must not hide.
+            with contextlib.suppress(SvdppError, OSError, RuntimeError):
+                known["free_bytes"] = _free_bytes(known["device"])
+        if isinstance(error, OutOfMemoryError):
+            raise OutOfMemoryError(error.message, error.hint, details=known) from error
         kind = doing.kind if isinstance(doing, Action) else doing
         part, knob = _MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
-        raise OutOfMemoryError(f"out of memory while {part}: {first_line(error)}", knob) from error
+        message = f"out of memory while {part}: {first_line(error)}"
+        raise OutOfMemoryError(message, knob, details=known) from error
+
+
+def _free_bytes(device: str) -> int:
+    return gpus.free_bytes(device) if device.startswith("cuda") else gpus.available_bytes()
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:

@@ -135,7 +135,7 @@ def _prepared_stage(
     reporter.device = name
     reporter.phase("loading the model")
     begun = time.monotonic()
-    with out_of_memory_named(None):
+    with out_of_memory_named(None, device, rank):
         model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
         load_seconds = time.monotonic() - begun
         reporter.phase("joining the other ranks")

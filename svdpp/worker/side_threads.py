@@ -245,7 +245,7 @@ class ClipWriter(BoundedExecutor):
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
             **audio_hashes(audio),
-            **({"memory_pressure": True} if packet.memory_pressure else {}),
+            **_pressed(job, packet),
             "compute_seconds": round(packet.compute_seconds, 3),
             "wall_seconds": round(time.time() - packet.begun_at, 3),
             "resumed_from_step": job.request.done_steps,
@@ -261,6 +261,14 @@ class ClipWriter(BoundedExecutor):
             metadata = {**metadata, "file_sha256": sha256}
             output_files.write_json(Path(output.json_path), metadata)
         return metadata
+
+
+def _pressed(job: ClipJob, packet: Packet) -> dict[str, Any]:
+    """The metadata of a clip for which memory may have been short: its bits are not proven."""
+    if not packet.memory_pressure:
+        return {}
+    is_exact = job.metadata.get("exact", True) is True
+    return {"memory_pressure": True, **({"exact": "memory_pressure"} if is_exact else {})}
 
 
 class LatentCheckpointWriter(BoundedExecutor):

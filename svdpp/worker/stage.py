@@ -21,7 +21,14 @@ from svdpp.comm.packet import Packet, Specs, TensorSpec, check_tensors, mismatch
 from svdpp.comm.streams import Readback
 from svdpp.comm.transport import Channel, PendingPacket, Transport
 from svdpp.config import ClipRequest, SamplingConfig
-from svdpp.errors import InputError, MismatchError, NotFiniteError
+from svdpp.errors import (
+    InputError,
+    MismatchError,
+    NotFiniteError,
+    SvdppError,
+    first_line,
+    is_out_of_memory,
+)
 from svdpp.models.base import (
     DTYPES,
     LATENTS,
@@ -156,7 +163,7 @@ class PipelineStage:
         self._reporter.at(action)
         profiler = self._tools.profiler
         profiled = nullcontext() if profiler is None else profiler.over(action)
-        with out_of_memory_named(action), profiled:
+        with out_of_memory_named(action, self._tools.device, self._tools.rank), profiled:
             self._performers[action.kind](action)
 
     def rest(self) -> None:
@@ -190,8 +197,10 @@ class PipelineStage:
             packet.begun_at = time.time()
             with self._timed(action):
                 model = self._model_of(self._sampling_of(action))
-                packet.tensors = model.encode(prepared, request)
+                with _failures_of_clip(action):
+                    packet.tensors = model.encode(prepared, request)
                 streams.wait_for_queue(self._tools.device)
+            packet.memory_pressure |= self._tools.memory_pressure.rose()
             if request.prompt is not None and (cut := model.removed_text(request.prompt)):
                 self._reporter.send(PromptCut(clip=action.clip, text=cut))
 
@@ -416,6 +425,29 @@ class PipelineStage:
         self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - start
 
 
+@contextmanager
+def _failures_of_clip(action: Action) -> Iterator[None]:
+    """Turn an ordinary exception of an encode into one that concerns its clip alone.
+
+    diffusers and transformers raise any kind for a prompt or an image that they cannot take, and
+    the rank can go on. It cannot after an error of CUDA, and should not without memory.
+    """
+    try:
+        yield
+    except SvdppError:
+        raise
+    except Exception as error:
+        is_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+        if is_device or is_out_of_memory(error):
+            raise
+        kind = type(error).__name__
+        raise InputError(
+            f"clip {action.clip} cannot be encoded: {kind}: {first_line(error)}",
+            "check its image and its prompt",
+            details={"clip": action.clip, "exception": kind},
+        ) from error
+
+
 def _like_first(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
     """The spec that a tensor must have, given that of the first packet of its kind."""
     if spec is None or not name.startswith(_RECORD):
@@ -557,5 +589,6 @@ class StepChecks:
                 raise NotFiniteError(
                     f"the latent is not finite after step {step}, done by rank {self._rank}",
                     "check the weights, or use --dtype bf16 or fp32, which have a larger range",
+                    details={"step": step, "rank": self._rank},
                 )
             self._on_done(step, after.seconds_since(before))

@@ -17,6 +17,7 @@ from svdpp.comm.packet import FIELDS, Header, Packet
 from svdpp.comm.transport import Transport
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors, VideoModel
 from svdpp.plan.actions import Action
+from svdpp.worker import rank as worker
 from svdpp.worker.side_threads import Reporter
 from svdpp.worker.stage import Denoising, PipelineStage
 from svdpp.worker.tensor_files import solver_history
@@ -28,6 +29,15 @@ def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
     middle = changed.view(-1)[changed.numel() // 2]
     middle.copy_(torch.nextafter(middle, torch.full_like(middle, torch.inf)))
     return changed
+
+
+#: Bytes that no machine has.
+TOO_MUCH = 2**58
+
+
+def ask_for_too_much() -> torch.Tensor:
+    """Raise torch's own error of its CPU allocator."""
+    return torch.empty(TOO_MUCH, dtype=torch.uint8)
 
 
 def damaged_packets(field: str, packet: Packet) -> list[Packet]:
@@ -62,8 +72,9 @@ class Damage:
     the latent that leaves the rank to the next larger floating-point number, `state` one of the
     history of a multistep solver, `prediction` one of the first prediction that a rank of a pair
     sends; `skip` omits the rank's first step of the clip; `nan` fills the latent that enters the
-    rank with NaN; `header` changes `field` of the header that the rank sends; `packet` changes the
-    packet that it sends, as `field` says: see `damaged_packets`.
+    rank with NaN; `header` changes `field` of the header that the rank sends; `memory` allocates
+    more than there is at `place`; `packet` changes the packet that it sends, as `field` says: see
+    `damaged_packets`.
 
     Places, of which the first two come before all clips: `start` (before the rank's first report),
     `load` (of the model), `step<k>` of the clip, `step` (its first one on this rank), or another
@@ -83,6 +94,8 @@ class Damage:
         self._damage_steps(rank)
         if self.kind == "header" and rank == self.rank:
             self._damage_headers()
+        if self.kind == "memory" and self.place == "load" and rank == self.rank:
+            worker.load_model = lambda *_, **__: ask_for_too_much()  # type: ignore[assignment]
         if self.kind == "packet" and rank == self.rank:
             self._damage_packets()
 
@@ -98,8 +111,10 @@ class Damage:
 
     def reach(self, rank: int, clip: int, place: str) -> None:
         """Called when `rank` reaches `place`."""
-        if self.kind not in ("hang", "raise") or not self.is_at(rank, clip, place):
+        if self.kind not in ("hang", "raise", "memory") or not self.is_at(rank, clip, place):
             return
+        if self.kind == "memory" and place != "load":
+            ask_for_too_much()
         is_awaited = bool(self.until) or self.kind == "hang"
         while is_awaited and not (self.until and Path(self.until).exists()):
             time.sleep(0.02)

@@ -23,13 +23,13 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import RankError
+from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.plan.costs import Costs
 from svdpp.worker.messages import ClipDone, Event, Heartbeat
 from svdpp.worker.tensor_files import saved_steps
 from tests.cli.shell import PHOTO
 from tests.faults.conftest import NUM_FRAMES, RUN, WORLD_SIZE, StartCommand
-from tests.faults.damage import Damage
+from tests.faults.damage import TOO_MUCH, Damage
 from tests.faults.processes import allowing_for_others, is_there, ranks_below, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
@@ -60,8 +60,9 @@ def _warm_fork_server() -> None:
 def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The temporary folder of this process and its ranks; nothing may be left in it."""
     ranks_before, before = set(_ranks().values()), _temporary_names()
-    monkeypatch.setattr(tempfile, "tempdir", str(home))
-    yield home
+    with monkeypatch.context() as patches:  # ends before the session's folder is looked at
+        patches.setattr(tempfile, "tempdir", str(home))
+        yield home
     assert set(_ranks().values()) <= ranks_before
     left = {path.name for path in home.iterdir()} - {"gate", "out"}
     assert not left, left
@@ -245,6 +246,22 @@ def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
         results = pipeline.run(_clips())
     assert heartbeats[-1] - heartbeats[0] > 3 * heartbeat_timeout
     assert [result.clip for result in results] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("place", "part"), [("load", "loading the model"), ("step2", "step")])
+@pytest.mark.usefixtures("temporary_files")
+def test_a_lack_of_memory_says_what_was_requested_and_free(place: str, part: str) -> None:
+    damage = Damage("memory", MIDDLE, 1, place=place)
+    with (
+        pytest.raises(OutOfMemoryError, match=part) as caught,
+        Pipeline(DUMMY, fault=damage) as own,
+    ):
+        own.run(_clips())
+    details = caught.value.details
+    assert details["requested_bytes"] == TOO_MUCH
+    assert 2**20 < details["free_bytes"] < TOO_MUCH
+    assert (details["device"], details["rank"]) == ("cpu", MIDDLE)
+    assert caught.value.exit_code == 4
 
 
 @pytest.mark.usefixtures("temporary_files")

@@ -11,6 +11,7 @@ from svdpp.config import ModelConfig, PipelineConfig
 from svdpp.errors import OutOfMemoryError, RequestError, first_line
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action
+from svdpp.worker import device
 from svdpp.worker.device import MemoryPressure, out_of_memory_named, take_device
 
 GPU = torch.device("cuda:1")
@@ -39,16 +40,19 @@ def test_a_device_that_cannot_be_taken(
         take_device(CONFIG, WORLD)
 
 
-def test_memory_pressure_is_what_came_since_it_was_last_asked(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["num_alloc_retries", "num_ooms"])
+def test_memory_pressure_lasts_for_the_life_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """cuDNN keeps the kernel that it chose without memory for all later clips."""
     stats = {"num_alloc_retries": 1, "num_ooms": 0}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: dict(stats))
+    monkeypatch.setattr(device, "_events_before", {})
     pressure = MemoryPressure(GPU)
     assert not pressure.rose()
-    for name in stats:
-        stats[name] += 1
-        assert [pressure.rose(), pressure.rose()] == [True, False]
+    stats[name] += 1
+    assert [pressure.rose(), pressure.rose()] == [True, True]
+    assert MemoryPressure(GPU).rose(), "of a later pipeline in the same process"
     assert not MemoryPressure(torch.device("cpu")).rose()
 
 
@@ -78,17 +82,37 @@ ENCODE, DENOISE, DECODE = map(Action.parse, ("ENCODE c0 @0", "DENOISE c0 0:4", "
 def test_a_lack_of_memory_names_part_cause_and_knob(
     error: Exception, doing: Action | Literal["reference"] | None, words: str, knob: str
 ) -> None:
-    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(doing):
+    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(doing, "cpu", 3):
         raise error
     assert str(caught.value) == f"out of memory while {words}: {first_line(error)}"
     assert knob in caught.value.hint
     assert caught.value.exit_code == 4
+    details = caught.value.details
+    assert (details["device"], details["rank"]) == ("cpu", 3)
+    if error is CUDA:
+        sizes = round(5.25 * 2**30), round(1.06 * 2**30)
+        assert (details["requested_bytes"], details["free_bytes"]) == sizes
+    else:
+        assert details["free_bytes"] > 2**20
+    if doing is DENOISE:
+        assert (details["clip"], details["step"]) == (0, 0)
+
+
+def test_a_load_without_memory_keeps_its_words_and_gets_the_rank() -> None:
+    inner = OutOfMemoryError("unet needs more", "use fp16", details={"requested_bytes": 7})
+    with pytest.raises(OutOfMemoryError) as caught, out_of_memory_named(None, "cpu", 1):
+        raise inner
+    assert (caught.value.message, caught.value.hint) == (inner.message, inner.hint)
+    details = caught.value.details
+    assert details.pop("free_bytes") > 2**20
+    assert details == {"requested_bytes": 7, "device": "cpu", "rank": 1}
 
 
 def test_the_host_allocators_refusal_is_a_lack_of_memory() -> None:
     words = f"while decoding the frames: .*you tried to allocate {2**58} bytes"
-    with pytest.raises(OutOfMemoryError, match=words), out_of_memory_named(DECODE):
+    with pytest.raises(OutOfMemoryError, match=words) as caught, out_of_memory_named(DECODE):
         torch.empty(2**58, dtype=torch.uint8)
+    assert caught.value.details["requested_bytes"] == 2**58
 
 
 def test_other_errors_pass_through() -> None:

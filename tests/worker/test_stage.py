@@ -15,6 +15,7 @@ import torch
 
 from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, LatentSpec, SvdSampling
+from svdpp.errors import InputError, ModelError
 from svdpp.models.base import Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
@@ -33,10 +34,14 @@ class _Clock:
         self.said: list[Event] = []
         self.send = self.said.append
         self.at = Mock()
+        self.failed: list[tuple[int, BaseException]] = []
         self.sent: dict[object, list[object]] = defaultdict(list)
 
     def monotonic(self) -> float:
         return self.now
+
+    def clip_failed(self, clip: int, error: BaseException) -> None:
+        self.failed.append((clip, error))
 
     def put(self, *_: object) -> None:
         self.now += 50.0
@@ -49,9 +54,9 @@ def _stage(clock: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineSta
     return stage.PipelineStage(tools, model, SvdSampling())
 
 
-def _work(clip: int) -> Work:
+def _work(clip: int, *, seed: int = 0) -> Work:
     texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"DECODE c{clip} @1", f"FINISH c{clip} @1"
-    return Work(actions=texts, jobs=(ClipJob(clip=clip, request=ClipRequest(seed=0)),))
+    return Work(actions=texts, jobs=(ClipJob(clip=clip, request=ClipRequest(seed=seed)),))
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +87,36 @@ def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
         alone.perform(action)
     assert isinstance(clock.said[-1], ClipDropped)
     assert not any((alone._frames, alone._audio, alone._packets, alone._jobs))
+
+
+@pytest.mark.parametrize(
+    ("raised", "is_of_clip"),
+    [
+        (KeyError("a token"), True),
+        (ValueError("the image is too narrow"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (ModelError("the checkpoint is wrong"), False),
+    ],
+)
+def test_an_exception_of_one_encode_is_that_clips_failure(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, is_of_clip: bool
+) -> None:
+    def encode(model: DummyModel, prepared: object, request: ClipRequest) -> Tensors:  # noqa: ARG001
+        if request.seed == 0:
+            raise raised
+        return {"latents": torch.zeros(1, 4, 2, 8, 8)}
+
+    monkeypatch.setattr(DummyModel, "encode", encode)
+    clock = _Clock()
+    alone, works = _stage(clock, lambda _: False), (_work(0), _work(1, seed=1))
+    with nullcontext() if is_of_clip else pytest.raises(Exception, match=r"CUDA|memory|checkpoint"):
+        for work in works:
+            alone.expect(work)
+            for action in work.actions:
+                alone.perform(action)
+    assert [(clip, type(error)) for clip, error in clock.failed] == [(0, InputError)] * is_of_clip
+    assert clock.now == (50.0 if is_of_clip else 0.0), "the other clip is written"
 
 
 THEIRS = {"prediction": torch.ones(1)}

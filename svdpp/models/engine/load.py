@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from transformers.processing_utils import ProcessorMixin
 
 from svdpp.config import ModelConfig
-from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory
+from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_details
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.loras import load_loras
@@ -206,6 +206,7 @@ def _load_module(
         raise OutOfMemoryError(
             f"{part} needs more memory than {device} has free",
             "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
+            details={**memory_details(error), "device": str(device), "part": part},
         ) from error
 
 
