@@ -1,4 +1,4 @@
-"""The folder of uploaded images, and the process that decodes each one before it is kept.
+"""Folder of uploaded images, and the process that decodes each one before it is kept.
 
 The process limits itself before it reads the file: memory, CPU time, no files written, no core
 dumped.
@@ -7,6 +7,8 @@ dumped.
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
 import resource
@@ -16,8 +18,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image
 
@@ -35,11 +39,16 @@ from svdpp.media.inputs import (
 )
 
 # Of the process that decodes an image. The largest images that `media.inputs` takes, 50 million
-# pixels, need up to 1.1 GB and 3 seconds.
+# pixels, need up to 1.1 GB and 3 seconds; 24 million pixels of a progressive JPEG 1.2 s.
 #: Of address space.
 MAX_BYTES = 2 * 2**30
-#: Of CPU time, whole seconds.
+#: Of CPU time, whole seconds, for a video.
 CPU_SECONDS = 20
+#: Of CPU time for an image: to start and read its header, and for each million of its pixels.
+IMAGE_CPU_SECONDS = 3
+CPU_SECONDS_PER_MEGAPIXEL = 0.25
+#: Of scans of a JPEG. A progressive one has about ten, and each can cost as much as the image.
+MAX_SCANS = 100
 #: From its start to its answer.
 SECONDS = 30.0
 #: How many images are decoded at the same time.
@@ -59,6 +68,10 @@ _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 _ANSWER = re.compile(r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7})")
 #: Before the message and the hint of an error.
 _REFUSED = "refused\0"
+#: Of a JPEG: what begins a segment, or ends an image. In the data of a scan 0xff is followed by 0,
+#: or by a restart marker.
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+_START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 #: Suffixes of the stored files, by Pillow's name of the format; the others' are that name. MPO is
 #: a JPEG with further images behind the first.
 _SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
@@ -66,6 +79,62 @@ _SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
 
 class DecoderBusyError(SvdppError):
     """Too many images are being decoded: the same request can succeed later."""
+
+
+class DecoderPlaces:
+    """Places of decoders, for which owners take turns. Any thread may call it.
+
+    Next is an owner who has the fewest decoders, and of these the one who was served longest ago:
+    so one owner's many images delay another's by one image at most.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._changed = threading.Condition()
+        self._waiting: list[list[str]] = []  # lists, because two requests of one owner differ
+        self._running = Counter[str]()
+        self._served: dict[str, int] = {}
+        self._num_served = 0
+
+    @contextlib.contextmanager
+    def place(self, owner: str, seconds: float) -> Iterator[None]:
+        """Hold a place during the block.
+
+        Args:
+            owner: name of the key whose turn is used.
+            seconds: how long to wait for a place.
+
+        Raises:
+            DecoderBusyError: no place became free in time.
+        """
+        request = [owner]
+        with self._changed:
+            self._waiting.append(request)
+            try:
+                if not self._changed.wait_for(lambda: self._is_next(request), seconds):
+                    text = f"no image could be checked within {seconds:g} s: too many are"
+                    details = {"timeout_seconds": seconds}
+                    raise DecoderBusyError(text, "try again later", details=details)
+                self._free -= 1
+                self._num_served += 1
+                self._running[owner] += 1
+                self._served[owner] = self._num_served
+            finally:
+                self._waiting = [each for each in self._waiting if each is not request]
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._running[owner] -= 1
+                self._changed.notify_all()
+
+    def _is_next(self, request: list[str]) -> bool:
+        def turn(other: list[str]) -> tuple[int, int]:
+            return self._running[other[0]], self._served.get(other[0], 0)
+
+        return self._free > 0 and min(self._waiting, key=turn) is request
 
 
 class PhotoFolder:
@@ -77,19 +146,37 @@ class PhotoFolder:
     def __init__(self, folder: Path, max_pixels: int = MAX_PIXELS) -> None:
         self._folder = folder.absolute()
         self._max_pixels = max_pixels
-        self._places = threading.BoundedSemaphore(AT_ONCE)
+        self._places = DecoderPlaces(AT_ONCE)
         self._errors = f"cannot keep an image in {str(self._folder)!r}"
         with output_files.disk_errors(self._errors):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def keep(
-        self, source: BinaryIO, id: str, name: str, video_frames: int = 0, video: str = ""
+        self,
+        source: BinaryIO,
+        id: str,
+        name: str,
+        video_frames: int = 0,
+        video: str = "",
+        owner: str = "",
     ) -> Photo:
-        """Store the image in `source` durably, once it is decoded; if it raises, no file is left.
+        """Store an image durably, once it is decoded; if it raises, no file is left.
 
-        `name` is for messages, by `shown_name`; the name of the returned path is `Job.photo`, or
-        that of the `video` in `Job.videos_in`. With `video_frames` it may also be a video with as
-        many.
+        Args:
+            source: content of the image, which is read from its beginning.
+            id: id of the job.
+            name: name for messages, by `shown_name`.
+            video_frames: number of frames of a video that is taken as well; 0 takes images only.
+            video: name of the video in `Job.videos_in`; empty for `Job.photo`.
+            owner: name of the key, whose turn it must be.
+
+        Returns:
+            The stored file, with its SHA-256, width and height.
+
+        Raises:
+            InputError: it is not an image, or one beyond the limits.
+            DecoderBusyError: no decoder was free in time.
+            OutputError: the disk cannot be written.
         """
         upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
@@ -98,7 +185,7 @@ class PhotoFolder:
                 with open(upload, "wb") as file:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
-                sha256, suffix, *size = self._decoded(upload, name, video_frames)
+                sha256, suffix, *size = self._decoded(upload, name, video_frames, owner)
                 final = self._folder / f"{id}{f'.{video}' if video else suffix}"
                 output_files.sync(upload)
                 os.rename(upload, final)
@@ -109,13 +196,9 @@ class PhotoFolder:
             raise
         return Photo(final, sha256, *map(int, size))
 
-    def _decoded(self, upload: Path, name: str, video_frames: int) -> tuple[str, ...]:
-        if not self._places.acquire(timeout=_WAIT_SECONDS):
-            raise DecoderBusyError("too many images are being checked", "try again later")
-        try:
+    def _decoded(self, upload: Path, name: str, video_frames: int, owner: str) -> tuple[str, ...]:
+        with self._places.place(owner, _WAIT_SECONDS):
             return _run_decoder(upload, name, video_frames, self._max_pixels)
-        finally:
-            self._places.release()
 
 
 def shown_name(name: str | None) -> str:
@@ -129,7 +212,7 @@ def shown_name(name: str | None) -> str:
 
 
 def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) -> tuple[str, ...]:
-    numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS
+    numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS, MAX_SCANS
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = start_helper(
             "svdpp.serve.photos",
@@ -148,13 +231,33 @@ def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) ->
     if match := _ANSWER.fullmatch(text):
         return match.groups()
     if text.startswith(_REFUSED):
-        message, _, hint = text.removeprefix(_REFUSED).partition("\0")
-        raise InputError(message.replace(repr(str(upload)), repr(name)), hint)
+        raise _refusal_of(text.removeprefix(_REFUSED), upload, name)
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     why = f"cannot be decoded: the decoder ended with {how}"
     if code == -signal.SIGXCPU:
         why = "takes too long to decode"
-    raise InputError(f"{name!r} {why}", "save it again as PNG or JPEG")
+    details = {"exit_code": code, "cpu_seconds": CPU_SECONDS, "timeout_seconds": SECONDS}
+    raise InputError(f"{name!r} {why}", "save it again as PNG or JPEG", details=details)
+
+
+def _refusal_of(text: str, upload: Path, name: str) -> InputError:
+    """Return the error that a decoder has written, with the client's name of the file.
+
+    A hostile file could have written it: of its details only names with numbers or texts are kept.
+    """
+    try:
+        record = json.loads(text)
+        message, hint, details = map(record.get, ("message", "hint", "details"))
+        if not (isinstance(message, str) and isinstance(hint, str) and isinstance(details, dict)):
+            raise ValueError("it is no error")
+    except (ValueError, AttributeError, RecursionError):
+        return InputError(f"{name!r} cannot be decoded", "save it again as PNG or JPEG")
+    known = {
+        key: name if value == str(upload) else value
+        for key, value in details.items()
+        if isinstance(value, (int, float, str)) and key.isidentifier()
+    }
+    return InputError(message.replace(repr(str(upload)), repr(name)), hint, details=known)
 
 
 def _answer_of(process: subprocess.Popen[bytes]) -> str:
@@ -178,11 +281,13 @@ def _environment() -> dict[str, str]:
 def main(path: str, *numbers: str) -> None:
     """Write to stdout what is known of the image, or the error.
 
-    `numbers` are the server's process id, whose end also ends this process, the frames that a clip
-    takes of a video, or 0, and the limits: pixels, bytes of address space, seconds of CPU time,
-    after which the kernel sends SIGXCPU.
+    Args:
+        path: file to decode.
+        numbers: the server's process id, whose end also ends this process; the frames that a clip
+            takes of a video, or 0; and the limits: pixels, bytes of address space, seconds of CPU
+            time, after which the kernel sends SIGXCPU, and scans of a JPEG.
     """
-    parent, video_frames, max_pixels, max_bytes, cpu_seconds = map(int, numbers)
+    parent, video_frames, max_pixels, max_bytes, cpu_seconds, max_scans = map(int, numbers)
     end_with_parent(parent)
     os.nice(_NICE)
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
@@ -191,25 +296,66 @@ def main(path: str, *numbers: str) -> None:
     # At the hard limit the kernel would send SIGKILL, which does not say why.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
-        answer = _decode(Path(path), video_frames, max_pixels)
+        answer = _decode(Path(path), video_frames, max_pixels, max_scans)
     except InputError as error:
-        answer = f"{_REFUSED}{error.message}\0{error.hint}"
+        answer = _refused(error.message, error.hint, error.details)
     except MemoryError:
-        answer = f"{_REFUSED}{path!r} does not fit in memory\0"
+        answer = _refused(f"{path!r} does not fit in memory", "", {})
     os.write(1, answer.encode(errors="replace"))
 
 
-def _decode(path: Path, video_frames: int, max_pixels: int) -> str:
+def _refused(message: str, hint: str, details: dict[str, Any]) -> str:
+    record = {"message": message, "hint": hint, "details": details}
+    return _REFUSED + json.dumps(record, default=str)
+
+
+def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> str:
     if video_frames and (demuxer := demuxer_of(read_bytes(path))):
         photo = read_video(path, video_frames, max_pixels)
         suffix = ".mp4" if demuxer == "mov" else ".mkv"
     else:
+        _check_cost(path, max_scans)
         image, photo = read_photo(path, max_pixels)
         image.close()
         with Image.open(path, formats=FORMATS) as header:
             format = str(header.format)
             suffix = _SUFFIXES.get(format, f".{format.lower()}")
     return f"{photo.sha256} {suffix} {photo.width} {photo.height}"
+
+
+def _check_cost(path: Path, max_scans: int) -> None:
+    """Lower the limit of CPU time to what the image's size needs, and refuse too many scans."""
+    try:
+        with Image.open(path, formats=FORMATS) as header:
+            width, height = header.size
+            format = header.format
+    except Exception:  # `read_photo` then says what is wrong with it
+        return
+    spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    pixels = width * height
+    seconds = spent + IMAGE_CPU_SECONDS + CPU_SECONDS_PER_MEGAPIXEL * pixels / 10**6
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(math.ceil(seconds), hard - 1), hard))
+    scans = _num_scans(read_bytes(path)) if format in ("JPEG", "MPO") else 0
+    if scans > max_scans:
+        raise InputError(
+            f"{str(path)!r} is a JPEG of {scans} scans, and the limit is {max_scans}",
+            "save it again as PNG or JPEG",
+            details={"scans": scans, "limit": max_scans},
+        )
+
+
+def _num_scans(data: bytes) -> int:
+    """Return the number of scans of the first image of a JPEG (ITU T.81, annex B).
+
+    Segments are skipped by their lengths, so those of an embedded thumbnail do not count.
+    """
+    place, scans = 2, 0
+    while (found := _MARKER.search(data, place)) and found[0] != _END_OF_IMAGE:
+        scans += found[0] == _START_OF_SCAN
+        length = int.from_bytes(data[found.end() : found.end() + 2])
+        place = found.end() + max(2, length)
+    return scans
 
 
 if __name__ == "__main__":

@@ -264,7 +264,7 @@ class Service:
             frames = (sampling.video_frames or 0) if is_image else sampling.frames
             try:
                 end = "" if is_image else where
-                photo = self.photos.keep(upload.file, job.id, name, frames, end)
+                photo = self.photos.keep(upload.file, job.id, name, frames, end, job.owner)
             except InputError as error:
                 error.details["field"] = where
                 raise

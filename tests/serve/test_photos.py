@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from PIL import Image
 from svdpp.errors import InputError
 from svdpp.serve import photos as photos_module
 from svdpp.serve.job import new_id
-from svdpp.serve.photos import DecoderBusyError, PhotoFolder, shown_name
+from svdpp.serve.photos import DecoderBusyError, DecoderPlaces, PhotoFolder, shown_name
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import children_of, wait_until
 from tests.media.pictures import encoded, gradient, png
@@ -88,15 +90,61 @@ def test_a_photograph_that_takes_long_is_refused(
     photos: PhotoFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(photos_module, "CPU_SECONDS", 1)
+    monkeypatch.setattr(photos_module, "MAX_SCANS", 10**6)
     error = refusal(photos, slow_jpeg())
     assert "takes too long" in error.message
     assert children_of(os.getpid(), DECODER) == []
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(photos: PhotoFolder) -> None:
+    data = slow_jpeg(200)
+    usual = data[: data.index(b"\xff\xda")].count(b"\xff\xc2")
+    assert usual == 1  # it is progressive
+    error = refusal(photos, data)
+    assert error.message == "'cat.png' is a JPEG of 210 scans, and the limit is 100"
+    assert error.details == {"scans": 210, "limit": 100}
+    thumbnail = b"\xff\xe1" + (2 + 2 * 150).to_bytes(2) + b"\xff\xda" * 150
+    good = encoded(gradient(), "JPEG", progressive=True)
+    photos.keep(io.BytesIO(good[:2] + thumbnail + good[2:]), new_id(), "x")
+
+
+def test_keys_take_turns_at_the_decoders() -> None:
+    """One key's many images delay another's by one of them."""
+    places = DecoderPlaces(2)
+    order: list[str] = []
+    started = threading.Semaphore(0)
+    go_on = threading.Semaphore(0)
+
+    def decode(owner: str) -> None:
+        with places.place(owner, HANG_SECONDS):
+            order.append(owner)
+            started.release()
+            go_on.acquire()
+
+    with ThreadPoolExecutor(9) as threads:
+        for number, owner in enumerate(["alice"] * 6 + ["bob"] * 2):
+            threads.submit(decode, owner)
+            there = partial(lambda most: len(order) + len(places._waiting) == most, number + 1)
+            wait_until(there, HANG_SECONDS, "a request does not wait")
+        for _ in range(2):
+            started.acquire()
+        with pytest.raises(DecoderBusyError) as refused, places.place("carol", 0.01):
+            pass
+        assert refused.value.details == {"timeout_seconds": 0.01}
+        for _ in range(8):
+            go_on.release()
+            started.acquire(timeout=0.5)
+    assert sorted(order[:2]) == ["alice", "alice"]
+    assert order[2] == "bob"
+    assert order.count("bob") == 2
+    assert set(order[2:5]) == {"alice", "bob"}
 
 
 @pytest.mark.long
 def test_uploads_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = int(HANG_SECONDS)
     limits = {"CPU_SECONDS": long, "SECONDS": long, "AT_ONCE": 1, "_WAIT_SECONDS": 0.2}
+    limits["MAX_SCANS"] = 10**6
     for name, limit in limits.items():
         monkeypatch.setattr(photos_module, name, limit)
     photos = PhotoFolder(tmp_path / "photos")
