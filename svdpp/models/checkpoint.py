@@ -31,6 +31,7 @@ from svdpp.errors import ModelError, RequestError, redact_tokens
 from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, ROWS, Facts, Row
 from svdpp.models.files import (
     MODEL_HINT,
+    UNSUPPORTED_HINT,
     JsonFile,
     commit_of,
     download,
@@ -40,6 +41,7 @@ from svdpp.models.files import (
     read_json,
     short_repr,
     show_name,
+    variant_of,
     weight_files,
 )
 from svdpp.models.hashes import hash_files
@@ -184,7 +186,11 @@ class Checkpoint:
         paths = [self.folder / name for name in weight_files(self.folder, part, self.variant)]
         files = {path: read_dtypes(path) for path in paths}
         if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
-            raise ModelError(f"{part} has weights of the dtype {quantised[0]}: quantised")
+            raise ModelError(
+                f"{part} has weights of the dtype {quantised[0]}: quantised",
+                "use the checkpoint that it was made from: svdpp does not run quantised weights",
+                details={"component": part, "dtype": quantised[0]},
+            )
         return files
 
     def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
@@ -206,6 +212,10 @@ class Checkpoint:
         except OSError as error:
             raise ModelError(f"{self.label}: a file cannot be read ({error.strerror})") from error
         return {path.relative_to(self.folder).as_posix(): hashes[path] for path in paths}
+
+    def variant_of(self, part: str) -> str | None:
+        """Return the variant of a component's files; None: the plain files, as others lack it."""
+        return variant_of(self.folder, part, self.variant)
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
@@ -307,6 +317,12 @@ def _local_folder(name: str) -> Path | None:
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return Path(path).resolve()
+    if path.endswith(_SINGLE_FILES):
+        raise ModelError(
+            f"{show_name(name)} is a single file, and svdpp reads no single files",
+            "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then --model "
+            "FOLDER; of GGUF use the model that it was made from",
+        )
     is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
     if is_path or name.count("/") > 1:
         raise ModelError(f"there is no folder {show_name(name)}", MODEL_HINT)
@@ -332,30 +348,57 @@ class Configs:
             named, proven = short_repr(self.scheduler_class), " and ".join(row.schedulers)
             raise index.error(
                 f"the scheduler {named} is not supported: this family's steps are proven with "
-                f"{proven}"
+                f"{proven}",
+                f"in diffusers: pipe.scheduler = {row.schedulers[0]}.from_config("
+                "pipe.scheduler.config), then pipe.save_pretrained(FOLDER)",
+                details={"scheduler": self.scheduler_class, "supported": list(row.schedulers)},
             )
         self.scheduler = self._checked("scheduler/scheduler_config.json")
         for key, reason in _REFUSED_OF_SCHEDULERS.items():
             self.scheduler.refuse(key, reason)
         parts = filter(has_weights, self.classes)
         self._configs = {part: self._checked(f"{part}/config.json") for part in parts}
+        for part in self.classes.keys() - self._configs.keys():
+            for path in sorted((folder / part).glob("*_config.json")):
+                self._checked(f"{part}/{path.name}")
 
     def _checked(self, name: str) -> JsonFile:
         config = read_json(self._folder, name)
-        for key, value in config.values.items():
-            if _CODE_KEYS.search(key):
-                raise config.error(f"the key {short_repr(key)} is not supported: {_NO_CODE}")
+        for place, key, value in _entries_of(config.values):
+            if _CODE_KEYS.search(key) and value is not None:
+                raise config.error(
+                    f"the key {short_repr(place)} is not supported: {_NO_CODE}",
+                    UNSUPPORTED_HINT,
+                    details={"key": place},
+                )
             values = value if isinstance(value, list) else [value]
             largest = max((size for size in values if type(size) is int), default=0)
             for names, limit in _LIMITS:
                 if names.fullmatch(key) and largest > limit:
-                    raise config.error(f"{key} is {short_repr(value)}: above {limit}")
+                    raise config.error(
+                        f"{place} is {short_repr(value)}: above {limit}",
+                        details={"key": place, "value": value, "limit": limit},
+                    )
         return config
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
         """The config of one component, with its class's defaults for keys that it lacks."""
         config = self._configs[part]
         return JsonFile(config.label, {**defaults, **config.values})
+
+
+def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield place, key and value of all entries, also of the configs inside, such as text_config.
+
+    The place of a key of such a config is written as `text_config.num_hidden_layers`.
+    """
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield place + key, key, value
+            yield from _entries_of(value, f"{place}{key}.")
+    elif isinstance(values, list):
+        for each in values:
+            yield from _entries_of(each, place)
 
 
 def has_weights(part: str) -> bool:
@@ -417,9 +460,17 @@ def _classes_of(index: JsonFile, row: Row) -> dict[str, str]:
         if name is None:
             continue
         if library not in _LIBRARIES:  # diffusers would import it
-            raise index.error(f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}")
+            raise index.error(
+                f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
+                UNSUPPORTED_HINT,
+                details={"component": part},
+            )
         if not re.fullmatch(_CLASSES.get(part.removesuffix("_2"), row.denoiser), str(name)):
-            raise index.error(f"the {part} is of class {short_repr(name)}, which is not supported")
+            raise index.error(
+                f"the {part} is of class {short_repr(name)}, which is not supported",
+                UNSUPPORTED_HINT,
+                details={"component": part},
+            )
         classes[part] = name
     return classes
 
@@ -446,6 +497,7 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
 #: Weights of these dtypes need scales.
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
+_SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
 _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
@@ -470,14 +522,18 @@ _CLASSES = {
 }
 _NO_CODE = "svdpp runs no code from a checkpoint"
 #: Config keys that make the libraries load other code or weights: attn_implementation can name a
-#: kernel on the hub, transformers_weights another file.
+#: kernel on the hub, transformers_weights another file. `_attn_implementation_autoset` is a flag.
 _CODE_KEYS = re.compile(
-    r"auto_map|custom_pipeline|quantization_config|_implementation|use_kernels|kernel_(config|mapping)|transformers_weights"
+    r"auto_map|custom_pipeline|quantization_config|_implementation$|use_kernels|"
+    r"kernel_(config|mapping)|transformers_weights"
 )
-# Sizes that determine memory. For comparison, Wan 2.2 A14B has 40 layers, and LTX-2 a text width of
-# 3840.
+# Sizes that determine memory. For comparison, Wan 2.2 A14B has 40 layers, LTX-2 a text width of
+# 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
 _LIMITS = (
-    (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks"), 1024),
+    (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks|depth"), 1024),
+    (re.compile(r"image_size|patch_size"), 2**13),
     (re.compile(r"num_train_timesteps"), 100_000),
-    (re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff"), 2**18),
+    (re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff|d_kv"), 2**18),
+    (re.compile(r"vocab_size|intermediate_size"), 2**20),
+    (re.compile(r"max_position_embeddings"), 2**22),
 )

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tqdm
 from safetensors import SafetensorError, safe_open
@@ -32,6 +32,8 @@ from svdpp.errors import (
     redact_tokens,
 )
 
+#: Hint for a checkpoint that is whole, but that svdpp cannot run.
+UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
 #: Hint for a name that is not a model.
 MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
 
@@ -89,27 +91,46 @@ class JsonFile:
     label: str
     values: Mapping[str, Any]
 
-    def error(self, message: str, hint: str = "") -> ModelError:
-        """A `ModelError` whose message begins with the file's label."""
-        return ModelError(f"{self.label}: {message}", hint)
+    def error(
+        self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
+    ) -> ModelError:
+        """Return a `ModelError` whose message begins with the file's label, which details name.
+
+        Args:
+            message: rest of the sentence.
+            hint: fix, if there is a better one than to download the checkpoint again.
+            details: what a program needs besides the file's label, by name.
+        """
+        return ModelError(
+            f"{self.label}: {message}", hint, details={"file": self.label, **(details or {})}
+        )
 
     def count(self, key: str, largest: int) -> int:
         """The integer at `key`; ModelError if it is not from 1 to `largest`."""
         value = self.values.get(key)
         if type(value) is not int or not 1 <= value <= largest:
-            raise self.error(f"{key} is {short_repr(value)}, not an integer from 1 to {largest}")
+            raise self.error(
+                f"{key} is {short_repr(value)}, not an integer from 1 to {largest}",
+                details={"key": key, "value": short_repr(value), "lowest": 1, "highest": largest},
+            )
         return value
 
     def require(self, key: str, expected: object, reason: str) -> None:
         """ModelError if the value at `key` is not `expected`."""
         if (value := self.values.get(key)) != expected:
-            raise self.error(f"{key} is {short_repr(value)} but must be {expected}, {reason}")
+            raise self.error(
+                f"{key} is {short_repr(value)} but must be {expected}, {reason}",
+                UNSUPPORTED_HINT,
+                details={"key": key, "value": short_repr(value), "expected": expected},
+            )
 
     def refuse(self, key: str, reason: str) -> None:
         """ModelError if `key` is set, or one of a list."""
         value = self.values.get(key)
         if any(value) if isinstance(value, list) else value:
-            raise self.error(f"{key} is not supported: it {reason}")
+            raise self.error(
+                f"{key} is not supported: it {reason}", UNSUPPORTED_HINT, details={"key": key}
+            )
 
 
 def read_json(folder: Path, name: str) -> JsonFile:
@@ -139,12 +160,14 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
         folder = _fetch(model.name, model.revision, *given)
-    absent = [part for part in components if not _has_weights(folder, part, model.variant)]
-    if absent:
-        patterns = (*chain(*(_weight_names(part, model.variant) for part in absent)),)
-        revision = commit_of(folder) or model.revision
-        with hub_errors(model, absent):
-            _fetch(model.name, revision, model.local_files_only, patterns, None)
+    for variant in dict.fromkeys((model.variant, None)):  # those without the variant: plain files
+        absent = [part for part in components if not _has_weights(folder, part, model.variant)]
+        if absent:
+            named = [_weight_names(part, variant) for part in absent]
+            patterns = tuple(chain(*((each.single, *each.shards, *each.indices) for each in named)))
+            revision = commit_of(folder) or model.revision
+            with hub_errors(model, absent):
+                _fetch(model.name, revision, model.local_files_only, patterns, None)
     return folder
 
 
@@ -233,44 +256,110 @@ def _message_and_hint(
 # 3. Weights.
 
 
-def _weight_names(component: str, variant: str | None) -> tuple[str, str, str]:
-    """The names of a component's weights: of one file; or a pattern for shards, and their index."""
+class _Names(NamedTuple):
+    """Names of the files with a component's weights, in one variant."""
+
+    single: str
+    """One file with all weights."""
+    shards: tuple[str, str]
+    """Patterns for shards: diffusers' present names, and those of before 2025."""
+    indices: tuple[str, str]
+    """Files that list the shards, likewise."""
+
+
+def _weight_names(component: str, variant: str | None) -> _Names:
     # Encoders of text and images are of transformers, the others of diffusers.
     stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
     start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
-    return (
+    return _Names(
         f"{start}{tag}.safetensors",
-        f"{start}{tag}-?????-of-?????.safetensors",
-        f"{start}.safetensors.index{tag}.json",
+        (
+            f"{start}{tag}-?????-of-?????.safetensors",
+            f"{start}-?????-of-?????{tag}.safetensors",
+        ),
+        (f"{start}.safetensors.index{tag}.json", f"{start}.safetensors{tag}.index.json"),
     )
 
 
-def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
-    """The files with a component's weights that the libraries read: one, or the shards of an index.
-
-    If there are both, diffusers reads the index and transformers the file.
-    """
+def _file_names(folder: Path, component: str) -> list[str]:
     paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
-    names = sorted(f"{component}/{path.name}" for path in paths)
-    single, shard, index = _weight_names(component, variant)
-    if index in names and not ("_encoder" in component and single in names):
-        return _shards(read_json(folder, index), component, shard, names)
-    if single in names:
-        return [single]
-    if others := ", ".join(name for name in names if not name.endswith(".json")):
-        raise ModelError(f"{single} is missing; there are {short_repr(others)}", _WEIGHTS_HINT)
-    raise ModelError(f"{single} is missing")
+    return sorted(f"{component}/{path.name}" for path in paths)
 
 
-def _shards(index: JsonFile, component: str, pattern: str, names: list[str]) -> list[str]:
+def _has_names(folder: Path, component: str, variant: str | None) -> bool:
+    known = _weight_names(component, variant)
+    names = _file_names(folder, component)
+    return any(name == known.single or name in known.indices for name in names)
+
+
+def variant_of(folder: Path, component: str, variant: str | None) -> str | None:
+    """Return the variant in which a component's weights are read.
+
+    As in diffusers, a component that lacks the variant is read without it if others have it.
+
+    Args:
+        folder: folder of the checkpoint.
+        component: name of the component.
+        variant: variant that is asked for, such as fp16; None: the plain files.
+    """
+    if variant is None or _has_names(folder, component, variant):
+        return variant
+    others = {path.parent.name for path in folder.glob("*/*.safetensors*")} - {component}
+    is_mixed = any(_has_names(folder, other, variant) for other in others)
+    return None if is_mixed and _has_names(folder, component, None) else variant
+
+
+def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
+    """List the files with a component's weights that the libraries read.
+
+    They are one file, or the shards of an index. If there are both, diffusers reads the index and
+    transformers the file.
+
+    Args:
+        folder: folder of the checkpoint.
+        component: name of the component.
+        variant: variant that is asked for; see `variant_of`.
+
+    Returns:
+        Names below `folder`.
+
+    Raises:
+        ModelError: there are no such files, or the index is damaged.
+    """
+    variant = variant_of(folder, component, variant)
+    names, known = _file_names(folder, component), _weight_names(component, variant)
+    index = next((each for each in known.indices if each in names), None)
+    if index is not None and not ("_encoder" in component and known.single in names):
+        return _shards(read_json(folder, index), component, known.shards, names)
+    if known.single in names:
+        return [known.single]
+    details = {"component": component, "variant": variant}
+    missing = f"{known.single} is missing"
+    if others := [name for name in names if not name.endswith(".json")]:
+        there = f"{missing}; there are {short_repr(', '.join(others))}"
+        raise ModelError(there, _WEIGHTS_HINT, details=details)
+    raise ModelError(missing, details=details)
+
+
+def _shards(
+    index: JsonFile, component: str, patterns: tuple[str, ...], names: list[str]
+) -> list[str]:
     listed = index.values.get("weight_map")
     files = listed.values() if isinstance(listed, dict) else [listed]
     for name in files:  # a pickle, or a file outside the folder
-        if not fnmatch.fnmatchcase(f"{component}/{name}", pattern):
+        path = f"{component}/{name}"
+        if not any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
             raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
     shards = sorted({f"{component}/{name}" for name in files})
     if missing := {*shards} - {*names}:  # an interrupted download
-        raise index.error(f"{len(missing)} of {len(shards)} shards miss")
+        raise index.error(
+            f"{len(missing)} of {len(shards)} shards miss",
+            details={
+                "missing": sorted(missing),
+                "missing_shards": len(missing),
+                "shards": len(shards),
+            },
+        )
     return shards
 
 

@@ -33,6 +33,7 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
 VAE = "vae/diffusion_pytorch_model.safetensors"
 CLIP = "image_encoder/model.safetensors"
+CLIP_CONFIG = "image_encoder/config.json"
 PROJECTION = "visual_projection.weight"
 
 Change = Callable[[Path], Any]
@@ -106,6 +107,26 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     "a width for all memory": (
         config(CONFIG, block_out_channels=[32, 10**9]),
         "block_out_channels is [32, 1000000000]",
+    ),
+    "a nested depth for all memory": (
+        config(CLIP_CONFIG, text_config={"num_hidden_layers": 10**9}),
+        "text_config.num_hidden_layers is 1000000000: above 1024",
+    ),
+    "nested quantisation": (
+        config(CLIP_CONFIG, vision_config=[{"quantization_config": {"load_in_8bit": True}}]),
+        "the key 'vision_config.quantization_config' is not supported",
+    ),
+    "a nested kernel of the hub": (
+        config(CLIP_CONFIG, text_config={"attn_implementation": "owner/kernel"}),
+        "the key 'text_config.attn_implementation' is not supported",
+    ),
+    "code of a processor": (
+        config("feature_extractor/preprocessor_config.json", auto_map={"AutoProcessor": "x.Y"}),
+        "preprocessor_config.json: the key 'auto_map' is not supported",
+    ),
+    "another scheduler": (
+        config(MODEL_INDEX, scheduler=["diffusers", "DDPMScheduler"]),
+        "from_config(pipe.scheduler.config)",
     ),
     "code beside the index": (content("pipeline.py", b"1"), "'pipeline.py'"),
     "weights missing": (instead(UNET), f"{UNET} is missing"),
@@ -214,6 +235,37 @@ def test_a_rank_loads_only_what_its_roles_need(
     parts = parts_of(tiny, roles)
     assert parts.keys() & {"image_encoder", "vae", "unet"} == present
     assert {name for name, _ in parts["vae"].named_children()} == halves
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_component_without_the_variant_is_read_without_it(
+    folder: Path, tiny: Path, is_sharded: bool
+) -> None:
+    """As in diffusers; with shards, by the names that diffusers gave them before 2025."""
+    if is_sharded:
+        tensors = load_file(folder / UNET)
+        keys, stem = sorted(tensors), "diffusion_pytorch_model"
+        halves = [keys[::2], keys[1::2]]
+        names = [f"{stem}-0000{place}-of-00002.fp16.safetensors" for place in (1, 2)]
+        for half, name in zip(halves, names, strict=True):
+            save_file({key: tensors[key] for key in half}, folder / "unet" / name, {"format": "pt"})
+        places = {key: name for half, name in zip(halves, names, strict=True) for key in half}
+        index = {"metadata": {"total_size": 1}, "weight_map": places}
+        (folder / f"unet/{stem}.safetensors.fp16.index.json").write_text(json.dumps(index))
+        (folder / UNET).unlink()
+    else:
+        rename_to_variant(folder)
+    parts, whole = parts_of(folder, variant="fp16"), parts_of(tiny)
+    for name in ("unet", "vae"):
+        ours, expected = (each[name].state_dict() for each in (parts, whole))
+        assert all(torch.equal(tensor, ours[key]) for key, tensor in expected.items())
+    assert "is missing" in error_of(folder, variant="fp61").message
+
+
+@pytest.mark.parametrize("name", ["svd.safetensors", "wan/model-Q4_K_M.gguf", UNET])
+def test_a_single_file_is_named_as_what_it_is(tiny: Path, name: str) -> None:
+    for path in (name, tiny / name):
+        assert "svdpp reads no single files" in error_of(path).message
 
 
 def test_memory_opt_turns_on_chunking_in_the_unet(tiny: Path) -> None:

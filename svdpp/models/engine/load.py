@@ -218,7 +218,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         checkpoint.folder / part,
         local_files_only=True,
         use_safetensors=True,
-        variant=checkpoint.variant,
+        variant=checkpoint.variant_of(part),
         dtype=dtype,
         output_loading_info=True,
         **{own: True},
