@@ -12,6 +12,7 @@ from typing import Any
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
 from svdpp.config.pipeline import identity, latents_key, parameters_sha256
+from svdpp.driver.clip_names import clip_names
 from svdpp.driver.manifest import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files, video
@@ -166,10 +167,11 @@ def _outputs(
     inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
 ) -> Iterator[tuple[ClipInput, int, OutputConfig]]:
     folder, single = policy.folder.absolute(), policy.single_clip
-    for made_from, seed in itertools.product(inputs, seeds):
+    names = clip_names(inputs)
+    for (made_from, name), seed in itertools.product(zip(inputs, names, strict=True), seeds):
         path = folder / f"{single}{video.SUFFIXES[policy.format]}"
         if not single:
-            path = video.clip_path(folder, made_from.name, seed, policy.format)
+            path = video.clip_path(folder, name, seed, policy.format)
         yield made_from, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
 
 

@@ -11,7 +11,6 @@ import hashlib
 import io
 import itertools
 import os
-import re
 import stat
 import tempfile
 import warnings
@@ -30,6 +29,7 @@ from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError, first_line
 from svdpp.media.ffmpeg import MediaFailure, ppm_frames
 from svdpp.media.output_files import reason
+from svdpp.media.prompts import words_of
 
 #: The only decoders of images that are used. Others, such as EPS, start external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
@@ -54,8 +54,6 @@ _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 _SMALLER = f"make it smaller, or raise --max-megapixels (at most {MAX_MEGAPIXELS})"
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
-# Characters of a prompt in the name of its clips.
-_NAME_CHARACTERS = 48
 
 #: An image, the frames of a video, or several of both by name.
 Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
@@ -87,8 +85,7 @@ class ClipInput:
         """The part of its clips' file names that stands for the input."""
         if self.photo is not None:
             return self.photo.path.stem
-        words = re.sub(r"[^a-z0-9]+", "-", (self.prompt or "").lower()).strip("-")
-        return words[:_NAME_CHARACTERS].rstrip("-") or "prompt"
+        return words_of(self.prompt or "") or "prompt"
 
     def request(self, seed: int) -> ClipRequest:
         """The request of its clip with `seed`, without an output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import shutil
@@ -100,8 +101,11 @@ def test_parameters_have_names_types_and_limits(text: str, words: str, hint: str
     ("content", "message"),
     [
         (b"a cat\n\n" + b"x" * 20_001, "line 3: a prompt must be a text of at most 20000"),
-        (b"a cat\nthe \xff sea\n", "line 2: 'utf-8' codec can't decode"),
-        (b"a\0cat\n", "line 1: a prompt must be"),
+        (b"a cat\nthe \xff sea\n", "line 2: it is not UTF-8"),
+        (b"a\0cat\n", "is not UTF-8: it has null bytes"),
+        ("a cat\n".encode("utf-16-le"), "is not UTF-8: it has null bytes"),
+        (b"\xff\xfea\0\n", "line 1: it is not UTF-16-LE"),
+        (b"# only a remark\n", "has no prompt"),
         (b"\n \n", "has no prompt"),
     ],
 )
@@ -112,6 +116,12 @@ def test_a_wrong_prompt_is_named_by_file_line_and_option(
     options = PromptOptions(prompts=tmp_path / "prompts.txt")
     with pytest.raises(InputError, match=r"--prompts '.*prompts.txt'.* " + message):
         options.combined([], SvdSampling())
+
+
+def test_a_dash_reads_prompts_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a cat\n# no\na dog")))
+    inputs = PromptOptions(prompts=Path("-")).combined([None], SvdSampling())
+    assert [each.prompt for each in inputs] == ["a cat", "a dog"]
 
 
 def _plan(*options: str, **env: str) -> dict[str, Any]:

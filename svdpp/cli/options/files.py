@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,14 @@ from svdpp.cli.options.declare import (
     path_option,
 )
 from svdpp.config import OutputConfig, VideoFormat
-from svdpp.config.limits import MAX_CLIPS, MAX_MEGAPIXELS, read_small_file, require
-from svdpp.config.pipeline import check_prompt
-from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.config.limits import (
+    MAX_CLIPS,
+    MAX_MEGAPIXELS,
+    SMALL_FILE_BYTES,
+    read_small_file,
+    require,
+)
+from svdpp.errors import OutputError, RequestError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
@@ -93,7 +99,7 @@ class PromptOptions:
         path_option(
             panel=PROMPTS,
             metavar="FILE",
-            help="Several prompts: the lines of a UTF-8 file.",
+            help="Several prompts: the lines of a text file without those of #; - reads stdin.",
             common=True,
         ),
     ] = None
@@ -161,21 +167,16 @@ class PromptOptions:
     def _all_prompts(self) -> list[str]:
         if self.prompts is None:
             return [] if self.prompt is None else [self.prompt]
+        from svdpp.media.prompts import parse_prompts
+
         require(self.prompt is None, "--prompt and --prompts contradict each other")
-        name, prompts = f"--prompts {str(self.prompts)!r}", []
-        data = read_small_file(self.prompts, "--prompts")
-        for number, line in enumerate(data.split(b"\n"), start=1):
-            try:
-                if prompt := line.decode().strip():
-                    check_prompt("a prompt", prompt)
-                    prompts.append(prompt)
-            except (UnicodeDecodeError, RequestError) as error:
-                details = {"path": str(self.prompts), "line": number, "reason": str(error)}
-                raise InputError(f"{name}, line {number}: {error}", details=details) from error
-        if not prompts:
-            hint, details = "write one prompt in each line", {"path": str(self.prompts)}
-            raise InputError(f"{name} has no prompt", hint, details=details)
-        return prompts
+        if str(self.prompts) == "-":
+            data = sys.stdin.buffer.read(SMALL_FILE_BYTES + 1)
+            limit = f"--prompts -: stdin has more than {SMALL_FILE_BYTES} bytes"
+            require(len(data) <= SMALL_FILE_BYTES, limit, max_bytes=SMALL_FILE_BYTES)
+        else:
+            data = read_small_file(self.prompts, "--prompts")
+        return parse_prompts(data, f"--prompts {str(self.prompts)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

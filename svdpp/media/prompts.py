@@ -1,0 +1,83 @@
+"""Prompts: the lines of a text file, and the words of a prompt for a file's name."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import re
+import unicodedata
+
+from svdpp.config.pipeline import check_prompt
+from svdpp.errors import InputError, RequestError
+
+# Characters of a prompt in the name of its clips.
+_NAME_CHARACTERS = 48
+# UTF-32 begins like UTF-16 and is read by nobody.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+
+
+def parse_prompts(data: bytes, name: str) -> list[str]:
+    """Return the prompts of a text file, one for each line.
+
+    Blank lines, and those whose first character besides spaces is `#`, are skipped.
+
+    Args:
+        data: content of the file: UTF-8, with or without a byte order mark, or UTF-16 with one.
+        name: option and file, for messages.
+
+    Raises:
+        InputError: a line is not text or no prompt, or there is no prompt.
+    """
+    prompts = []
+    for number, line in enumerate(_lines(data, name), start=1):
+        prompt = line.strip()
+        if not prompt or prompt.startswith("#"):
+            continue
+        try:
+            check_prompt("a prompt", prompt)
+        except RequestError as error:
+            details = {"line": number, **error.details}
+            message = f"{name}, line {number}: {error.message}"
+            raise InputError(message, error.hint, details=details) from error
+        prompts.append(prompt)
+    if not prompts:
+        raise InputError(f"{name} has no prompt", "write one prompt in each line")
+    return prompts
+
+
+def _lines(data: bytes, name: str) -> list[str]:
+    mark, encoding = next((pair for pair in _MARKS if data.startswith(pair[0])), (b"", "utf-8"))
+    data = data.removeprefix(mark)
+    hint = "save the file as UTF-8"
+    if encoding == "utf-8" and b"\0" in data:
+        raise InputError(f"{name} is not UTF-8: it has null bytes, as UTF-16 and binaries do", hint)
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        message = f"{name}, line {line}: it is not {encoding.upper()}: {error.reason}"
+        raise InputError(message, hint, details={"line": line}) from error
+    # Not splitlines(), which also splits at form feeds and other separators inside a prompt.
+    return re.split(r"\r\n|\r|\n", text)
+
+
+def words_of(prompt: str) -> str:
+    """Return the first words of a prompt for a file's name: letters of any script, and digits.
+
+    Returns:
+        At most 48 characters in lower case, words joined by `-`; empty if it has no letter.
+    """
+    text = unicodedata.normalize("NFC", prompt.lower())
+    parts = (
+        "".join(group) for is_kept, group in itertools.groupby(text, key=_is_of_word) if is_kept
+    )
+    return "-".join(parts)[:_NAME_CHARACTERS].rstrip("-")
+
+
+def _is_of_word(character: str) -> bool:
+    # Marks are the vowels of many scripts: without them words of Hindi or Thai would fall apart.
+    return unicodedata.category(character)[0] in "LNM"
