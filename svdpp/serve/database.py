@@ -14,7 +14,6 @@ import fcntl
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import Any
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
-from svdpp.serve.job import VERSION, upgrade
+from svdpp.serve.clock import SteadyClock
+from svdpp.serve.job import INDEXES, VERSION, upgrade
 
 #: For files that no job has; a disk of its own may have it before there is a queue.
 LOST = "lost+found"
@@ -84,7 +84,11 @@ class QueueFile:
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
     """How a claim looks for its job, at first and then: the end of the query, and `alone`."""
 
+    clock_name = "what it was when the server started"
+    """Whose time `now` is, for messages."""
+
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
+        self._clock = SteadyClock()
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
@@ -95,12 +99,14 @@ class QueueFile:
                 check_own(folder, set(), f"restore its {_NAME}")
             opened.enter_context(_locked(folder))
             self._keep_reserve()
-            self._writer = opened.enter_context(_connected(self._path))
+            self._writer = opened.enter_context(_connected(self._path, self._clock))
             (verdict,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict.splitlines()[-1])
             _create(self._writer)
-            self._reader = opened.enter_context(_connected(self._path))
+            # What is in the file itself survives the loss of the log.
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._reader = opened.enter_context(_connected(self._path, self._clock))
             output_files.sync(folder)
             self._opened_as = self._on_disk()
             self._opened = opened.pop_all()
@@ -145,6 +151,14 @@ class QueueFile:
         """
         with self.change():
             pass
+
+    def now(self) -> float:
+        """Return the unix time, without the jumps of the machine's clock."""
+        return self._clock.now()
+
+    def skew(self) -> float:
+        """Return by how many seconds the machine's clock has jumped ahead."""
+        return self._clock.skew()
 
     def maintain(self) -> None:
         """Write the log back into the file, so that a copy or a crash finds little in the log."""
@@ -209,6 +223,8 @@ def _create(database: sqlite3.Connection) -> None:
         )
     if statements := upgrade(version, "INTEGER PRIMARY KEY AUTOINCREMENT"):
         database.executescript(f"BEGIN; {statements} PRAGMA user_version = {VERSION}; COMMIT;")
+    for name, of in INDEXES.items():
+        database.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {of}")
 
 
 @contextlib.contextmanager
@@ -228,11 +244,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _connected(path: Path) -> Iterator[sqlite3.Connection]:
+def _connected(path: Path, clock: SteadyClock) -> Iterator[sqlite3.Connection]:
     with contextlib.closing(
         sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     ) as database:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
-        database.create_function("clock", 0, time.time)
+        database.create_function("clock", 0, clock.now)
         yield database

@@ -219,9 +219,10 @@ class Feeder:
             clip = self._to_request(job)
         except AwayError:  # another server may reach it
             self._put_back(job)
+            self._look_at_folder()
             return
         except Exception as error:
-            self._fail(job, error)
+            self._fail_or_put_back(job, error)
             return
         if not self._prepares(pipeline, clip):
             self._submit(pipeline, clip)
@@ -313,8 +314,17 @@ class Feeder:
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._to_request.forget(clip.job)
             self._put_back(clip.job)
-        elif self._fail(clip.job, error):
-            self._to_request.forget(clip.job)
+        else:
+            self._fail_or_put_back(clip.job, error)
+
+    def _fail_or_put_back(self, job: Job, error: BaseException) -> None:
+        """Record a failure, unless its cause may be that the files could not be reached."""
+        if not self._queue.store.is_mounted:
+            logger.warning("{} starts again once its files are there: {}", job.id, error)
+            self._put_back(job)
+            self._look_at_folder()
+        elif self._fail(job, error):
+            self._to_request.forget(job)
 
     def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
         """Puts the clips of ended ranks back into the queue; the `blamed` jobs count an attempt."""
@@ -339,6 +349,11 @@ class Feeder:
         clip = job.clip_in(self._to_request.folder)
         for path in (clip, Path(f"{clip}.json")):
             self._persist(functools.partial(self._queue.store.put, path))
+        if "file_sha256" in metadata and not clip.exists():
+            # It went to a place that its disk has been mounted over, or was removed there.
+            logger.warning("{} starts again: its file is missing", job.id)
+            self._put_back(job)
+            return
         # If another server has the job, what is written here is a leftover.
         self._record(job, lambda: self._queue.complete(job.id, metadata, job.token))
 

@@ -22,6 +22,7 @@ from svdpp.config import SamplingConfig
 from svdpp.plan.actions import Kind
 from svdpp.serve.background import Background
 from svdpp.serve.clips import RunningClip
+from svdpp.serve.clock import ClockError
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
@@ -197,6 +198,7 @@ class Fleet:
         self._others: list[dict[str, Any]] = []
         self._renew_at = 0.0
         self._is_away = False
+        self._has_skew = False
         self.estimates = Estimates(queue, engine, lambda: 1 + len(self.others_of(queue.kind)))
         """Places and ETAs of the open jobs."""
         engine.observe(self.estimates)
@@ -260,9 +262,23 @@ class Fleet:
             feeder.ask_to_cancel(id)
         own = self._own()
         self._queue.register(own)
+        self._look_at_clock()
         if random.random() * len(self._others) < _MAX_LOOKING:
             self._look(own)
         feeder.wake()
+
+    def _look_at_clock(self) -> None:
+        """Report once that this machine's clock is not the database's, by which all ages count."""
+        try:
+            self._queue.check_clock()
+        except ClockError as error:
+            if not self._has_skew:
+                logger.error("{}", error)
+            self._has_skew = True
+            return
+        if self._has_skew:
+            logger.warning("the clock of this machine agrees with the database's again")
+        self._has_skew = False
 
     def _look(self, own: dict[str, Any]) -> None:
         self._others = [

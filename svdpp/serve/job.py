@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from svdpp.config import SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
-from svdpp.errors import RequestError
+from svdpp.errors import OutputError, RequestError
 
 #: The folders of files in the data folder.
 PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
@@ -35,6 +35,13 @@ class JobState(StrEnum):
     def is_final(self) -> bool:
         """Whether no other state follows."""
         return self not in (JobState.QUEUED, JobState.IN_PROGRESS)
+
+
+class UnreadableJobError(OutputError):
+    """A row that this svdpp cannot read, because a newer one has written it.
+
+    Its details have `id`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +148,21 @@ def row_of(job: Job) -> dict[str, Any]:
 
 
 def job_of(row: tuple[Any, ...]) -> Job:
-    """The job of a row."""
+    """Return the job of a row, whose values are those of `COLUMNS`.
+
+    Raises:
+        UnreadableJobError: A newer svdpp has written it.
+    """
     values = dict(zip(COLUMNS, row, strict=True))
-    values |= {name: _of_json(values[name]) for name in ("error", "metadata", "videos")}
-    values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
+    try:
+        values |= {name: _of_json(values[name]) for name in ("error", "metadata", "videos")}
+        values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
+    except (ValueError, TypeError, LookupError) as error:
+        raise UnreadableJobError(
+            f"this svdpp cannot read {values['id']}: {error}",
+            "a newer svdpp has accepted it: upgrade this server",
+            details={"id": values["id"]},
+        ) from error
     values |= {name: bool(values[name]) for name in ("cancel_asked", "remove_asked")}
     return Job(**values)
 
@@ -239,6 +257,12 @@ CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, 
     WHERE state = 'queued';
 CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 """
+#: Indexes that each start creates if they are missing; the version stays, as older servers need not
+#: know of them. What is looked for all the time while idle must not cost a scan of all rows.
+INDEXES: dict[str, str] = {
+    "jobs_to_prove": "jobs (seq) WHERE proof = 'running'",
+    "jobs_unproved": "jobs (state, proof, seq)",
+}
 # What each later version adds to the one before it. Additions only, with defaults: a server of the
 # version before goes on while its neighbours are upgraded.
 _ADDED: dict[int, str] = {

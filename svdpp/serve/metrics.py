@@ -7,7 +7,6 @@ what happens at a moment, such as a step, is counted when it happens.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -159,7 +158,7 @@ class Metrics(Collector):
         """What is read at each scrape."""
         engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
         num_ranks = engine.config.world_size if engine.state == "ready" else 0
-        age = 0.0 if oldest is None else max(0.0, time.time() - oldest)
+        age = 0.0 if oldest is None else max(0.0, self._queue.now() - oldest)
         yield _by("state", "jobs", "Stored jobs by state; held ones do not count.", jobs)
         for name, text, value in (
             ("queue_age_seconds", "Age of the oldest waiting job.", age),

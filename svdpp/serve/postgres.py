@@ -24,7 +24,7 @@ from psycopg.conninfo import conninfo_to_dict
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
 from svdpp.serve.database import MARK, AwayError, check_own
-from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, VERSION, upgrade
+from svdpp.serve.job import CLIPS, INDEXES, LATENTS, PHOTOS, VERSION, upgrade
 
 if TYPE_CHECKING:
     from svdpp.serve.store import FileStore
@@ -105,6 +105,8 @@ class QueueServer:
         ("FOR UPDATE OF jobs, owners SKIP LOCKED", ""),
         ("FOR UPDATE OF jobs", "take"),
     )
+    clock_name = "the database's"
+    """Whose time `now` is, for messages."""
     is_there = True
     """Whether it was not removed: each commit says so itself."""
 
@@ -176,6 +178,17 @@ class QueueServer:
     def maintain(self) -> None:
         """Do nothing: PostgreSQL maintains itself."""
 
+    def now(self) -> float:
+        """Return the unix time of the database, which is that of all servers."""
+        ((now,),) = self.rows("SELECT clock()")
+        return float(now)
+
+    def skew(self) -> float:
+        """Return by how many seconds this machine's clock is ahead of the database's."""
+        before = time.time()
+        now = self.now()
+        return (before + time.time()) / 2 - now
+
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
         """Holds a lock during the block, perhaps after others; it ends with the connection."""
@@ -216,6 +229,12 @@ class QueueServer:
                     )
                     statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
                 statements.execute("UPDATE queue SET version = ?", (VERSION,))
+        for name, of in INDEXES.items():
+            # Asked first: the statement waits for all changes, even where the index exists.
+            ((found,),) = self.rows("SELECT to_regclass(?)", name)
+            if found is None:
+                with self.change() as statements:
+                    statements.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {of}")
         self._store.belong_to(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:

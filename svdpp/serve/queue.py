@@ -11,20 +11,33 @@ fencing token, and only the server whose claim has the job's present token can e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from loguru import logger
 
 from svdpp.config import SamplingConfig
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
+from svdpp.serve.clock import check_skew, uptime
 from svdpp.serve.database import QueueFile
-from svdpp.serve.job import COLUMNS, Job, JobState, Proof, job_of, row_of, sampling_of, to_json
+from svdpp.serve.job import (
+    COLUMNS,
+    Job,
+    JobState,
+    Proof,
+    UnreadableJobError,
+    job_of,
+    row_of,
+    sampling_of,
+    to_json,
+)
 from svdpp.serve.store import FileStore
 
 if TYPE_CHECKING:
@@ -56,6 +69,10 @@ def _any_of(states: Iterable[JobState]) -> str:
 
 
 _COLUMNS = ", ".join(COLUMNS)
+# A clock that was set back must not give a job a negative duration.
+_START = "CASE WHEN clock() < created_at THEN created_at ELSE clock() END"
+_BEGIN = "coalesce(started_at, created_at)"
+_END = f"CASE WHEN clock() < {_BEGIN} THEN {_BEGIN} ELSE clock() END"
 _SAMPLING = COLUMNS.index("sampling")
 _FINAL = _any_of(state for state in JobState if state.is_final)
 
@@ -73,7 +90,7 @@ _NEXT = """
     WHERE state = 'queued' ORDER BY owners.turn, due, seq LIMIT 1
 """
 _CLAIM = f"""
-UPDATE jobs SET state = 'in_progress', started_at = ?, server = ?, token = token + ?,
+UPDATE jobs SET state = 'in_progress', started_at = {_START}, server = ?, token = token + ?,
     lease_until = clock() + ?, step = 0,
     turn = coalesce((SELECT turn FROM owners WHERE owners.owner = jobs.owner), 0)
 WHERE id = ({{}}) RETURNING {_COLUMNS}
@@ -90,7 +107,7 @@ _PUT_BACK = f"""
 UPDATE jobs SET
     state = CASE WHEN cancel_asked THEN 'cancelled' WHEN {_IS_LAST} THEN 'failed' ELSE 'queued' END,
     error = CASE WHEN {_IS_LAST} AND NOT cancel_asked THEN ? ELSE error END,
-    finished_at = CASE WHEN cancel_asked OR {_IS_LAST} THEN ? END,
+    finished_at = CASE WHEN cancel_asked OR {_IS_LAST} THEN {_END} END,
     started_at = CASE WHEN cancel_asked OR {_IS_LAST} THEN started_at END,
     attempts = attempts + CASE WHEN cancel_asked THEN 0 ELSE ? END,
     lost = lost + {{lost}},
@@ -129,7 +146,7 @@ _TAKE_CALLBACK = f"""
 UPDATE jobs SET callback_due = clock() + ?, callback_attempts = callback_attempts + 1
 WHERE callback_due <= clock() AND id = (
     SELECT id FROM jobs WHERE callback_url IS NOT NULL AND callback_due <= clock()
-        AND state IN ('completed', 'failed') ORDER BY callback_due LIMIT 1
+        AND state IN ('completed', 'failed') AND {{others}} ORDER BY callback_due LIMIT 1
 ) RETURNING {_COLUMNS}
 """
 _SET_CALLBACK = """
@@ -173,6 +190,9 @@ class JobQueue:
         """What the queue is stored in."""
         if url is None:
             self.database = QueueFile(folder, adopts=adopts)
+            self.store.belong_to_file(lambda: self.database.is_there)
+            if not adopts:
+                self._check_rows()
         else:
             from svdpp.serve.postgres import QueueServer  # needs the extra
 
@@ -190,6 +210,25 @@ class JobQueue:
         self._claims: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
         self._passed = deque[str](maxlen=_MAX_PASSED)
+        # Ids of rows that a newer svdpp has written.
+        self._unreadable = deque[str](maxlen=_MAX_PASSED)
+
+    def _check_rows(self) -> None:
+        """Refuse a folder whose clips have lost their rows, as when SQLite's log was lost.
+
+        Raises:
+            RequestError: The folder has clips, and the queue has no job.
+        """
+        clips = [] if self.clips() else self.store.clips()
+        if clips:
+            self.close()
+            raise RequestError(
+                f"the data folder {str(self.store.folder)!r} has clips (number: {len(clips)}), "
+                "and its queue has no video: a part of the queue is missing",
+                "restore queue.sqlite3 together with its queue.sqlite3-wal, or add --adopt to "
+                "start with an empty queue: the clips go to lost+found",
+                details={"clips": len(clips), "clip": min(clips)},
+            )
 
     def close(self) -> None:
         """Does nothing the second time."""
@@ -200,7 +239,45 @@ class JobQueue:
         """Why no clip can be stored or begun, besides a store that is away; empty if it can."""
         if not self.database.is_there:
             return "the queue was removed or replaced"
+        if not self.store.is_mounted:
+            return "the storage of the videos is not there"
         return "the disk is nearly full" if self.store.is_disk_low else ""
+
+    def now(self) -> float:
+        """Return the unix time by which all ages in the queue count.
+
+        In a shared queue it is the database's; a machine's own clock may be days off.
+        """
+        return self.database.now()
+
+    def check_clock(self) -> None:
+        """Check that this machine's clock agrees with the queue's.
+
+        Raises:
+            ClockError: It does not: whichever is wrong, nothing may be deleted by its age.
+        """
+        check_skew(self.database.skew(), self.database.clock_name)
+
+    @property
+    def num_unreadable(self) -> int:
+        """Number of jobs that this svdpp has skipped because a newer one has written them."""
+        return len(self._unreadable)
+
+    def _skip(self, error: UnreadableJobError) -> None:
+        """Count a row that this svdpp cannot read, and report it the first time."""
+        id = error.details["id"]
+        if id not in self._unreadable:
+            if not self._unreadable:
+                logger.warning("{}; such videos are left to newer servers: {}", error, error.hint)
+            self._unreadable.append(id)
+
+    def _read(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Job]:
+        """Yield the jobs of the rows that this svdpp can read."""
+        for row in rows:
+            try:
+                yield job_of(row)
+            except UnreadableJobError as error:
+                self._skip(error)
 
     @property
     def _own(self) -> tuple[str, list[str]]:
@@ -231,7 +308,7 @@ class JobQueue:
     ) -> Job:
         """Store a new job, or find the one that the same request has created before.
 
-        QueueFullError: a limit is reached. After the unix time `until` it is refused, because
+        QueueFullError: a limit is reached. After `until`, by `clock.uptime`, it is refused, because
         others may have removed its image.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
@@ -239,7 +316,7 @@ class JobQueue:
             for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(job_of(row), job)
             self._check_limits(database, job.owner, max_open, max_open_of_owner)
-            if time.time() > until:
+            if uptime() > until:
                 raise OutputError("the server was stopped for too long during a request")
             _insert(database, job)
             self._tell(database, QUEUED)
@@ -277,14 +354,15 @@ class JobQueue:
         return None
 
     def _take(self, following: str, values: Sequence[Any], alone: str) -> Job | None:
-        claim = time.time(), self.server, int(self.is_shared), self.lease_seconds
+        claim = self.server, int(self.is_shared), self.lease_seconds
         with self.database.change(alone) as database:
             rows = database.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
             if not rows:
                 return None
             try:
                 job = job_of(rows[0])
-            except RequestError as error:  # a newer svdpp has accepted it
+            except UnreadableJobError as error:
+                self._skip(error)
                 raise _CannotMakeError(rows[0][_SAMPLING]) from error
             if self.why_not(job.sampling) is not None:
                 raise _CannotMakeError(rows[0][_SAMPLING])
@@ -305,7 +383,7 @@ class JobQueue:
         """
         condition = _EXPIRED if is_lost else "true"
         statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
-        values = to_json(error_to_dict(_LOST)), time.time(), int(counts), id, token
+        values = to_json(error_to_dict(_LOST)), int(counts), id, token
         self._claims.discard((id, token))
         with self.database.change() as database:
             rows = database.execute(statement, values).fetchall()
@@ -325,8 +403,7 @@ class JobQueue:
 
     def cancel_waiting(self, id: str) -> bool:
         """QUEUED to CANCELLED."""
-        now = time.time()
-        return self._change(id, [JobState.QUEUED], state=JobState.CANCELLED, finished_at=now)
+        return self._change(id, [JobState.QUEUED], state=JobState.CANCELLED)
 
     def ask_to_cancel(self, id: str, *, removes: bool = False) -> bool:
         """Mark a job in progress to be cancelled, also for the next start of the server.
@@ -364,8 +441,17 @@ class JobQueue:
 
     def take_callback(self, seconds: float) -> Job | None:
         """The next job whose webhook is due, which is not due again for so many seconds."""
-        rows = self._rows_of(_TAKE_CALLBACK, seconds)
-        return job_of(rows[0]) if rows else None
+        for _ in range(_MAX_TRIES):
+            skipped = list(self._unreadable)
+            others = f"id NOT IN ({_marks(skipped)})" if skipped else "true"
+            try:
+                with self.database.change() as database:
+                    change = _TAKE_CALLBACK.format(others=others)
+                    rows = database.execute(change, (seconds, *skipped)).fetchall()
+                    return job_of(rows[0]) if rows else None
+            except UnreadableJobError as error:  # the row is as before
+                self._skip(error)
+        return None
 
     def set_callback(self, job: Job, seconds: float | None, error: str | None) -> bool:
         """Set the outcome of a try: after how long to try next, None: never, and what went wrong.
@@ -396,14 +482,15 @@ class JobQueue:
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Ends a job in progress that this server has claimed; whether it has."""
         self._claims.discard((id, token))  # before it ends: a renewal must not take it for lost
-        values |= {"state": state, "finished_at": time.time()}
-        return self._change(id, [JobState.IN_PROGRESS], token, **values)
+        return self._change(id, [JobState.IN_PROGRESS], token, state=state, **values)
 
     def _change(
         self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
     ) -> bool:
         """Sets columns of a row if its state is one of `states`, and its token `token`."""
         columns = ", ".join(f"{name} = ?" for name in values)
+        if (state := values.get("state")) is not None and JobState(state).is_final:
+            columns += f", finished_at = {_END}"
         has_token = "true" if token is None else f"token = {token}"
         query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)} AND {has_token}"
         with self.database.change() as database:
@@ -453,8 +540,14 @@ class JobQueue:
     # --- reads ------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Job | None:
-        """The job of that id, in any state."""
+        """Return the job of that id, in any state; None: there is none, or `is_unreadable`."""
         return next(iter(self._jobs("WHERE id = ?", id)), None)
+
+    def is_unreadable(self, id: str, owner: str) -> bool:
+        """Whether there is a job of that id and owner that only a newer svdpp can read."""
+        query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
+        rows = self.database.rows(query, id, owner)
+        return bool(rows) and not list(self._read(rows))
 
     def page(
         self,
@@ -475,13 +568,26 @@ class JobQueue:
             beyond = ">" if order == "asc" else "<"
             where += f" AND seq {beyond} (SELECT seq FROM jobs WHERE id = ?)"
             values.append(after)
-        return self._jobs(f"WHERE {where} ORDER BY seq {order} LIMIT ?", *values, limit)
+        found: list[Job] = []
+        query = f"SELECT {_COLUMNS} FROM jobs WHERE {where} ORDER BY seq {order} LIMIT ? OFFSET ?"
+        offset = 0
+        # What cannot be read must not make a page look like the last one.
+        while len(found) < limit:
+            rows = self.database.rows(query, *values, limit, offset)
+            found += self._read(rows)
+            offset += len(rows)
+            if len(rows) < limit:
+                break
+        return found[:limit]
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
         own, values = self._own
-        rows = self.database.rows(_IN_TURN.format(own), *values)
-        return [(id, sampling_of(text)) for id, text in rows]
+        waiting = []
+        for id, text in self.database.rows(_IN_TURN.format(own), *values):
+            with contextlib.suppress(ValueError, TypeError, LookupError):  # `take_next` counts it
+                waiting.append((id, sampling_of(text)))
+        return waiting
 
     def running(self) -> list[Job]:
         """The jobs in progress, in the order in which they were taken."""
@@ -549,7 +655,7 @@ class JobQueue:
         return [id for (id,) in self.database.rows(f"SELECT id FROM jobs WHERE {where}", *values)]
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
-        return [*map(job_of, self.database.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values))]
+        return [*self._read(self.database.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values))]
 
 
 def _marks(values: Iterable[Any]) -> str:

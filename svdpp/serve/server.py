@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -190,9 +189,10 @@ class Server:
 
     def _sweep(self) -> None:
         """Removes jobs that are too old or too large."""
+        self._service.queue.database.maintain()
         limits = (self._service.settings.keep_seconds, self._service.settings.keep_bytes)
         if limits != (None, None):
-            sweep(self._service.queue, time.time(), *limits)
+            sweep(self._service.queue, self._service.queue.now(), *limits)
 
 
 class _Http(uvicorn.Server):

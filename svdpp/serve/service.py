@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from svdpp.media.inputs import MAX_PIXELS
 from svdpp.serve.auth import Owner
 from svdpp.serve.background import Background
 from svdpp.serve.clips import Admission
+from svdpp.serve.clock import uptime
 from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.fleet import Estimate, Fleet
@@ -177,11 +177,11 @@ class Service:
         why_not = self.queue.why_unusable
         if not self.queue.database.is_there:
             raise AwayError(why_not)
+        self.queue.store.check()
         if why_not:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
-        self.queue.store.check()
         num_open = 0 if has_key else self.queue.num_open()
         if num_open >= self.settings.max_open:
             raise self._full({"open": num_open, "limit": self.settings.max_open})
@@ -225,7 +225,7 @@ class Service:
             seed=seed_of(request.seed, owner.name, idempotency_key),
             sampling=sampling,
             **prompts,
-            created_at=time.time(),
+            created_at=self.queue.now(),
             priority=request.priority,
             idempotency_key=idempotency_key,
             callback_url=request.callback_url,
@@ -234,23 +234,35 @@ class Service:
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.feeder.wake()
-            estimate = self.fleet.estimates.of(id)
-            if estimate is not None and estimate.eta_seconds is not None:
-                self.queue.set_promise(id, estimate.eta_seconds)
-        return self.video(self.queue.get(stored.id) or stored)
+            with contextlib.suppress(OutputError):  # the promise is missing, and the video is not
+                estimate = self.fleet.estimates.of(id)
+                if estimate is not None and estimate.eta_seconds is not None:
+                    self.queue.set_promise(id, estimate.eta_seconds)
+        try:
+            return self.video(self.queue.get(stored.id) or stored)
+        except OutputError:  # the queue is away since it has stored the job
+            return video_of(stored)
+
+    def _known(self, job: Job) -> Job | None:
+        """Return the job if the queue has it, and answers."""
+        with contextlib.suppress(OutputError):
+            return self.queue.get(job.id)
+        return None
 
     def _stored(self, job: Job, request: VideoRequest, owner: Owner) -> Job:
         """Stores files and job; the files are removed again unless it is stored under its id."""
-        until = time.time() + LOOK_SECONDS / 2
+        until = uptime() + LOOK_SECONDS / 2
         with ExitStack() as uploads:
-            job = replace(job, **self._keep(request, job, uploads), created_at=time.time())
+            job = replace(job, **self._keep(request, job, uploads), created_at=self.queue.now())
             try:
                 stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
             except QueueFullError as error:
                 raise self._full(error.details) from error
             except AwayError:
                 uploads.pop_all()  # the database may have the job nevertheless
-                raise
+                if (known := self._known(job)) is None:
+                    raise
+                stored = known
             if stored.id == job.id:
                 uploads.pop_all()
         return stored
@@ -350,6 +362,9 @@ class Service:
     def job(self, id: str, owner: Owner) -> Job:
         """The job of that id; one of another owner is not told from none."""
         job = self.queue.get(id)
+        if job is None and self.queue.is_unreadable(id, owner.name):
+            text = "a newer server has accepted this video, and this one cannot read it"
+            raise ApiError(503, "newer_video", text, "try again: another server may", retry=10)
         if job is None or job.owner != owner.name or job.remove_asked:
             raise ApiError(404, "video_not_found", f"there is no video {id[:60]!r}")
         return job

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,8 @@ from loguru import logger
 
 from svdpp.errors import RequestError, redact
 from svdpp.media import output_files
-from svdpp.serve.database import LOST, MARK, AwayError, free_and_low
+from svdpp.serve.clock import ClockError
+from svdpp.serve.database import LOST, MARK, AwayError, StorageAwayError, free_and_low
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class FileStore:
         self.why_away = ""
         """Why the store cannot be used now; empty if it can."""
         self._queue_id = ""
+        self._is_file_there: Callable[[], bool] = lambda: True
         self._using = threading.Lock()
         self._look_at = 0.0
         place = str(self.folder) if url is None else redact(url).partition("?")[0]
@@ -64,7 +66,13 @@ class FileStore:
             self._system, self._root = _open(url)
 
     def put(self, path: Path) -> None:
-        """Puts a file of the folder, if there is one, completely."""
+        """Put a file of the folder, if there is one, completely.
+
+        Raises:
+            StorageAwayError: The store does not answer, or the folder is not the queue's.
+        """
+        if not self.is_remote:
+            self.check()
         if not (self.is_remote and path.exists()):
             return
         try:
@@ -75,8 +83,13 @@ class FileStore:
                 raise self._away(output_files.reason(error)) from error
 
     def fetch(self, path: Path) -> None:
-        """Gets a file that the folder lacks; one that the store lacks as well stays missing."""
+        """Get a file that the folder lacks; one that the store lacks as well stays missing.
+
+        Raises:
+            StorageAwayError: The store does not answer, or the folder is not the queue's.
+        """
         if not self.is_remote:
+            self.check()
             return
         with self._using, contextlib.suppress(FileNotFoundError):
             os.utime(path)  # it is evicted some time after its latest use
@@ -99,7 +112,13 @@ class FileStore:
                 path.unlink()
 
     def remove(self, path: Path) -> None:
-        """Removes a file, if it exists, from the folder and the store."""
+        """Remove a file, if it exists, from the folder and the store.
+
+        Raises:
+            StorageAwayError: The store does not answer, or the folder is not the queue's: what is
+                missing there need not be missing.
+        """
+        self.check()
         path.unlink(missing_ok=True)
         self.remove_object(path)
 
@@ -141,6 +160,11 @@ class FileStore:
                             found[f"{folder.name}/{path.name}"] = about.st_size, about.st_mtime
         return found
 
+    def clips(self) -> list[str]:
+        """Return the names of the clips in the folder, as `clips/NAME.mp4`."""
+        found = ((name, _OWN.fullmatch(name)) for name in self.local_files())
+        return [name for name, own in found if own and own["clip"] and name.endswith(".mp4")]
+
     def errors(self) -> AbstractContextManager[None]:
         """Has an error of the folder's disk raised as OutputError."""
         return output_files.disk_errors(f"cannot read or write the files in {str(self.folder)!r}")
@@ -167,14 +191,20 @@ class FileStore:
         """From now on, a store without the mark of this queue counts as away."""
         self._queue_id = queue_id
 
+    def belong_to_file(self, is_there: Callable[[], bool]) -> None:
+        """From now on, the folder counts as away unless `is_there`: it has the queue's file."""
+        self._is_file_there = is_there
+
+    @property
+    def is_mounted(self) -> bool:
+        """Whether the folder is the queue's, and not an empty place where its disk should be."""
+        if self.is_remote:
+            return self.folder.exists()
+        return self._is_file_there() and self._queue_id in ("", self.mark())
+
     @property
     def is_disk_low(self) -> bool:
-        """Whether so little is free that no clip should be begun or taken.
-
-        Also if the folder is not the queue's, because its disk is not mounted.
-        """
-        if not self.is_remote and self._queue_id and self.mark() != self._queue_id:
-            return True
+        """Whether so little is free that no clip should be begun or taken."""
         try:
             free, low = free_and_low(self.folder)
         except OSError:  # the folder is gone, or its disk
@@ -182,9 +212,18 @@ class FileStore:
         return free < low
 
     def check(self) -> None:
-        """Raises AwayError while the store is away."""
+        """Check that the files of the queue can be reached.
+
+        Raises:
+            StorageAwayError: The store does not answer, or the folder is not the queue's.
+        """
         if self.why_away:
-            raise AwayError(self.why_away)
+            raise StorageAwayError(self.why_away)
+        if not self.is_mounted:
+            raise StorageAwayError(
+                f"{self.name} is not there, or is not that of the queue",
+                "mount its disk again; the server goes on by itself",
+            )
 
     def look(self) -> None:
         """Looks from time to time whether the store answers, and at each call while it does not."""
@@ -211,12 +250,12 @@ class FileStore:
         except Exception as error:  # each backend has exceptions of its own
             raise self._away(output_files.reason(error)) from error
 
-    def _away(self, reason: str) -> AwayError:
+    def _away(self, reason: str) -> StorageAwayError:
         text = redact(f"{self.name} cannot be used: {reason}")
         if not self.why_away:
             logger.error("{}: no clip is begun or taken", text)
         self.why_away = text
-        return AwayError(text, "check --files, and the credentials for it")
+        return StorageAwayError(text, "check --files, and the credentials for it")
 
     def _at(self, path: Path) -> str:
         """Where the object of a file is, or the objects of a folder."""
@@ -267,10 +306,19 @@ Seen = set[tuple[str, tuple[int, float]]]
 def sweep(
     queue: JobQueue, now: float, max_age_seconds: float | None, max_bytes: int | None
 ) -> list[str]:
-    """Remove jobs in final states, the first to finish first; returns the ids of the removed.
+    """Remove jobs in final states, the first to finish first; return the ids of the removed.
 
-    The age counts from the final state; the bytes are those of all jobs, also of open ones.
+    Args:
+        queue: Rows and files of the jobs.
+        now: Unix time by the queue's clock.
+        max_age_seconds: Seconds since the final state; None: no limit.
+        max_bytes: Size of all jobs together, also of open ones; None: no limit.
+
+    Raises:
+        ClockError: The machine's clock and the queue's differ: nothing is removed.
+        StorageAwayError: The files cannot be reached: no further job is removed.
     """
+    queue.check_clock()
     sizes = Counter[str]() if max_bytes is None else _sizes(queue)
     excess = sizes.total() - (math.inf if max_bytes is None else max_bytes)
     oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
@@ -283,7 +331,11 @@ def sweep(
 
 
 def remove_job(queue: JobQueue, id: str) -> bool:
-    """Remove a job in a final state, files and row; False if there is no such job."""
+    """Remove a job in a final state, files and row; return False if there is no such job.
+
+    Raises:
+        StorageAwayError: The files cannot be reached; the row stays, so that they go later.
+    """
     job = queue.get(id)
     if job is None or not job.state.is_final:
         return False
@@ -294,6 +346,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     with store.errors():
         for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.uploads_in(folder)):
             store.remove(path)
+    store.check()  # a file is missing also where the disk has gone meanwhile
     if is_removed := queue.remove(id):
         logger.info("{} is removed", id)
     return is_removed
@@ -322,7 +375,7 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
     # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
-    oldest = time.time() - _LATENTS_SECONDS if queue.is_shared else -math.inf
+    oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
     left: Seen = {file for file in files.items() if _is_leftover(file, clips, oldest)}
     unused: Seen = {
         copy
@@ -338,6 +391,16 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
         for name, (_, used_at) in unused & before:
             store.evict(store.folder / name, used_at)
     return left | unused
+
+
+def _now_or_never(queue: JobQueue) -> float:
+    """Return the unix time by the queue's clock, or minus infinity if the clocks differ."""
+    try:
+        queue.check_clock()
+    except ClockError as error:
+        logger.error("{}", error)
+        return -math.inf
+    return queue.now()
 
 
 def _is_leftover(
@@ -369,7 +432,7 @@ def set_strangers_aside(queue: JobQueue) -> list[Path]:
     if queue.store.is_remote:  # the folder has only copies
         return []
     folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
-    oldest = time.time() - LOOK_SECONDS if ids or queue.is_shared else math.inf
+    oldest = _now_or_never(queue) - LOOK_SECONDS if ids or queue.is_shared else math.inf
     strangers = [
         folder / name
         for name, (_, written_at) in sorted(files.items())

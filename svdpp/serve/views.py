@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse
 from svdpp import errors
 from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.errors import SvdppError, describe_fault, redact, redact_all, without_folders
-from svdpp.serve.database import AwayError
-from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.database import AwayError, StorageAwayError
+from svdpp.serve.job import Job, JobState, Proof, UnreadableJobError
 from svdpp.serve.photos import DecoderBusyError
 
 #: Kind of an error, for people, by status.
@@ -36,6 +36,8 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
     (errors.RequestError, 422, "invalid_request"),
+    (StorageAwayError, 503, "storage_unavailable"),
+    (UnreadableJobError, 503, "newer_video"),
     (errors.OutputError, 503, "storage_failed"),
     (errors.ClosedError, 503, "closing"),
     (DecoderBusyError, 503, "decoder_busy"),
@@ -279,6 +281,8 @@ def as_api_error(error: SvdppError) -> ApiError:
     details = error.details
     if code == "storage_failed":  # the message names files of the server: only for the log
         message, hint, details = "the server cannot store its data", "", {}
+    if code == "storage_unavailable":
+        message, hint, details = "the server cannot reach its files", "try again later", {}
     if status == 422:
         details = {**_field_at_fault(error), **details}
         # What only whoever starts the server can do is no help.

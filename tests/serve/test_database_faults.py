@@ -84,7 +84,10 @@ def test_notes_are_asked_for_until_it_succeeds(
 ) -> None:
     """Not for ever on a connection whose LISTEN has failed."""
     monkeypatch.setattr(postgres_module, "_RETRY_SECONDS", 0.0)
-    execute, failures = postgres_module.Connection.execute, [psycopg.errors.LockNotAvailable("no")]
+    execute, failures = (
+        postgres_module.Connection.execute,
+        [psycopg.errors.ReadOnlySqlTransaction("no")],
+    )
 
     def failing(connection: postgres_module.Connection, query: str, *values: object) -> object:
         if query.startswith("LISTEN") and failures:

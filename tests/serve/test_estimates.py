@@ -226,7 +226,9 @@ class Scraped:
         self.oldest: float | None = None
         config = SimpleNamespace(world_size=2)
         self.engine: Any = SimpleNamespace(restarts=0, state="ready", config=config)
-        queue: Any = SimpleNamespace(counts=lambda: self.jobs, oldest_waiting=lambda: self.oldest)
+        queue: Any = SimpleNamespace(
+            counts=lambda: self.jobs, oldest_waiting=lambda: self.oldest, now=time.time
+        )
         self.metrics = Metrics(queue, self.engine)
 
     def value(self, name: str, **labels: object) -> float:

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from svdpp.errors import OutputError, RequestError
+from svdpp.serve.clock import uptime
 from svdpp.serve.database import AwayError
 from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities
@@ -209,12 +210,12 @@ def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away
     """After a stop during a request, others have removed its image."""
     queue = opened()
     with pytest.raises(OutputError, match="stopped"):
-        queue.add(new_job(), max_open=None, until=time.time() - 1)
+        queue.add(new_job(), max_open=None, until=uptime() - 1)
     assert not queue.has_unfinished()
-    assert not queue.store.is_disk_low
+    assert not queue.why_unusable
     (tmp_path / "data").rename(tmp_path / "away")
     (tmp_path / "data").mkdir()  # an empty mount point
-    assert queue.store.is_disk_low
+    assert queue.why_unusable == "the storage of the videos is not there"
 
 
 def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None:

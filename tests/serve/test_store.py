@@ -60,7 +60,7 @@ def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
     try:
         wait(lambda: server.client.get("/ready").status_code == 503)
         answer = server.request(seed=2)
-        error_of(answer, 503, "storage_failed")
+        error_of(answer, 503, "storage_unavailable")
         assert int(answer.headers["Retry-After"]) > 0
         assert server.client.get("/health").status_code == 200
         wait(lambda: server.video(id)["step"] == 20)

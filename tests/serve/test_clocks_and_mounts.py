@@ -1,0 +1,191 @@
+"""What a wrong clock, or a folder whose disk is not mounted, must not delete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from svdpp.errors import InputError
+from svdpp.serve.clips import ToRequest
+from svdpp.serve.clock import ClockError, SteadyClock
+from svdpp.serve.database import StorageAwayError
+from svdpp.serve.job import JobState
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.store import remove_job, remove_leftovers, sweep
+from tests.serve.engines import add, dummy_config, in_state, job_of, serving, taken
+from tests.serve.http_server import QUICK, HttpServer, error_of
+
+_DAYS = 86400.0
+_FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+
+@contextlib.contextmanager
+def clock_ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
+    """The machine's clock is set to another time during the block."""
+    now = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + seconds)
+        yield
+
+
+@pytest.mark.parametrize("days", [2.0, -2.0])
+def test_a_clock_that_jumps_ages_nothing(
+    each_store: JobQueue, monkeypatch: pytest.MonkeyPatch, days: float
+) -> None:
+    """Neither clips that end before or after it, and no clip takes a negative time."""
+    queue = each_store
+    before = in_state(queue, JobState.COMPLETED, created_at=queue.now())
+    running = add(queue, created_at=queue.now())
+    token = taken(queue).token
+    with clock_ahead(monkeypatch, days * _DAYS):
+        assert abs(queue.now() - time.time()) > _DAYS
+        queue.complete(running, {}, token)
+        with pytest.raises(ClockError, match="the clock of this machine is 1728") as refused:
+            sweep(queue, queue.now(), 3600.0, None)
+        assert refused.value.details["skew_seconds"] == pytest.approx(days * _DAYS, abs=5)
+    assert set(queue.clips()) == {before, running}
+    for job in (job_of(queue, before), job_of(queue, running)):
+        assert job.started_at is not None
+        assert job.finished_at is not None
+        assert job.created_at <= job.started_at <= job.finished_at <= time.time() + 1
+    assert sweep(queue, queue.now(), 3600.0, None) == []
+
+
+def test_small_corrections_of_a_clock_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SteadyClock()
+    with clock_ahead(monkeypatch, 40.0):
+        assert clock.now() == pytest.approx(time.time(), abs=1)
+        with clock_ahead(monkeypatch, 59.0):
+            assert clock.now() == pytest.approx(time.time(), abs=1)
+
+
+_SWEEP = """
+import sys, time
+from pathlib import Path
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.store import sweep
+queue = JobQueue(Path(sys.argv[1]), url=sys.argv[2])
+print(f"{time.time() - queue.now():.0f}")
+sweep(queue, time.time(), 86400.0, None)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(_FAKETIME is None, reason="needs libfaketime: apt-get install libfaketime")
+def test_a_server_with_a_fast_clock_deletes_nothing_of_the_others(
+    tmp_path: Path, database: str
+) -> None:
+    with contextlib.closing(JobQueue(tmp_path / "data", url=database)) as queue:
+        ids = {in_state(queue, JobState.COMPLETED, created_at=queue.now()) for _ in range(3)}
+        fast = {"LD_PRELOAD": str(_FAKETIME), "FAKETIME": "+2d", "DONT_FAKE_MONOTONIC": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", _SWEEP, str(tmp_path / "data"), database],
+            env={**os.environ, **fast},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert int(done.stdout) == pytest.approx(2 * _DAYS, abs=30)
+        assert "ClockError" in done.stderr
+        assert set(queue.clips()) == ids
+
+
+@contextlib.contextmanager
+def unmounted(folder: Path) -> Iterator[None]:
+    """Only the empty place where the folder's disk is mounted is there."""
+    away = folder.with_name("away")
+    folder.rename(away)
+    folder.mkdir()
+    try:
+        yield
+    finally:
+        folder.rmdir()
+        away.rename(folder)
+
+
+def test_nothing_is_removed_while_its_disk_is_not_mounted(
+    each_store: JobQueue, tmp_path: Path
+) -> None:
+    """Not the row either, so that the files go later."""
+    queue, folder = each_store, tmp_path / "data"
+    id = in_state(queue, JobState.COMPLETED)
+    clip = job_of(queue, id).clip_in(folder)
+    clip.parent.mkdir()
+    clip.touch()
+    seen = remove_leftovers(queue, set())
+    with unmounted(folder):
+        assert queue.why_unusable
+        for use in (
+            lambda: remove_job(queue, id),
+            lambda: sweep(queue, queue.now() + 1, 0.0, None),
+            lambda: queue.store.fetch(clip),
+            lambda: queue.store.put(clip),
+            lambda: queue.store.remove(clip),
+        ):
+            with pytest.raises(StorageAwayError, match="is not there"):
+                use()
+        assert remove_leftovers(queue, seen) == set()
+        assert job_of(queue, id).state is JobState.COMPLETED
+    assert queue.why_unusable == ""
+    assert sweep(queue, queue.now() + 1, 0.0, None) == [id]
+    assert not clip.exists()
+
+
+@pytest.mark.processes
+def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not fail for their missing images."""
+    folder = tmp_path / "data"
+    to_request, failures = ToRequest.__call__, [True]
+
+    def unmounting(self: ToRequest, job: object) -> object:
+        if failures:
+            failures.pop()
+            with unmounted(folder):
+                pass
+            folder.rename(tmp_path / "away")
+            raise InputError("the image is missing")
+        return to_request(self, job)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ToRequest, "__call__", unmounting)
+    with serving(folder, dummy_config()) as own:
+        ids = own.add(1, 2)
+        own.wait(lambda: own.engine.feeder.why_waits, "the folder is not looked at")
+        assert not failures
+        (tmp_path / "away").rename(folder)
+        assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_server_says_that_its_files_are_not_mounted(
+    start: Callable[..., HttpServer], tmp_path: Path
+) -> None:
+    """By 503 to everyone who needs them, and not that a disk is full or a clip has no file."""
+    server = start(*QUICK)
+    (id,) = server.add()
+    server.wait_for(id, "completed")
+    with unmounted(tmp_path / "data"):
+        ready = server.client.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (
+            503,
+            "the storage of the videos is not there",
+        )
+        for answer in (
+            server.request(),
+            server.client.delete(f"/v1/videos/{id}"),
+            server.client.get(f"/v1/videos/{id}/content"),
+        ):
+            error_of(answer, 503, "storage_unavailable")
+            assert int(answer.headers["Retry-After"]) > 0
+        assert server.video(id)["status"] == "completed"
+    server.wait_ready()
+    assert server.client.delete(f"/v1/videos/{id}").status_code == 200
