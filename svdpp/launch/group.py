@@ -23,7 +23,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,9 @@ BEGIN, END = b"!", b"."
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _TAIL_CHARS = 4000
+# A rank of a server prints for weeks; of its output only the end is of use.
+_MAX_OUTPUT_BYTES = 2**20
+_OUTPUT_CHECK_SECONDS = 1.0
 
 
 class Channel:
@@ -194,13 +197,17 @@ class Group:
         return codes
 
     def output_tail(self, rank: int) -> str | None:
-        """The end of what a started rank printed; None if it ended before its entry."""
+        """Return the end of what a started rank printed; None if it ended before its entry."""
         if self._folder is None:
             return ""
+        path = _output_file(self._folder, rank)
         try:
-            return _output_file(self._folder, rank).read_text(errors="replace")[-_TAIL_CHARS:]
+            latest = _tail(path)
         except FileNotFoundError:  # the rank makes the file as soon as it has imported the script
             return None
+        with contextlib.suppress(FileNotFoundError):
+            latest = _tail(_earlier_output(path)) + latest
+        return latest[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
         """Waits for ranks that were commanded to stop; returns whether all ended without error."""
@@ -234,6 +241,38 @@ class Group:
 
 def _output_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.txt"
+
+
+def _earlier_output(path: Path) -> Path:
+    return path.with_suffix(".earlier.txt")
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        # A character has at most four bytes.
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * _TAIL_CHARS))
+        return file.read(4 * _TAIL_CHARS).decode(errors="replace")
+
+
+def redirect_output(path: Path) -> None:
+    """Write what this process prints to a file, whose size a thread bounds as long as it runs."""
+
+    def redirect() -> None:
+        with path.open("ab") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+
+    def bound() -> None:
+        with contextlib.suppress(OSError):  # the folder has been removed: the parent has ended
+            while True:
+                time.sleep(_OUTPUT_CHECK_SECONDS)
+                if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
+                    os.replace(path, _earlier_output(path))
+                    redirect()
+
+    redirect()
+    sys.stdout = sys.stderr  # is written line by line: a killed rank leaves what it printed
+    threading.Thread(target=bound, name="bound-output", daemon=True).start()
 
 
 def _end_message(error: BaseException | None) -> bytes:
@@ -353,10 +392,7 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
     else:  # a rank ends by the signal, so that the parent reports a dead rank
         process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _end_with_starter(multiprocessing.parent_process())
-    with _output_file(start.folder, rank).open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    sys.stdout = sys.stderr  # is written line by line: a rank that is killed leaves what it printed
+    redirect_output(_output_file(start.folder, rank))
     world = World(rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size)
 
     def join() -> None:
@@ -409,7 +445,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
     _end_server_at_exit()
     resource_tracker.ensure_running()  # first, because starting it unblocks the signals
     forkserver.set_forkserver_preload([__name__])
-    task = json.dumps([os.getpid(), util.get_temp_dir(), *preload])
+    task = json.dumps([os.getpid(), process_lifetime.temp_dir(), *preload])
     with process_lifetime.environment_defaults({_TASK: task}), process_lifetime.signals_blocked():
         forkserver.ensure_running()
 

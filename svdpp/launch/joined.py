@@ -12,6 +12,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -47,6 +48,8 @@ _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
 _POLL_SECONDS = 0.1
 _BACKLOG = 4096
+# Each has a thread for up to `_HANDSHAKE_SECONDS`.
+_MAX_HANDSHAKES = 256
 
 
 class RankHello(NamedTuple):
@@ -108,17 +111,40 @@ class RankListener:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._socket.settimeout(_POLL_SECONDS)
+        self._greeted: queue.SimpleQueue[tuple[RankHello, Connection]] = queue.SimpleQueue()
+        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         port, token = self._socket.getsockname()[1], secrets.token_hex(8)
         secret, host = self._secret.hex(), socket.gethostname()
         self.endpoint = Endpoint(address, port, secret, token, host, list(probes))
         store.set(_KEY, json.dumps(self.endpoint._asdict()))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
-        """Accepts the next rank; None if none connects within a moment or it is not one of ours."""
-        try:
+        """Return a rank that has connected and proved the secret; None if there is none yet.
+
+        A thread for each connection waits for its proof, so that a silent one delays no other.
+
+        Returns:
+            The rank's first message, and its connection.
+        """
+        with contextlib.suppress(TimeoutError):
             accepted, _ = self._socket.accept()
-        except TimeoutError:
-            return None
+            if self._handshakes.acquire(blocking=False):
+                run = threading.Thread(target=self._greet, args=[accepted], daemon=True)
+                run.start()
+            else:
+                accepted.close()  # a rank tries again
+        with contextlib.suppress(queue.Empty):
+            return self._greeted.get_nowait()
+        return None
+
+    def _greet(self, accepted: socket.socket) -> None:
+        try:
+            if (greeted := self._handshake(accepted)) is not None:
+                self._greeted.put(greeted)
+        finally:
+            self._handshakes.release()
+
+    def _handshake(self, accepted: socket.socket) -> tuple[RankHello, Connection] | None:
         connection = _to_connection(accepted, self._peer_timeout)
         try:
             with _handshake_deadline(connection):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -183,7 +184,8 @@ def choose_interface(
             f"set it to one of {others or 'lo'}",
         )
     is_loopback = ipaddress.ip_address(address).is_loopback
-    if spans_hosts and is_loopback:
+    # Launchers that met at a loopback address are all on this machine.
+    if spans_hosts and is_loopback and not _is_loopback(peer):
         raise RequestError(
             f"{socket.gethostname()} would use {address}, which other hosts cannot reach{source}",
             "set GLOO_SOCKET_IFNAME to the interface of the network between the hosts: "
@@ -195,6 +197,13 @@ def choose_interface(
         environment["GLOO_SOCKET_IFNAME"] = name
         environment.setdefault("NCCL_SOCKET_IFNAME", name)
     return address
+
+
+def _is_loopback(peer: str) -> bool:
+    """Whether `peer` is `localhost` or a loopback address, not a name that resolves to one."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(peer).is_loopback
+    return peer == "localhost"
 
 
 def _address_towards(peer: str) -> str:

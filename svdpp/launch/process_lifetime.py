@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from svdpp.errors import Interrupted
+from svdpp.errors import Interrupted, OutputError
 
 # Linux, <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
@@ -36,6 +36,11 @@ _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
 # Held while a folder is made, and for ever once the folders of a process that ends are removed.
 _making_folder = threading.Lock()
+
+_choosing_folder = threading.RLock()  # a signal handler may need the folder meanwhile
+# A socket's path has at most 107 bytes (unix(7)), of which multiprocessing adds these.
+_MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+_SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
 # --- the start ----------------------------------------------------------------------------------
 
@@ -70,7 +75,7 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
         # An import creates Inductor's cache folder. Nothing here compiles: one that exists will do.
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TMPDIR", "/tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": _existing_temp_dir(),
         # By default threads spin at the end of a parallel region: on few cores most of the time.
         "OMP_WAIT_POLICY": "passive",
         # Reduces fragmentation. The name before torch 2.9 is PYTORCH_CUDA_ALLOC_CONF.
@@ -260,12 +265,54 @@ def children_of(pids: Collection[int]) -> list[int]:
 # --- temporary files ----------------------------------------------------------------------------
 
 
-def make_folder(prefix: str) -> Path:
-    """Creates a folder that only this user can open, for which see `remove_temp_files`."""
+def temp_dir() -> str:
+    """Return multiprocessing's folder of this process, which the first call creates.
+
+    It is below TMPDIR, or the first of /tmp, /var/tmp and /dev/shm if TMPDIR is too long for the
+    path of the fork server's socket.
+
+    Raises:
+        OutputError: no folder for temporary files can be written.
+    """
     from multiprocessing import util
 
+    with _choosing_folder:
+        before = tempfile.tempdir
+        try:
+            chosen = tempfile.gettempdir()
+            if len(os.fsencode(chosen)) > _MAX_TEMP_DIR_BYTES:
+                chosen = next(filter(_is_writable, _SHORT_TEMP_DIRS), chosen)
+            tempfile.tempdir = chosen  # multiprocessing takes no other name
+            return util.get_temp_dir()
+        except OSError as error:
+            raise OutputError(
+                f"no folder for temporary files can be written: {error.strerror or error}",
+                "set TMPDIR to a folder that exists, on a disk with free space",
+            ) from error
+        finally:
+            tempfile.tempdir = before
+
+
+def _is_writable(folder: str) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _existing_temp_dir() -> str:
+    """The folder that Python uses for temporary files: TMPDIR may name one that does not exist."""
+    try:
+        return tempfile.gettempdir()
+    except OSError:  # `temp_dir` says so when one is needed
+        return "/tmp"
+
+
+def make_folder(prefix: str) -> Path:
+    """Create a folder that only this user can open, for which see `remove_temp_files`.
+
+    Raises:
+        OutputError: no folder for temporary files can be written.
+    """
     with _making_folder:
-        within = util.get_temp_dir()
+        within = temp_dir()
         with contextlib.suppress(FileExistsError):
             os.mkdir(within, 0o700)  # a cleaner of /tmp removes it while a server runs for weeks
         return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
@@ -273,7 +320,11 @@ def make_folder(prefix: str) -> Path:
 
 @contextlib.contextmanager
 def temp_folder(prefix: str) -> Iterator[Path]:
-    """Creates a folder and removes it at the end of the block."""
+    """Create a folder and remove it at the end of the block.
+
+    Raises:
+        OutputError: no folder for temporary files can be written.
+    """
     made = make_folder(prefix)
     try:
         yield made

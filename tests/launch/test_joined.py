@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import socket
@@ -43,6 +44,21 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     monkeypatch.setattr(process_lifetime, "end_with_parent", lambda: None)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     return store
+
+
+def test_silent_connections_delay_no_rank(store: HashStore) -> None:
+    """Anybody on the network can open them; each would hold the start of all for 10 s."""
+    listener = RankListener(store, "127.0.0.1", peer_timeout=5)
+    target = listener.endpoint.address, listener.endpoint.port
+    with contextlib.ExitStack() as silent, ThreadPoolExecutor() as rank:
+        for _ in range(5):
+            silent.enter_context(socket.create_connection(target))
+        begun = time.monotonic()
+        rank.submit(joined.connect, store, TERMS.hello(), TERMS)
+        hello, _ = next(filter(None, (listener.accept() for _ in range(200))))
+        assert hello.rank == 1
+        assert time.monotonic() - begun < allowing_for_others(5)
+    listener.close()
 
 
 def test_clients_without_the_secret_are_rejected(

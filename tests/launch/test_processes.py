@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from svdpp.launch import process_lifetime
-from svdpp.launch.group import RankContext, start_ranks
+from svdpp.launch.group import Group, RankContext, start_ranks
 from svdpp.media.inputs import example_photos
 from tests.faults.processes import is_there, wait_until
 
@@ -225,3 +226,69 @@ assert made.parent.stat().st_mode & 0o777 == 0o700
 def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
     assert _run(tmp_path, code) == 0
     assert not list(tmp_path.iterdir())
+
+
+# --- folders for temporary files ----------------------------------------------------------------
+
+_ADDRESS = """
+from multiprocessing import connection
+from svdpp.launch import process_lifetime
+folder = process_lifetime.make_folder("svdpp-test-")
+address = connection.arbitrary_address("AF_UNIX")
+assert str(folder.parent) == address.rpartition("/")[0]
+assert len(address) <= 107, address
+print(folder)
+"""
+
+
+@pytest.mark.parametrize("length", [20, 85, 200])
+def test_the_fork_servers_socket_fits_whatever_the_length_of_tmpdir(length: int) -> None:
+    """A socket's path has at most 107 bytes (unix(7)); clusters have long temporary folders."""
+    with tempfile.TemporaryDirectory(prefix="x" * length, dir="/tmp") as place:
+        environment = {**os.environ, "TMPDIR": place, "PYTHONPATH": os.getcwd()}
+        command = [sys.executable, "-c", _ADDRESS]
+        made = subprocess.check_output(command, env=environment, text=True).strip()
+        assert made.startswith(place) == (length == 20)
+        assert not os.path.exists(os.path.dirname(made))
+        assert not os.listdir(place)
+
+
+_DEFAULTS = """
+import os
+from svdpp.launch import process_lifetime
+process_lifetime.set_environment_defaults()
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
+def test_a_tmpdir_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
+    """An import of torch creates the folder of this variable, or ends in a traceback."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "no"), "PYTHONPATH": os.getcwd()}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    command = [sys.executable, "-c", _DEFAULTS]
+    named = subprocess.check_output(command, env=environment, text=True).strip()
+    assert os.path.isdir(named)
+    assert not (tmp_path / "no").exists()
+
+
+_PRINTS = """
+import os, sys, time
+from pathlib import Path
+from svdpp.launch import group
+group._MAX_OUTPUT_BYTES, group._OUTPUT_CHECK_SECONDS = 1000, 0.01
+group.redirect_output(Path("rank0.txt"))
+for number in range(300):
+    print(f"line {number:05} " + "x" * 100)
+    time.sleep(0.002)
+"""
+
+
+def test_the_output_of_a_rank_is_bounded_and_its_end_kept(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.check_call([sys.executable, "-c", _PRINTS], cwd=tmp_path, env=environment)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 300 * 111 / 2
+    tail = Group([], tmp_path).output_tail(0)
+    assert tail is not None
+    assert tail.endswith("line 00299 " + "x" * 100 + "\n")
+    numbers = [int(line.split()[1]) for line in tail.splitlines()[1:]]
+    assert numbers == list(range(numbers[0], 300)), "nothing is missing between the files"

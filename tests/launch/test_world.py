@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from svdpp.errors import RequestError
-from svdpp.launch import gpus
+from svdpp.launch import gpus, process_group
 from svdpp.launch.process_group import (
     check_devices,
     choose_backend,
@@ -255,7 +255,18 @@ def test_gloo_and_nccl_use_the_interface_that_is_chosen_or_leads_to_the_store(
     environment = dict(given)
     assert choose_interface(peer, spans_hosts=False, environment=environment) == "127.0.0.1"
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    with pytest.raises(RequestError, match=r"127\.0\.0\.1, which other hosts cannot reach"):
-        choose_interface("127.0.0.1", spans_hosts=True, environment=given)
     with pytest.raises(RequestError, match="GLOO_SOCKET_IFNAME names 'none0'"):
         choose_interface(peer, spans_hosts=False, environment={"GLOO_SOCKET_IFNAME": "none0"})
+
+
+def test_a_name_that_leads_to_loopback_is_refused_between_hosts_but_nodes_of_one_machine_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian gives a host's own name 127.0.1.1; two agents can also run on one machine."""
+    for peer in ("127.0.0.1", "localhost"):
+        assert choose_interface(peer, spans_hosts=True, environment={}) in ("127.0.0.1", "::1")
+    monkeypatch.setattr(process_group, "_address_towards", lambda _: "127.0.1.1")
+    with pytest.raises(RequestError, match=r"127\.0\.1\.1, which other hosts cannot reach"):
+        choose_interface("node1", spans_hosts=True, environment={})
+    with pytest.raises(RequestError, match="which other hosts cannot reach"):
+        choose_interface("node1", spans_hosts=True, environment={"GLOO_SOCKET_IFNAME": "lo"})
