@@ -16,7 +16,12 @@ _MODULES = {
     ),
     "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),
     "svdpp.driver.pipeline": ("Pipeline",),
-    "svdpp.errors": ("SvdppError",),
+    "svdpp.errors": (
+        *("BrokenLinkError", "ClosedError", "DeviceError", "InputError", "MismatchError"),
+        *("ModelError", "NotFiniteError", "OutOfMemoryError", "OutputError", "RankError"),
+        *("RequestError", "SvdppError", "TargetMissedError", "TransportError"),
+        "VerificationError",
+    ),
     "svdpp.plan.split": ("StepRange",),
     "svdpp.verification.result": ("VerificationResult",),
     "svdpp.verification.verify": ("verify",),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import svdpp
 from svdpp import errors
 from svdpp.errors import located_path, recorded_name, recorded_path, redact, redact_all
 
@@ -69,6 +70,40 @@ def test_a_copy_for_another_thread_says_the_same(error: Exception) -> None:
     assert copied is not error
     assert (type(copied), str(copied), copied.__cause__) == (type(error), str(error), error)
     assert vars(copied) == vars(error)
+
+
+WRONG_REQUESTS = {"RequestError", "ModelError", "InputError"}
+
+
+@pytest.mark.parametrize("cls", TYPES.values())
+def test_every_error_is_of_a_kind_that_python_programs_know(cls: type[errors.SvdppError]) -> None:
+    """Wrong requests are ValueErrors, what fails at run time is a RuntimeError; none is both."""
+    kinds = {kind for kind in (ValueError, RuntimeError) if issubclass(cls, kind)}
+    if cls is errors.SvdppError:
+        assert kinds == set()
+    else:
+        assert kinds == {ValueError if cls.__name__ in WRONG_REQUESTS else RuntimeError}
+
+
+DETAILS = {"rank": 3, "steps": 10, "seconds": 0.25, "path": "a/é", "none": None, "sizes": [1, 2]}
+
+
+@pytest.mark.parametrize("cls", TYPES.values())
+def test_details_cross_to_another_process_as_they_are(cls: type[errors.SvdppError]) -> None:
+    record = json.loads(json.dumps(errors.error_to_dict(cls("no", details=DETAILS))))
+    crossed = errors.error_from_dict(record)
+    assert crossed.details == DETAILS
+    assert type(crossed.details["seconds"]) is float
+    assert type(crossed.details["rank"]) is int
+    assert errors.error_from_dict(errors.error_to_dict(cls("no"))).details == {}
+    assert errors.worst_of([crossed], "1 of 2 lost").details == DETAILS
+
+
+def test_all_errors_are_public_names() -> None:
+    assert set(TYPES) <= set(svdpp.__all__)
+    assert all(getattr(svdpp, name) is each for name, each in TYPES.items())
+    stub = Path(svdpp.__file__).with_suffix(".pyi").read_text()
+    assert {name for name in svdpp.__all__ if f" as {name}\n" not in stub} == {"__version__"}
 
 
 # Texts without what must not be shown.

@@ -150,6 +150,7 @@ class Run:
         Raises:
             RequestError: the request cannot succeed.
         """
+        self.options.check_prompts()
         assert all((self.policy, self._sampling, self.seeds))  # are checked when they are made
         options = self.options
         require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")

@@ -349,11 +349,28 @@ class ClipRequest:
 
 
 def check_prompt(name: str, text: object) -> None:
-    """Refuses what is no prompt; None is no prompt, and allowed."""
+    """Check that `text` is a prompt, or None for no prompt.
+
+    Args:
+        name: of the prompt in errors, such as `--prompt`.
+        text: what is given.
+
+    Raises:
+        RequestError: it is no text, too long, or not Unicode. Python reads an argument's bytes that
+            the locale's encoding lacks as lone surrogates, which no tokenizer takes.
+    """
     check_type(name, text, str, type(None))
+    if text is None:
+        return
     require(
-        text is None or (len(str(text)) <= MAX_PROMPT_CHARACTERS and "\0" not in str(text)),
+        len(str(text)) <= MAX_PROMPT_CHARACTERS and "\0" not in str(text),
         f"{name} must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
+        max_characters=MAX_PROMPT_CHARACTERS,
+    )
+    require(
+        not any("\ud800" <= char <= "\udfff" for char in str(text)),
+        f"{name} is not UTF-8, or the locale's encoding lacks its characters",
+        "export LC_ALL=C.UTF-8, or put the prompt into a UTF-8 file: --prompts FILE",
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from svdpp.media.inputs import example_photos, fit_photo, read_photo
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.verification.verify import run_reference
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.cli.shell import Answer, python
+from tests.cli.shell import PYTHONPATH, Answer, python
 from tests.driver.dummies import HANG_SECONDS, clips, config
 from tests.faults.damage import Damage
 from tests.models.builders import small_svd
@@ -234,3 +237,22 @@ def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
     short = replace(own, num_frames=3, decode_chunk_size=None)
     filled = work.resolved(ClipRequest(seed=0, sampling=short)).sampling
     assert filled == replace(short, decode_chunk_size=3)
+
+
+@pytest.mark.parametrize(
+    ("locale", "prompt"),
+    [
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "café".encode()),
+        ({"LC_ALL": "C.UTF-8"}, b"caf\xe9"),
+    ],
+)
+def test_a_prompt_whose_bytes_are_no_text_is_refused_at_once(
+    locale: dict[str, str], prompt: bytes
+) -> None:
+    """Tokenizers in the ranks failed at it, which ended the run with exit code 6."""
+    command = [sys.executable, "-m", "svdpp", "run", "--model", "/nowhere", "--prompt", prompt]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **locale}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "--prompt is not UTF-8" in done.stderr
+    assert "Traceback" not in done.stderr

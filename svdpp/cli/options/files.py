@@ -144,6 +144,7 @@ class PromptOptions:
         """
         from svdpp.media.inputs import ClipInput
 
+        self.check_prompts()
         prompts: list[str | None] = [*self._all_prompts()] or [example]
         videos = self._videos(sampling, max_pixels)
         return [
@@ -151,6 +152,15 @@ class PromptOptions:
             for image in images
             for prompt in prompts
         ]
+
+    def check_prompts(self) -> None:
+        """Check the prompts on the command line, which needs neither a model nor a file.
+
+        Raises:
+            RequestError: one is too long, or is not Unicode text.
+        """
+        check_prompt("--prompt", self.prompt)
+        check_prompt("--negative-prompt", self.negative_prompt)
 
     def _videos(self, sampling: SamplingConfig, max_pixels: int) -> tuple[tuple[str, Photo], ...]:
         from svdpp.media.inputs import read_video
