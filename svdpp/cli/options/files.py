@@ -34,6 +34,7 @@ from svdpp.config.limits import (
     read_small_file,
     require,
 )
+from svdpp.config.pipeline import check_prompt
 from svdpp.errors import OutputError, RequestError
 from svdpp.launch.world import World
 
