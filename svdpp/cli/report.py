@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +11,13 @@ import typer
 
 from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
-from svdpp.cli.options.declare import path_argument
+from svdpp.cli.options.declare import DIAGNOSTICS, option, path_argument
+from svdpp.config.limits import require
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.figures import RankFigures
     from svdpp.diagnostics.report import Diagnosis
+    from svdpp.diagnostics.utilisation import Speed, Speeds
 
 
 app = typer.Typer(add_completion=False)
@@ -25,6 +28,16 @@ class ReportOptions:
     """Run that is reported."""
 
     folder: Annotated[Path, path_argument("FOLDER", "Folder of a run, or a run.json.")]
+    peak_tflops: Annotated[
+        float | None,
+        option(
+            panel=DIAGNOSTICS,
+            metavar="X",
+            help="Peak TFLOP/s of each device in the model's dtype, for the utilisation of devices "
+            "whose peak svdpp does not know.",
+            common=True,
+        ),
+    ] = None
 
 
 @app.command(**about("svdpp report out", "svdpp report out --json"))
@@ -33,12 +46,21 @@ def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run, and what would make it faster.
 
     It reads the figures that svdpp run leaves in run.json: where each rank's time went, which rank
-    limits the others and why, how much memory was left, and how good the forecast was.
+    limits the others and why, how much memory was left, and how good the forecast was. It counts
+    the FLOPs of the model's calls, in seconds, for TFLOP/s and the utilisation of the devices.
     """
     from svdpp.diagnostics.report import read_report
+    from svdpp.diagnostics.utilisation import Speeds, speeds_of
 
+    peak = options.peak_tflops
+    require(
+        peak is None or 0 < peak < math.inf,
+        f"--peak-tflops must be a number above 0, got {peak}",
+        peak_tflops=peak,
+    )
     found, diagnosis = read_report(options.folder)
-    console.json(found)
+    speeds = Speeds() if diagnosis is None else speeds_of(diagnosis.figures, peak)
+    console.json({**found, "speed": speeds.to_json()})
     states = ", ".join(f"{number} {state}" for state, number in found["clips"].items())
     console.result(f"clips: {states or 'none'}")
     for clip in found["lost"]:
@@ -46,10 +68,10 @@ def report(console: Console, options: ReportOptions) -> None:
     if diagnosis is None:
         console.prose("times: none, because the run was killed, made no clip, or left no figures")
     else:
-        _print_diagnosis(console, diagnosis)
+        _print_diagnosis(console, diagnosis, speeds)
 
 
-def _print_diagnosis(console: Console, found: Diagnosis) -> None:
+def _print_diagnosis(console: Console, found: Diagnosis, speeds: Speeds) -> None:
     figures = found.figures
     console.prose(
         f"times: {figures.start_seconds:.1f} s to start, then {counted(figures.clips, 'clip')} in "
@@ -57,7 +79,12 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
         f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
     )
     console.result()
-    console.table([*map(_row, figures.ranks)])
+    of_ranks = speeds.ranks or (None,) * figures.world_size
+    console.table([*map(_row, figures.ranks, of_ranks)])
+    if speeds.run is not None:
+        console.prose(f"speed: {_speed(speeds.run)} TFLOP/s a rank with all waits")
+    if speeds.note:
+        console.prose(speeds.note)
     console.result("\nWhat limits it")
     for finding in found.findings:
         lost = f" ({finding.lost_seconds:.1f} s)" if finding.lost_seconds else ""
@@ -71,12 +98,21 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
         console.result(f"\nthe run took {more} against the forecast from its measured costs")
 
 
-def _row(rank: RankFigures) -> dict[str, str]:
+def _speed(speed: Speed) -> str:
+    share = "" if speed.utilisation is None else f" ({speed.utilisation:.0%} of its peak)"
+    return f"{speed.tflops:.3g}{share}"
+
+
+def _row(rank: RankFigures, speed: Speed | None) -> dict[str, str]:
     row = {"rank": str(rank.rank), "steps": f"{rank.start}:{rank.end}"}
     for name in ("compute", "wait", "transfer", "idle"):
         row[name] = f"{getattr(rank, name) / rank.wall:.0%}" if rank.wall else "-"
     for name in ("step", "encode", "decode"):
         work = getattr(rank, name)
         row[name] = f"{work.mean_seconds:.3g} s" if work.count else "-"
+    if speed is not None:
+        row["TFLOP/s"] = f"{speed.tflops:.3g}" if rank.compute else "-"
+        if speed.utilisation is not None:
+            row["of peak"] = f"{speed.utilisation:.0%}" if rank.compute else "-"
     row["GiB"] = f"{rank.peak_bytes / 2**30:.2f}" if rank.peak_bytes else "-"
     return row

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -82,12 +83,43 @@ def environment() -> dict[str, Any]:
                 {"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability}
                 for gpu in gpus.visible_gpus()
             ],
+            "clocks": gpu_clocks(_output),
+            "topology": (_output("nvidia-smi", "topo", "-m") or "").splitlines(),
         },
         "ffmpeg": _ffmpeg_version(),
         "hub_cache": {"path": HF_HUB_CACHE},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     return dict(redact_all(facts))
+
+
+#: Fields of nvidia-smi, which lists all GPUs, whatever CUDA_VISIBLE_DEVICES says.
+_CLOCKS = (
+    *("index", "name", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
+    *("power.limit", "power.default_limit", "persistence_mode"),
+)
+
+
+def gpu_clocks(output: Callable[..., str | None]) -> list[dict[str, str]]:
+    """Return clocks in MHz and power limits of all GPUs, as nvidia-smi prints them; none without.
+
+    Args:
+        output: Runs a command, and returns its output; None if it fails.
+    """
+    rows = output("nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader")
+    values = [line.split(", ") for line in (rows or "").splitlines()]
+    return [dict(zip(_CLOCKS, row, strict=False)) for row in values]
+
+
+def _clock_mhz() -> dict[str, float] | None:
+    """Current, least and highest clock of the CPU in MHz; None where the system does not say."""
+    try:
+        clock = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        return None
+    if clock is None:
+        return None
+    return {"current": round(clock.current), "min": round(clock.min), "max": round(clock.max)}
 
 
 def cpu_model() -> str:
@@ -129,6 +161,7 @@ def _host() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
+        "clock_mhz": _clock_mhz(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
-from svdpp.config import PipelineConfig
+from svdpp.config import ModelConfig, PipelineConfig, sampling_from
 from svdpp.diagnostics.figures import RankFigures, RunFigures
 from svdpp.driver.resolve import resolve
+from svdpp.errors import SvdppError
 from svdpp.launch.process_lifetime import environment_defaults
 from svdpp.plan.costs import PartFlops
 
@@ -146,11 +148,74 @@ def peaks_of(figures: RunFigures, dtype: str, given: float | None) -> list[float
     return [given or peak_tflops(rank.device_name, dtype) for rank in figures.ranks]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Speed of a run and of its ranks, as far as it is known."""
+
+    run: Speed | None = None
+    """Mean over all ranks, with waits; None if the FLOPs are unknown."""
+    ranks: tuple[Speed, ...] = ()
+    """Speed of each rank while it computes, in order."""
+    note: str = ""
+    """Why FLOPs or peaks are unknown; empty if they are known, or the ranks are CPUs."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the speeds as plain values."""
+        return asdict(self)
+
+
+def speeds_of(figures: RunFigures, given_peak: float | None = None) -> Speeds:
+    """Return the speeds of a finished run, whose FLOPs are counted now: seconds.
+
+    Nothing is downloaded: the model's configs must still be on this machine.
+
+    Args:
+        figures: Figures of the run, from its manifest.
+        given_peak: Peak of each rank's device in TFLOP/s; None: that of the table.
+    """
+    if not figures.model or not figures.sampling:
+        return Speeds(note="no TFLOP/s: the run is of an earlier version")
+    try:
+        flops = _flops_of_model(figures)
+    except (SvdppError, TypeError) as error:  # the model is gone, or the manifest was edited
+        return Speeds(note=f"no TFLOP/s: {error}")
+    peaks = peaks_of(figures, str(figures.model.get("dtype")), given_peak)
+    unknown = {
+        rank.device_name
+        for rank, peak in zip(figures.ranks, peaks, strict=True)
+        if peak is None and rank.device_name
+    }
+    names = ", ".join(sorted(unknown))
+    return Speeds(
+        run=speed_of_run(figures, flops, peaks),
+        ranks=tuple(
+            speed_of_rank(figures, rank, flops, peak)
+            for rank, peak in zip(figures.ranks, peaks, strict=True)
+        ),
+        note=f"no utilisation: no peak is known of {names}; --peak-tflops gives it" * bool(names),
+    )
+
+
+def _flops_of_model(figures: RunFigures) -> PartFlops:
+    values = dict(figures.model)
+    if str(values.get("name")).startswith("~/"):  # as manifests write the user's home
+        values["name"] = os.path.expanduser(values["name"])
+    if values.get("dummy_latent_shape"):
+        values["dummy_latent_shape"] = tuple(values["dummy_latent_shape"])
+    model = ModelConfig(**values, local_files_only=True)
+    sampling = sampling_from(figures.sampling)
+    return count_flops(PipelineConfig(world_size=1, model=model, sampling=sampling, device="cpu"))
+
+
 def count_flops(config: PipelineConfig) -> PartFlops:
     """Count the FLOPs of the clips of `config` from the model's configs, in seconds.
 
+    Args:
+        config: Resolved or not; its layout is not used.
+
     Raises:
         ModelError: The model is not here, or its class rejects a config.
+        RequestError: The model cannot make a clip of this size.
     """
     if config.model.is_dummy:
         from svdpp.models import dummy
