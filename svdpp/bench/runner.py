@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
+from svdpp.launch.world import find_world
 from svdpp.media.inputs import (
     EXAMPLE_PROMPT,
     ClipInput,
@@ -29,6 +30,10 @@ from svdpp.media.inputs import (
 )
 from svdpp.plan.costs import PartFlops
 from svdpp.verification.verify import run_reference
+from svdpp.worker.device import reset_peak
+
+# A week: longer than any measurement of diffusers on one device.
+_BETWEEN_PIPELINES_SECONDS = 7 * 86400.0
 
 
 @dataclass(kw_only=True)
@@ -90,21 +95,26 @@ class Bench:
         keep: Callable[[Round], None],
         open_observer: OpenObserver = no_observer,
     ) -> None:
-        """Measures every case once in each round, which begins with another; `keep` takes each.
+        """Measure every case once in each round.
 
-        A baseline's lack of memory is a result; every other error ends the bench.
+        A baseline's lack of memory is a result; every other error ends the benchmark, and that one
+        too where a launcher's ranks, which cannot start again, have run out of memory.
+
+        Args:
+            log: Takes a line for each measured case.
+            keep: Takes each measured round.
+            open_observer: Opens the progress display.
         """
-        names, repeats = list(self.cases), self.asked.measure.repeats
+        repeats = self.asked.measure.repeats
         self.flops  # noqa: B018  counted now: an error costs no measurement
-        for number, turn in product(range(repeats), range(len(names))):
-            case = names[(number + turn) % len(names)]
+        for number, case in turns(self.cases, repeats):
             if case in self.out_of_memory:
                 continue
             title = f"round {number + 1} of {repeats}, {case}"
             try:
                 done = self._measure(case, number, title, open_observer)
             except OutOfMemoryError as error:
-                if case == PIPELINE:
+                if case == PIPELINE or (case != ONE_DEVICE and find_world() is not None):
                     raise
                 self.out_of_memory[case] = error
                 log(f"{title}: {error.message}")
@@ -115,11 +125,16 @@ class Bench:
             log(f"{title}: makespan {makespan:.2f} s, first clip after {first:.2f} s")
 
     def profile(self, path: Path) -> None:
-        """Makes a clip in a run of its own, of which torch.profiler writes a trace."""
+        """Make a clip in a run of its own, of which torch.profiler writes a trace of rank 0.
+
+        Args:
+            path: The trace file.
+        """
         with Pipeline(self.config, profile_path=str(path.absolute())) as pipeline:
             pipeline.run(self.requests[:2])
 
     def _measure(self, case: str, number: int, title: str, open_observer: OpenObserver) -> Round:
+        reset_peak()  # a launcher's rank 0 computes in a thread of this process
         config = self.cases[case]
         # This many clips reach every rank: all replicas, and all decoders of each.
         num_routes = 1 if case == ONE_DEVICE else config.replicas * config.decoders
@@ -149,6 +164,31 @@ class Bench:
             figures=figures,
             sha256=[(clip["latents_sha256"], clip["frames_sha256"]) for clip in made],
         )
+
+
+def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """Yield (round, case) in the order of measurement; each round begins with another case."""
+    names = list(cases)
+    for number, turn in product(range(repeats), range(len(names))):
+        yield number, names[(number + turn) % len(names)]
+
+
+def launched_pipelines(asked: BenchConfig, config: PipelineConfig) -> Iterator[Pipeline]:
+    """Yield the pipelines in which a launcher's rank other than 0 works, one after the other.
+
+    Between two of them rank 0 may measure diffusers for as long as it likes: the others wait for
+    it without a deadline of their own. If rank 0 ends, the launcher ends them.
+
+    Args:
+        asked: Configuration of the benchmark.
+        config: Configuration of its pipeline, the same on all ranks.
+    """
+    cases = cases_of(config)
+    configs = [cases[case] for _, case in turns(cases, asked.measure.repeats) if case != ONE_DEVICE]
+    configs += [config] if asked.profile else []
+    for each in configs:
+        reset_peak()
+        yield Pipeline(replace(each, start_timeout_seconds=_BETWEEN_PIPELINES_SECONDS))
 
 
 def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:

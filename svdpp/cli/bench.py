@@ -18,7 +18,7 @@ from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, VerificationError
-from svdpp.launch.world import World
+from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -80,17 +80,16 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
 
     Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
     from those of diffusers, the results are written and the exit code is 3; if a target of the
-    configuration is missed, 10.
+    configuration is missed, 10. Under torchrun or srun the launched ranks are measured; rank 0
+    alone measures diffusers, and writes.
     """
-    alone = "start it on one host, without torchrun or srun"
-    require(launched is None, "svdpp bench starts its own ranks", alone)
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
         require(not asked.words, "--compare takes two folders and no configuration")
         _compare(console, *asked.compare)
         return
     from svdpp.bench.config import read_config, shipped
-    from svdpp.bench.runner import Bench, differing
+    from svdpp.bench.runner import Bench, differing, launched_pipelines
     from svdpp.bench.targets import Outcome, check_met
     from svdpp.driver.pipeline import Pipeline
 
@@ -100,7 +99,14 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     if asked.peak_tflops is not None:
         overrides.append(f"measure.peak_tflops={asked.peak_tflops}")
     point = read_config(names[0], overrides)
-    pipeline = Pipeline(pipeline_config(point))
+    config = pipeline_config(point, launched)
+    if is_member(launched):
+        from svdpp.cli.progress import serve_member
+
+        for pipeline in launched_pipelines(point, config):
+            serve_member(pipeline, launched, console)
+        return
+    pipeline = Pipeline(config)
     one = Bench(point, pipeline.config)
     one.check_targets()
     if pipeline.checkpoint is not None:
@@ -176,8 +182,13 @@ def _names_in_configuration() -> dict[str, str]:
     }
 
 
-def pipeline_config(point: BenchConfig) -> PipelineConfig:
-    """The configuration that `svdpp run` makes of the same options."""
+def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
+    """Return the configuration that `svdpp run` makes of the same options.
+
+    Args:
+        point: Configuration of the benchmark.
+        launched: World of the launcher that started this process; None if none did.
+    """
     renamed = {"name": "model", "family": "as_family", "frames": "num_frames"}
     workload, others = point.workload, {"clips", "images", "prompts", "negative_prompt"}
     sections = point.model.model_dump() | point.pipeline.model_dump(exclude_defaults=True)
@@ -190,7 +201,9 @@ def pipeline_config(point: BenchConfig) -> PipelineConfig:
     values["param"] = [f"{name}={values.pop(name)}" for name in sorted(own)]
     options = PipelineOptions(**values)
     from_image = True if workload.images else None
-    request = PipelineRequest(options=options, num_clips=workload.clips, from_image=from_image)
+    request = PipelineRequest(
+        options=options, num_clips=workload.clips, from_image=from_image, launched=launched
+    )
     return request.resolve()[0]
 
 

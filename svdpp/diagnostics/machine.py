@@ -119,7 +119,8 @@ def _clock_mhz() -> dict[str, float] | None:
         return None
     if clock is None:
         return None
-    return {"current": round(clock.current), "min": round(clock.min), "max": round(clock.max)}
+    # A virtual machine says 0 for limits that it does not know.
+    return {name: round(mhz) for name, mhz in clock._asdict().items() if mhz}
 
 
 def cpu_model() -> str:

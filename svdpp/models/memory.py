@@ -125,8 +125,8 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
-# Torch's counter knows the attention kernels of GPUs only.
-_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+#: Formula for torch's counter, which knows the attention kernels of GPUs only.
+CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
@@ -253,7 +253,7 @@ class _HollowModel:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
                 args, kwargs = tree_map_only(torch.Tensor, self._fake.from_tensor, (args, kwargs))
                 known = *_weights(module), *tensors_in((args, kwargs))
-                counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+                counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
                 if self._counts_flops:  # its hooks are global: not where other threads compute
                     modes.enter_context(counter)
                 # Above the fake mode: below it are temporary tensors by which fake kernels find out

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from svdpp.bench.config import read_config
+from svdpp.bench.config import BenchConfig, Measure, Model, Ranks, read_config
 from svdpp.bench.results import SPANS, TABLE, Results
 from svdpp.bench.runner import Bench
 from svdpp.bench.targets import (
@@ -23,8 +25,26 @@ from svdpp.bench.targets import (
     check_met,
     outcomes,
 )
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
+from svdpp.diagnostics.utilisation import (
+    PEAKS,
+    count_flops,
+    peak_tflops,
+    speed_of_rank,
+    speed_of_run,
+    speeds_of,
+)
+from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError, TargetMissedError
-from tests.diagnostics.made_up_runs import bench_of, config_of, round_of
+from svdpp.plan.costs import PartFlops
+from tests.diagnostics.made_up_runs import (
+    EVEN,
+    bench_of,
+    config_of,
+    replayed,
+    round_of,
+    with_rank,
+)
 
 
 def _finished(folder: Path, *overrides: str) -> tuple[Path, dict[str, Any], Bench]:
@@ -164,3 +184,105 @@ def test_spans_and_table_hold_every_round(tmp_path: Path) -> None:
     assert rows[0]["peak_allocated_gib"] == ""
     assert set(rows[0]) == {"case", "round", *found["cases"][PIPELINE]["over_rounds"]}
     assert one.asked.sha256 == found["config_sha256"]
+
+
+def test_the_documentation_names_every_field_and_every_peak() -> None:
+    """`model.family` and `pipeline.cfg_parallel` were missing in the table of fields."""
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs/observing.md").read_text()
+    for section in (Model, Ranks, Measure):
+        missing = {name for name in section.model_fields if f"`{name}`" not in page}
+        assert not missing
+    assert all(f"| `{name}` |" in page for name in BenchConfig.model_fields)
+    table = (root / "docs/benchmarks.md").read_text()
+    for peak in PEAKS:
+        half = f"{peak.half:g}" + (" (fp16)" if not peak.has_bf16 else "")
+        assert f"| {half} | {peak.single:g} |" in table, peak.pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989.5),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 156),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla T4", "bf16", None),
+        ("NVIDIA L4", "fp16", 121),
+        ("NVIDIA H200 NVL", "fp16", None),  # another card than the H200
+        ("", "fp32", None),
+    ],
+)
+def test_published_peaks(name: str, dtype: str, peak: float | None) -> None:
+    assert peak_tflops(name, dtype) == peak
+
+
+def test_speeds_of_ranks_are_those_of_their_own_work() -> None:
+    """Rank 0 encodes and steps, rank 1 steps and decodes a half; waits count for the run alone."""
+    figures = replayed(replace(EVEN, decode_seconds=0.5), clips=4)
+    figures = with_rank(figures, 1, decode_fraction=0.5)
+    flops = PartFlops(encode=10**9, step=10**10, decode=4 * 10**9)
+    first = 4 * 1e9 + 20 * 1e10
+    last = 20 * 1e10 + 4 * 0.5 * 4e9
+    assert [
+        speed_of_rank(figures, rank, flops, 2.0).tflops * rank.compute for rank in figures.ranks
+    ] == pytest.approx([first / 1e12, last / 1e12])
+    run = speed_of_run(figures, flops, [2.0, 4.0])
+    assert run.tflops == pytest.approx((first + last) / 1e12 / figures.makespan / 2)
+    assert run.utilisation == pytest.approx(run.tflops / 3.0)
+    assert speed_of_run(figures, flops, [2.0, None]).utilisation is None
+    paired = replace(figures, cfg_parallel=2)
+    assert speed_of_run(paired, PartFlops(0, 10**10, 0), []).tflops == pytest.approx(
+        speed_of_run(figures, PartFlops(0, 5 * 10**9, 0), []).tflops
+    )
+
+
+def test_the_report_counts_the_flops_of_the_runs_model() -> None:
+    model = {"name": "dummy", "dtype": "fp32", "dummy_latent_shape": [1, 4, 2, 8, 8]}
+    sampling = {"family": "svd", "num_inference_steps": 10}
+    figures = replace(replayed(), model=model, sampling=sampling)
+    speeds = speeds_of(figures)
+    step = 2 * 2 * 27 * 4 * 16 * 2 * 8 * 8
+    assert speeds.run is not None
+    assert speeds.run.tflops == pytest.approx(400 * step / 1e12 / figures.makespan / 2)
+    assert (speeds.run.utilisation, speeds.note, len(speeds.ranks)) == (None, "", 2)
+    gpu = with_rank(figures, 0, device_name="Some GPU")
+    assert "no peak is known of Some GPU" in speeds_of(gpu).note
+    assert speeds_of(gpu, 1.0).note == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {}}, "of an earlier version"),
+        ({"model": {"name": "nowhere/at-all", "dtype": "fp32"}}, "no TFLOP/s: "),
+        ({"model": {"name": "dummy", "weight": 1}}, "no TFLOP/s: "),
+        ({"sampling": {"family": "svd", "num_inference_steps": 0}}, "no TFLOP/s: "),
+    ],
+)
+def test_a_report_without_the_model_says_why(changes: dict[str, Any], words: str) -> None:
+    speeds = speeds_of(replace(replayed(), **changes))
+    assert words in speeds.note
+    assert speeds.run is None
+
+
+@pytest.mark.long
+def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
+    """The demo's UNet and decoder, once on real tensors under torch's counter."""
+    from svdpp.models.engine import load  # diffusers: seconds
+    from svdpp.models.memory import CPU_ATTENTION
+
+    sampling = SvdSampling(num_inference_steps=4, height=64, width=64, num_frames=4)
+    config = PipelineConfig(
+        world_size=1, model=ModelConfig(name="demo"), sampling=sampling, device="cpu"
+    )
+    _, checkpoint = resolve(config, weights="none")
+    assert checkpoint is not None
+    unet = load.new_module(
+        load.component_class("unet", dict(checkpoint.classes)["unet"]), checkpoint.folder / "unet"
+    ).eval()
+    # (guidance, frames, latents and image latents, H/8, W/8)
+    latents = torch.zeros(2, 4, 8, 8, 8)
+    embeddings = torch.zeros(2, 1, unet.config.cross_attention_dim)
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        unet(latents, 1.0, embeddings, torch.zeros(2, 3))
+    assert count_flops(config).step == counter.get_total_flops()
