@@ -14,7 +14,8 @@ from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
-from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, VerificationError

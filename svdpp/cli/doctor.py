@@ -12,7 +12,8 @@ from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, counted
 from svdpp.cli.options.files import out_option
 from svdpp.cli.options.model import ModelName, WithoutLooks
-from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest, WithoutLayout
+from svdpp.cli.options.pipeline import PipelineOptions, WithoutLayout
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError, redact
 from svdpp.launch.world import World

@@ -17,14 +17,8 @@ from svdpp.cli.console import MAX_ROWS, Console, counted
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, flag, option
 from svdpp.cli.options.files import ClipOptions, clips_option
 from svdpp.cli.options.model import WithoutLooks
-from svdpp.cli.options.pipeline import (
-    OF_LAYOUT,
-    Device,
-    PipelineOptions,
-    PipelineRequest,
-    gpus_option,
-    remark_on,
-)
+from svdpp.cli.options.pipeline import OF_LAYOUT, Device, PipelineOptions, gpus_option
+from svdpp.cli.options.request import PipelineRequest, remark_on
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole, require
 from svdpp.errors import RequestError

@@ -15,7 +15,8 @@ from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, RECOVERY, between, flag, option, path_option
 from svdpp.cli.options.files import LogOptions, PromptOptions
 from svdpp.cli.options.model import WithoutLooks
-from svdpp.cli.options.pipeline import PipelineRequest, WithoutLayout
+from svdpp.cli.options.pipeline import WithoutLayout
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
 from svdpp.launch.world import World, is_member

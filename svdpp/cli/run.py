@@ -19,7 +19,8 @@ from svdpp.cli.options.files import (
     TraceOptions,
 )
 from svdpp.cli.options.model import parse_seeds
-from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (

@@ -24,13 +24,8 @@ from svdpp.cli.options.declare import (
     path_option,
 )
 from svdpp.cli.options.files import ImageOptions, LogOptions
-from svdpp.cli.options.pipeline import (
-    SPLIT_HELP,
-    PipelineOptions,
-    PipelineRequest,
-    gpus_option,
-    seconds_option,
-)
+from svdpp.cli.options.pipeline import SPLIT_HELP, PipelineOptions, gpus_option, seconds_option
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, require, shown
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_member

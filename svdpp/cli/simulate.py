@@ -14,12 +14,8 @@ from svdpp.cli.options import complete
 from svdpp.cli.options.declare import COSTS, MODEL, option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
 from svdpp.cli.options.model import WithoutLooks
-from svdpp.cli.options.pipeline import (
-    Device,
-    PipelineOptions,
-    PipelineRequest,
-    costs_option,
-)
+from svdpp.cli.options.pipeline import Device, PipelineOptions, costs_option
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.config.limits import require
 from svdpp.launch.world import World, is_member

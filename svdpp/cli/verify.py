@@ -15,7 +15,8 @@ from svdpp.cli.console import Console
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, clips_option
 from svdpp.cli.options.model import ModelName
-from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.config.tolerance import Tolerance

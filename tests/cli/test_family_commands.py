@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from svdpp.cli.options.pipeline import PipelineRequest
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, OutputConfig, PipelineConfig, WanSampling
 from svdpp.config.limits import read_costs
 from svdpp.diagnostics.machine import measured_config

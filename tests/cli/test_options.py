@@ -14,7 +14,8 @@ import torch
 
 from svdpp.cli.options.files import PromptOptions
 from svdpp.cli.options.model import ModelOptions, parse_params, parse_seeds
-from svdpp.cli.options.pipeline import PipelineOptions, PipelineRequest
+from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling
 from svdpp.config.limits import read_costs
 from svdpp.driver import resolve
