@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import mimetypes
 import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -26,14 +25,16 @@ from svdpp.config import SAMPLING_CLASSES
 from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
 from svdpp.serve.auth import Owner
+from svdpp.serve.files import PrivateFile, clip_name, input_name
 from svdpp.serve.form import VideoRequest
 from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
 from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 
-#: Event streams that are open at the same time.
+#: Event streams that are open at the same time, and of these, those of one key.
 MAX_STREAMS = 1000
+MAX_STREAMS_OF_KEY = 200
 
 _MAX_KEY = 255
 # Calls what may wait for long, for a decoder or the ranks, in a thread beside the pool's.
@@ -98,10 +99,10 @@ def create_routes(form_type: type[VideoRequest]) -> APIRouter:
 
         A client that goes away does not cancel it; the list has it.
         """
-        _check_streams(service)
+        _check_streams(service, owner)
         video = await _requested(request, service, owner, key)
         request.state.upload.close()  # so that others may send theirs
-        await _wait(request, service, video.id)
+        await _wait(request, service, video.id, owner)
         return await _in_thread(_made, service, video.id, owner)
 
     return routes
@@ -155,9 +156,9 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
     return service.submit(service.capabilities.checked(given), owner, key)
 
 
-async def _wait(request: Request, service: Service, id: str) -> None:
-    """Returns once the video is final, or nobody waits for it any more."""
-    with service.followers.follow():
+async def _wait(request: Request, service: Service, id: str, owner: Owner) -> None:
+    """Return once the video is final, or nobody waits for it any more."""
+    with service.followers.follow(owner.name):
         while not (service.followers.is_closed or await request.is_disconnected()):
             with suppress(OutputError):  # it waits also for the queue
                 job = await _in_thread(service.queue.get, id)
@@ -243,34 +244,40 @@ def cancel_video(id: str, service: Served, owner: Owned, response: Response) -> 
     return video
 
 
-def _private_file(service: Service, path: Path | None, code: str) -> Response:
-    """A file that never changes, for its owner alone; if there is none, the error `code`."""
+def _fetched(service: Service, path: Path | None, code: str) -> Path:
+    """Return the path of a file that is there; if there is none, raise the error `code`."""
     if path is not None:
         service.queue.store.fetch(path)
     if path is None or not path.is_file():
+        service.queue.store.check()
         raise ApiError(404, code, "the video has no such file")
-    return FileResponse(
-        path,
-        media_type=mimetypes.guess_type(path.name, strict=False)[0] or "application/octet-stream",
-        filename=path.name,
-        content_disposition_type="inline",
-        headers={"Cache-Control": "private, max-age=3600, immutable"},
-    )
+    return path
 
 
 @routes.get("/v1/videos/{id}/content", **_file("video/mp4"))
-def get_content(id: str, service: Served, owner: Owned) -> Response:
+def get_content(
+    id: str,
+    service: Served,
+    owner: Owned,
+    variant: Annotated[  # noqa: ARG001  # others are refused by name, not answered by the mp4
+        Literal["video"], Query(description="Only the clip itself: there are no thumbnails.")
+    ] = "video",
+) -> Response:
     """The clip as mp4; takes Range requests."""
-    path = service.completed(id, owner).clip_in(service.folder)
-    return _private_file(service, path, "no_content")
+    job = service.completed(id, owner)
+    path = _fetched(service, job.clip_in(service.folder), "no_content")
+    sha256 = job.metadata.get("file_sha256", "")
+    return PrivateFile(path, clip_name(job), sha256, job.finished_at or 0.0)
 
 
 @routes.get("/v1/videos/{id}/input", **_file("image/*"))
 def get_input(id: str, service: Served, owner: Owned, field: str = IMAGE_FIELD) -> Response:
     """The image, or the video of another field, as the client sent it."""
     job, folder = service.job(id, owner), service.folder
-    path = {IMAGE_FIELD: job.photo_in(folder), **job.videos_in(folder)}.get(field)
-    return _private_file(service, path, "no_input")
+    paths = {IMAGE_FIELD: job.photo_in(folder), **job.videos_in(folder)}
+    path = _fetched(service, paths.get(field), "no_input")
+    sha256 = job.videos.get(field, job.photo_sha256)
+    return PrivateFile(path, input_name(job, path), sha256, job.created_at)
 
 
 @routes.get("/v1/videos/{id}/metadata")
@@ -285,10 +292,15 @@ def verify_video(id: str, service: Served, owner: Owned) -> Video:
     return service.verify(id, owner)
 
 
-def _check_streams(service: Service) -> None:
-    if service.followers.number >= MAX_STREAMS:
+def _check_streams(service: Service, owner: Owner) -> None:
+    """Refuse one more stream if there are too many, of all keys or of this one."""
+    followers, hint = service.followers, "GET /v1/videos/{id} says the same"
+    if owner.name and followers.of(owner.name) >= MAX_STREAMS_OF_KEY:
+        limit = MAX_STREAMS_OF_KEY
+        text = f"{limit} clients of this key follow clips already"
+        raise ApiError(429, "too_many_streams", text, hint, retry=10, limit=limit)
+    if followers.number >= MAX_STREAMS:
         text = f"{MAX_STREAMS} clients follow clips already"
-        hint = "GET /v1/videos/{id} says the same"
         raise ApiError(503, "too_many_streams", text, hint, retry=10, limit=MAX_STREAMS)
 
 
@@ -299,7 +311,7 @@ class _Events(EventSourceResponse):
 def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = None) -> str:
     """The id of the job, checked before the answer begins: then no error can be answered."""
     job = service.job(id, owner)
-    _check_streams(service)
+    _check_streams(service, owner)
     if job.state.is_final and last_id == _event(service.video(job)).id:
         raise HTTPException(204)
     return job.id
@@ -309,24 +321,34 @@ def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = Non
     "/v1/videos/{id}/events",
     response_class=_Events,
     responses={
-        200: {"description": "Events named `video`, each with the video as JSON."},
+        200: {
+            "description": "Events named `video`, each with the video as JSON. If it is deleted, "
+            "one named `deleted` is the last, with the answer to `DELETE`."
+        },
         204: {"description": "The client has the last event: it must not come back."},
     },
 )
 async def follow_video(
-    id: Annotated[str, Depends(_followed)], service: Served, last_id: LastEventId = None
+    id: Annotated[str, Depends(_followed)],
+    service: Served,
+    owner: Owned,
+    last_id: LastEventId = None,
 ) -> AsyncIterator[ServerSentEvent]:
     """The video's state as server-sent events, on every change; ends after a final state.
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
-    with service.followers.follow():
+    with service.followers.follow(owner.name):
+        status = JobState.CANCELLED
         is_last = False
         while not is_last:
             is_last = service.followers.is_closed  # before the look, which then finds the end
             try:
-                if (job := await run_in_threadpool(service.queue.get, id)) is None:
+                job = await run_in_threadpool(service.queue.get, id)
+                if job is None or job.remove_asked:
+                    yield _deleted_event(id, status)
                     return
+                status = job.state if job.state.is_final else JobState.CANCELLED
                 event = _event(await run_in_threadpool(service.video, job))
             except OutputError:  # the stream goes on once the queue is back
                 await service.followers.pause()
@@ -337,6 +359,11 @@ async def follow_video(
             is_last |= job.state.is_final
             if not is_last:
                 await service.followers.pause()
+
+
+def _deleted_event(id: str, status: JobState) -> ServerSentEvent:
+    data = DeletedVideo(id=id, status=status)
+    return ServerSentEvent(event="deleted", data=data, id=f"{id}-deleted")
 
 
 def _event(video: Video) -> ServerSentEvent:

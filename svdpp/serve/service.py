@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -80,21 +81,30 @@ class ServerSettings:
 
 @dataclass
 class Followers:
-    """The clients that follow jobs: each looks at its job itself, so none delays another."""
+    """Clients that follow jobs: each looks at its job itself, so none delays another."""
 
-    number: int = 0
-    """How many follow a job."""
+    by_owner: Counter[str] = field(default_factory=Counter)
+    """Number of clients that follow a job, by the name of their key."""
     is_closed: bool = False
     """Whether the server ends: what they see then is the last."""
 
+    @property
+    def number(self) -> int:
+        """Number of clients that follow a job."""
+        return self.by_owner.total()
+
+    def of(self, owner: str) -> int:
+        """Return the number of clients of one key."""
+        return self.by_owner[owner]
+
     @contextlib.contextmanager
-    def follow(self) -> Iterator[None]:
-        """Counts one during the block."""
-        self.number += 1
+    def follow(self, owner: str) -> Iterator[None]:
+        """Count one client of a key during the block."""
+        self.by_owner[owner] += 1
         try:
             yield
         finally:
-            self.number -= 1
+            self.by_owner[owner] -= 1
 
     async def pause(self) -> None:
         """Returns once it is time for another look at the job."""

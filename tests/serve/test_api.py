@@ -304,6 +304,24 @@ def test_events_follow_a_clip_to_its_end(server: HttpServer) -> None:
         assert [event["event_id"] for event in events] == [ids[-1]]
 
 
+def test_the_events_of_a_deleted_clip_end_by_saying_so(server: HttpServer) -> None:
+    with long_clip(server) as id, server.events(id) as events:
+        assert next(events)["object"] == "video"
+        assert server.client.delete(f"/v1/videos/{id}").status_code == 202
+        *_, last = events
+    assert last.pop("event_id") == f"{id}-deleted"
+    deleted = {"id": id, "object": "video.deleted", "deleted": True, "status": "cancelled"}
+    assert last == deleted
+    error_of(server.client.get(f"/v1/videos/{id}/events"), 404, "video_not_found")
+
+
+def test_what_no_route_has_is_refused(server: HttpServer) -> None:
+    """A thumbnail would otherwise be the whole clip."""
+    path = f"/v1/videos/{server.add()[0]}/content?variant=thumbnail"
+    error = error_of(server.client.get(path), 422, "invalid_request")
+    assert error["message"] == "variant must be 'video', got 'thumbnail'"
+
+
 def value_of(server: HttpServer, name: str) -> float:
     """The sum of a metric's series."""
     text = server.client.get("/metrics").text

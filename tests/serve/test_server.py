@@ -264,6 +264,23 @@ def _goes_on_and_ends_without_grace(folder: Path, left: str) -> None:
         assert error_of(answer.result(), 503, "closing")["details"] == {"id": waits}
 
 
+@pytest.mark.processes
+def test_one_key_cannot_have_all_streams(
+    keyed: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("svdpp.serve.routes.MAX_STREAMS_OF_KEY", 1)
+    (id,) = keyed.add(steps=1000)
+    bob = {"Authorization": f"Bearer {keyed.other_key}"}
+    other = keyed.client.post("/v1/videos", files={"input_reference": PHOTO}, headers=bob).json()
+    with keyed.events(id):
+        answer = keyed.client.get(f"/v1/videos/{id}/events")
+        assert error_of(answer, 429, "too_many_streams")["details"] == {"limit": 1}
+        with keyed.events(other["id"], **bob) as events:
+            assert next(events)["id"] == other["id"]
+    keyed.client.delete(f"/v1/videos/{id}")
+    keyed.client.delete(f"/v1/videos/{other['id']}", headers=bob)
+
+
 class _DeafTerminal(ServerHere):
     """A server whose stderr is on a full disk, from when its ranks are ready."""
 

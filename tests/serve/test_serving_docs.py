@@ -72,6 +72,11 @@ def test_every_line_of_the_table_and_the_python_client_run(
     (tmp_path / "clip.mp4").unlink()
     said = run(sys.executable, "client.py", demo.url, "photo.jpg", "clip.mp4")
     assert "completed 100% ETA None" in said
+    head = program[1].partition("\nvideo = send")[0]
+    (tmp_path / "gone.py").write_text(f'{head}\nlist(follow("none"))\n')
+    command = [sys.executable, "gone.py", demo.url, "", ""]
+    gone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (gone.returncode, gone.stderr) == (1, "there is no video 'none'\n")
 
 
 # --- limits ---------------------------------------------------------------------------------------

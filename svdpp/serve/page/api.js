@@ -65,4 +65,10 @@ export async function mediaOf(id) {
   return apiKey() ? URL.createObjectURL(await getBlob(path)) : path;
 }
 
+/** The name that the server gives to a file (RFC 6266). */
+export function fileNameOf(answer) {
+  const [, name] = (answer.headers.get("Content-Disposition") ?? "").match(/filename\*=UTF-8''([^;]+)/) ?? [];
+  return name ? decodeURIComponent(name) : "clip.mp4";
+}
+
 export const release = (address) => { if (address?.startsWith("blob:")) URL.revokeObjectURL(address); };

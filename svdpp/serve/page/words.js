@@ -32,13 +32,6 @@ export function nameOf({ prompt, input }) {
 
 export const stemOf = (video) => (video.prompt ? nameOf(video) : nameOf(video).replace(/\.\w+$/, ""));
 
-/** The beginning of the name of a clip's file. */
-export function fileStemOf(video) {
-  if (!video.prompt) return stemOf(video);
-  const words = nameOf(video).toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-");
-  return words.replace(/^-|-$/g, "") || "clip";
-}
-
 export const titleOf = (video) => `${nameOf(video)}, seed ${video.seed}`;
 export const shapeOf = ({ size, frames, steps }) =>
   `${size.replace("x", "×")} · ${plural(frames, "frame")} · ${plural(steps, "step")}`;

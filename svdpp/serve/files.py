@@ -1,0 +1,147 @@
+"""Answers that are stored files: their names, ranges and conditions (RFC 9110, RFC 6266)."""
+
+from __future__ import annotations
+
+import mimetypes
+import os
+import re
+from collections.abc import Iterable
+from email.utils import formatdate, parsedate_to_datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from fastapi import Response
+from fastapi.responses import FileResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import Receive, Scope, Send
+
+from svdpp.serve.job import Job
+from svdpp.serve.views import ApiError, error_answer
+
+# Longer numbers are of no file.
+_RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
+_NAME_CHARACTERS = 60
+
+
+class PrivateFile(FileResponse):
+    """File that never changes, which its owner's client may keep for an hour.
+
+    A range that cannot be read is ignored, as RFC 9110 (14.2) asks for.
+    """
+
+    def __init__(self, path: Path, name: str, sha256: str, changed_at: float) -> None:
+        """Describe the answer.
+
+        Args:
+            path: the file.
+            name: readable name that a browser gives to a download.
+            sha256: hash of the content, which is the entity tag; empty if it is not known.
+            changed_at: unix seconds; those of the file itself change with each copy of it.
+        """
+        headers = {
+            "Cache-Control": "private, max-age=3600, immutable",
+            "Content-Disposition": _disposition(name),
+            "Last-Modified": formatdate(changed_at, usegmt=True),
+        }
+        if sha256:
+            headers["ETag"] = f'"{sha256}"'
+        kind = mimetypes.guess_type(path.name, strict=False)[0] or "application/octet-stream"
+        super().__init__(path, media_type=kind, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file, the ranges of it that were asked for, or 304."""
+        if self.stat_result is None:
+            self.stat_result = os.stat(self.path)
+            self.set_stat_headers(self.stat_result)
+        headers = Headers(scope=scope)
+        if self._is_known(headers):
+            kept = ("cache-control", "etag", "last-modified")
+            known = {name: self.headers[name] for name in kept}
+            await Response(status_code=304, headers=known)(scope, receive, send)
+            return
+        if (text := headers.get("range")) is not None:
+            size = self.stat_result.st_size
+            ranges = _ranges(text, size) if self._takes_range(headers) else None
+            if ranges == []:
+                error = f"the file has {size} bytes, and the range {text[:60]!r} none of them"
+                more = {"Content-Range": f"bytes */{size}"}
+                refusal = ApiError(416, "range_not_satisfiable", error, headers=more, bytes=size)
+                await error_answer(refusal)(scope, receive, send)
+                return
+            scope = {**scope, "headers": list(scope["headers"])}
+            if ranges is None:
+                del MutableHeaders(scope=scope)["range"]
+            else:
+                MutableHeaders(scope=scope)["range"] = f"bytes={','.join(ranges)}"
+        await super().__call__(scope, receive, send)
+
+    def _is_known(self, headers: Headers) -> bool:
+        """Whether the client has the file already; its tags count more than its date."""
+        if (tags := headers.get("if-none-match")) is not None:
+            return "*" in tags.split() or self.headers["etag"] in _tags(tags)
+        return _is_since(headers.get("if-modified-since", ""), self.headers["last-modified"])
+
+    def _takes_range(self, headers: Headers) -> bool:
+        """Whether the client's part, if it has one, is of this file."""
+        tag = headers.get("if-range")
+        return tag is None or tag in (self.headers["etag"], self.headers["last-modified"])
+
+
+def clip_name(job: Job) -> str:
+    """Return the readable name of a clip's file, such as `chelsea-seed7.mp4`."""
+    if job.prompt:
+        words = re.sub(r"[\W_]+", "-", job.prompt[:_NAME_CHARACTERS].lower()).strip("-")
+    else:
+        words = _stem(job)
+    return f"{words or 'clip'}-seed{job.seed}.mp4"
+
+
+def input_name(job: Job, path: Path) -> str:
+    """Return the readable name of an input; its suffix is that of the stored file."""
+    return f"{_stem(job)}{path.suffix}" if path.name == job.photo else f"{path.suffix[1:]}.mp4"
+
+
+def _stem(job: Job) -> str:
+    return re.sub(r"\.\w+$", "", job.photo_name) or "clip"
+
+
+def _disposition(name: str) -> str:
+    """Return the header of a file's name, for clients that read ASCII only, too (RFC 6266)."""
+    plain = re.sub(r"[^A-Za-z0-9._ -]", "_", name)
+    return f"inline; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
+
+
+def _tags(text: str) -> Iterable[str]:
+    """Return the entity tags of a list; weak ones count as strong ones (RFC 9110, 13.1.2)."""
+    return re.findall(r'"[^"]*"', text)
+
+
+def _is_since(date: str, changed: str) -> bool:
+    """Whether `date`, which may be no date at all, is not before `changed`."""
+    try:
+        return parsedate_to_datetime(date) >= parsedate_to_datetime(changed)
+    except (ValueError, TypeError):  # TypeError: a date without a zone
+        return False
+
+
+def _ranges(text: str, size: int) -> list[str] | None:
+    """Return the ranges of a header that a file of `size` bytes has.
+
+    Returns:
+        None if the header has another unit, or breaks the syntax: then the whole file is sent.
+    """
+    unit, _, listed = text.partition("=")
+    if unit.strip().lower() != "bytes":
+        return None
+    found, is_empty = [], True
+    for part in filter(None, (each.strip(" \t") for each in listed.split(","))):
+        is_empty = False
+        match = _RANGE.fullmatch(part)
+        if match is None or part == "-":
+            return None
+        first, last = match.groups()
+        if first and last and int(last) < int(first):
+            return None
+        if int(first) < size if first else int(last) > 0:
+            found.append(part)
+    return None if is_empty else found
