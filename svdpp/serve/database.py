@@ -10,6 +10,7 @@ space while there is enough, and is removed once the disk is full: a change of t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -40,6 +41,21 @@ _LOW_PART = 8
 _NAME = "queue.sqlite3"
 # How long another program, such as a backup, may keep the file locked.
 _BUSY_SECONDS = 10.0
+# A read waits for less, as it holds up those who ask whether the server is ready.
+_READ_BUSY_SECONDS = 2.0
+_LOCK_ERRORS = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_BUSY_RECOVERY,
+    sqlite3.SQLITE_BUSY_SNAPSHOT,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_IOERR_LOCK,
+    sqlite3.SQLITE_IOERR_UNLOCK,
+    sqlite3.SQLITE_IOERR_RDLOCK,
+    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+    sqlite3.SQLITE_IOERR_SHMLOCK,
+}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP}
 # SQLite's log grows to this size before it is written back.
 _RESERVE_BYTES = 4 * 2**20
 
@@ -106,7 +122,9 @@ class QueueFile:
             _create(self._writer)
             # What is in the file itself survives the loss of the log.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            self._reader = opened.enter_context(_connected(self._path, self._clock))
+            self._reader = opened.enter_context(
+                _connected(self._path, self._clock, _READ_BUSY_SECONDS)
+            )
             output_files.sync(folder)
             self._opened_as = self._on_disk()
             self._opened = opened.pop_all()
@@ -123,7 +141,7 @@ class QueueFile:
 
         No two that name the same `alone` run at the same time.
         """
-        with self._writing, self._errors():
+        with self._errors(), _held(self._writing, _BUSY_SECONDS):
             self._keep_reserve()
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -140,7 +158,7 @@ class QueueFile:
 
     def rows(self, query: str, *values: Any) -> list[Any]:
         """The rows of a query, which does not wait for changes."""
-        with self._reading, self._errors():
+        with self._errors(), _held(self._reading, _READ_BUSY_SECONDS):
             return self._reader.execute(query, values).fetchall()
 
     def check(self) -> None:
@@ -204,13 +222,32 @@ class QueueFile:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
             hint = "check that its disk has space and that this user may write to it"
+            code = getattr(error, "sqlite_errorcode", 0)
             # Its subclasses are about the disk, or about a file that another program has locked.
             if type(error) is sqlite3.DatabaseError:
                 hint = "it is damaged: restore a copy of it, or start with another folder"
+            elif code in _LOCK_ERRORS or getattr(error, "errno", 0) in _NO_LOCKS:
+                hint = (
+                    "another program holds its lock, or its file system has no locks: end that "
+                    "program, or name a folder on a local disk with --data"
+                )
             reason = output_files.reason(error)
             raise OutputError(
                 f"the queue {str(self._path)!r} cannot be used: {reason}", hint
             ) from error
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock, seconds: float) -> Iterator[None]:
+    """Hold a lock of this process during the block, unless others have it for too long."""
+    if not lock.acquire(timeout=seconds):
+        error = sqlite3.OperationalError(f"others have used it for {seconds:g} s")
+        error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+        raise error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _create(database: sqlite3.Connection) -> None:
@@ -244,9 +281,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _connected(path: Path, clock: SteadyClock) -> Iterator[sqlite3.Connection]:
+def _connected(
+    path: Path, clock: SteadyClock, busy_seconds: float = _BUSY_SECONDS
+) -> Iterator[sqlite3.Connection]:
     with contextlib.closing(
-        sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, check_same_thread=False)
     ) as database:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk

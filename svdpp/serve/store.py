@@ -11,6 +11,7 @@ be removed again; so what has no row was never meant to go, and is kept.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from svdpp.errors import RequestError, redact
+from svdpp.errors import OutputError, RequestError, redact
 from svdpp.media import output_files
 from svdpp.serve.clock import ClockError
 from svdpp.serve.database import LOST, MARK, AwayError, StorageAwayError, free_and_low
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 # Of a store that answers; one that does not is asked each time.
 _LOOK_SECONDS = 10.0
 # s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
+# Exceptions of mistakes in this program, which say nothing of the store.
+_BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
+# Errors of the folder's own disk, to which objects are fetched.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
@@ -98,6 +103,7 @@ class FileStore:
         try:
             with self._errors():
                 self._system.get_file(self._at(path), str(temporary))
+            with self.errors():
                 output_files.sync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
@@ -245,9 +251,12 @@ class FileStore:
             self.check()
         try:
             yield
-        except FileNotFoundError:
+        except (FileNotFoundError, *_BUGS):
             raise
         except Exception as error:  # each backend has exceptions of its own
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                text = f"cannot write to {str(self.folder)!r}: {output_files.reason(error)}"
+                raise OutputError(text, "its disk may be full") from error
             raise self._away(output_files.reason(error)) from error
 
     def _away(self, reason: str) -> StorageAwayError:
@@ -266,6 +275,8 @@ class FileStore:
 def _open(url: str) -> tuple[Any, str]:
     import fsspec  # of the extra
 
+    if not url:
+        raise RequestError("--files is empty", "name a store, such as s3://bucket/prefix")
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if url.startswith(("s3:", "s3a:")):
         options["config_kwargs"] = _S3

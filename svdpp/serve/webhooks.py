@@ -14,7 +14,9 @@ import ipaddress
 import json
 import socket
 import ssl
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -41,6 +43,8 @@ _MAX_RETRY_SECONDS = 6 * 3600.0
 # After it a try has ended, or its server.
 _LEASE_SECONDS = 3 * ATTEMPT_SECONDS
 _POLL_SECONDS = 10.0
+# Lookups of one name at the same time: a resolver that is down keeps each thread for long.
+_MAX_LOOKUPS = 4
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
@@ -67,6 +71,9 @@ class Webhooks:
         self._secrets = secrets
         self._view = view
         self._tls = ssl.create_default_context()
+        # How many threads look up each name now.
+        self._lookups = Counter[str]()
+        self._counting = threading.Lock()
         self.background = Background(
             "webhooks", self._send_due, _POLL_SECONDS, failure="webhooks wait", last=self._send_due
         )
@@ -151,13 +158,53 @@ class Webhooks:
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
         """The address to connect to, another one with each attempt; all are checked."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        addresses = [str(address[0]) for *_, address in found]
+        addresses = await self._look_up(host, port)
         for address in addresses:
             if not _is_public(address) and address != host:
                 raise RequestError(f"{host} has an address that is not public")
         return addresses[attempt % len(addresses)]
+
+    async def _look_up(self, host: str, port: int) -> list[str]:
+        """Return the addresses of a name, by a thread of its own.
+
+        A lookup cannot be stopped, and a resolver that is down takes longer than a lease. The end
+        of an event loop would wait for its threads, and with it the webhooks of all other hosts.
+
+        Raises:
+            OSError: The name has no address.
+            RequestError: Earlier lookups of the name have no answer yet.
+        """
+        if self._lookups[host] >= _MAX_LOOKUPS:
+            raise RequestError(f"earlier lookups of {host} have no answer yet")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[str]] = loop.create_future()
+
+        def settle(addresses: list[str], error: Exception | None) -> None:
+            if answer.done():  # nobody waits for it any more
+                return
+            if error is None:
+                answer.set_result(addresses)
+            else:
+                answer.set_exception(error)
+
+        def look_up() -> None:
+            addresses: list[str] = []
+            failure: Exception | None = None
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                addresses = [str(address[0]) for *_, address in found]
+            except (OSError, UnicodeError) as error:
+                failure = error
+            finally:
+                with self._counting:
+                    self._lookups[host] -= 1
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(settle, addresses, failure)
+
+        with self._counting:
+            self._lookups[host] += 1
+        threading.Thread(target=look_up, name=f"lookup of {host}", daemon=True).start()
+        return await answer
 
 
 def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:

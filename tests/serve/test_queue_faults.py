@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve import background
+from svdpp.serve import database as database_module
 from svdpp.serve.background import Background
-from svdpp.serve.database import RESERVE, AwayError
+from svdpp.serve.database import RESERVE, AwayError, StorageAwayError
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.store import FileStore
 from tests.driver.dummies import HANG_SECONDS
 from tests.serve.engines import add, dummy_config, serving
 from tests.serve.http_server import QUICK, ServerHere, error_of
@@ -141,3 +146,47 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
     thread._thread.join(HANG_SECONDS)
     assert [line.partition("\n")[0] for line in told] == ["it fails: no links here"] * 2
     assert next(turns, "none") == "none"
+
+
+def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the folder's own disk, when it is full."""
+    store = FileStore(tmp_path, "memory://mistake")
+    path = tmp_path / "file"
+    path.touch()
+    for error, raised in (
+        (TypeError("a mistake"), TypeError),
+        (OSError(errno.ENOSPC, "no space"), OutputError),
+    ):
+        monkeypatch.setattr(store._system, "put_file", Mock(side_effect=error))
+        with pytest.raises(raised):
+            store.put(path)
+        assert store.why_away == ""
+    monkeypatch.setattr(store._system, "put_file", Mock(side_effect=OSError("no network")))
+    with pytest.raises(StorageAwayError, match="no network"):
+        store.put(path)
+
+
+@pytest.mark.long
+def test_a_queue_whose_lock_another_program_holds_is_named_as_such(
+    store: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads, such as that of `/ready`, have an answer within seconds."""
+    monkeypatch.setattr(database_module, "_BUSY_SECONDS", 1.0)
+    store.close()
+    with contextlib.closing(JobQueue(tmp_path / "data")) as queue:
+        add(queue)
+        with contextlib.closing(sqlite3.connect(tmp_path / "data" / "queue.sqlite3")) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(OutputError, match="locked") as refused:
+                add(queue)
+            assert "another program holds its lock" in refused.value.hint
+            other.execute("ROLLBACK")
+        with queue.database._reading:  # type: ignore[union-attr]
+            start = time.monotonic()
+            with pytest.raises(OutputError, match="cannot be used") as refused:
+                queue.num_open()
+            assert "another program holds its lock" in refused.value.hint
+            assert time.monotonic() - start < 5
+        assert queue.num_open() == 1

@@ -377,3 +377,30 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
         assert second["data"].pop("callback") == {**shown.pop("callback"), "status": "pending"}
         assert second["data"] == shown
         assert os.fsencode(OLD) not in (tmp_path / "data/queue.sqlite3").read_bytes()
+
+
+def test_a_resolver_that_does_not_answer_delays_only_its_own_host(
+    store: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the end of its lookups, of which few run at a time."""
+    monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 3.0)
+    look_up, may_end, asked = socket.getaddrinfo, threading.Event(), list[str]()
+
+    def dead(host: Any, *values: Any, **more: Any) -> Any:
+        if host != "dead.example":
+            return look_up(host, *values, **more)
+        asked.append(host)
+        may_end.wait(30.0)
+        raise socket.gaierror("no resolver")
+
+    monkeypatch.setattr(socket, "getaddrinfo", dead)
+    with Receiver(status(204)) as receiver:
+        waiting = [made(store, "http://dead.example/x") for _ in range(webhooks.AT_ONCE)]
+        id = made(store, receiver.url)
+        start = time.monotonic()
+        with sending(store, receiver.host, "dead.example"):
+            wait(lambda: callback(store, id)["status"] == "delivered")
+            assert time.monotonic() - start < 20, "the others wait for the resolver"
+            wait(lambda: all(callback(store, each)["attempts"] for each in waiting))
+            assert len(asked) == webhooks._MAX_LOOKUPS
+            may_end.set()
