@@ -109,8 +109,11 @@ class Transport:
         self.sent: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
         """Clip and next step of the packets given to `send`, by receiver and channel, until the
         caller clears it; without predictions, and without packets that open links."""
+        self.bytes_sent = self.bytes_received = 0
+        """Bytes of payloads so far, on all channels."""
         # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
         self._enqueue = threading.Lock()
+        self._counting = threading.Lock()
 
     def connect(
         self,
@@ -145,6 +148,7 @@ class Transport:
             else:
                 self.post_receive(_HELLO_CLIP, 0, source, channel).wait()
         self.sent.clear()
+        self.bytes_sent = self.bytes_received = 0
 
     def post_receive(
         self,
@@ -282,6 +286,11 @@ class Transport:
             work.wait()
 
     def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
+        with self._counting:
+            if ends[0] == "send":
+                self.bytes_sent += size
+            else:
+                self.bytes_received += size
         if ends[1] != _HELLO_CLIP and link.channel == "clips":  # steps and decodes include others
             end = time.monotonic()
             self.on_transfer(Transfer(*ends, size, end - begun, waited, end))

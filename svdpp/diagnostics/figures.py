@@ -19,7 +19,7 @@ from svdpp.plan.forecast import Span, replay, summarise
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest, PipelineConfig
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.driver.trace import Trace
+    from svdpp.driver.trace import Reported, Trace
     from svdpp.plan.actions import Schedule
 
 # Ranks whose times of one step differ by less than this ratio count as equally fast.
@@ -83,6 +83,17 @@ class RankFigures:
     """Peak of tensors; None on the CPU."""
     peak_bytes: Count | None = None
     """Peak memory on its device; for a CPU rank, of the process."""
+    sent_bytes: Count | None = None
+    """Bytes of tensors that it sent to other ranks, from its start to its last sample."""
+    received_bytes: Count | None = None
+    resident_bytes: Count | None = None
+    """Largest resident set of its process among the samples, one a second."""
+    gpu_load: Amount | None = None
+    """Mean part of the time in which its GPU ran a kernel, 0 to 1, by NVML; None on the CPU."""
+    gpu_memory_bytes: Count | None = None
+    """Most memory in use on its GPU, by all processes, by NVML; None on the CPU."""
+    gpu_watts: Amount | None = None
+    """Mean power of its GPU, by NVML; None on the CPU."""
 
     @property
     def unaccounted(self) -> float:
@@ -191,7 +202,7 @@ def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
         start=share.start,
         end=share.end,
         compute=compute,
-        **_parts_of_time(trace, rank),
+        **{**_parts_of_time(trace, rank), **_sampled(reported)},
         image_wait=kept * reported.waits.get("image", 0.0),
         packet_wait=kept * reported.waits.get("packet", 0.0),
         writer_wait=kept * reported.waits.get("writer", 0.0),
@@ -209,7 +220,19 @@ def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
     )
 
 
-def _parts_of_time(trace: Trace, rank: int) -> dict[str, float]:
+def _sampled(reported: Reported) -> dict[str, Any]:
+    stats = reported.stats
+    return {
+        "sent_bytes": None if stats is None else stats.sent_bytes,
+        "received_bytes": None if stats is None else stats.received_bytes,
+        "resident_bytes": reported.peak_resident_bytes or None,
+        "gpu_load": reported.gpu_load.value,
+        "gpu_memory_bytes": reported.peak_gpu_memory_bytes,
+        "gpu_watts": reported.gpu_watts.value,
+    }
+
+
+def _parts_of_time(trace: Trace, rank: int) -> dict[str, Any]:
     """Seconds of a rank, each measured on its own, from the first start to the last end of any."""
     begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
     end = max(span.end for span in trace.spans)

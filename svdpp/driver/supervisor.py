@@ -27,6 +27,7 @@ from svdpp.worker.messages import (
     Finished,
     Heartbeat,
     Joined,
+    RankStats,
     StepDone,
     Stop,
     describe_position,
@@ -304,6 +305,8 @@ class Liveness:
 
     def heard(self, rank: int, event: Event, now: float) -> None:
         """Takes one event."""
+        if isinstance(event, RankStats):
+            return  # from a thread that goes on whatever the rank does
         self._discount_pause(now)
         seen = self.seen[rank]
         seen.started = True

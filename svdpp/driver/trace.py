@@ -17,6 +17,7 @@ from svdpp.worker.messages import (
     Event,
     Finished,
     Joined,
+    RankStats,
     StepDone,
     TransferDone,
     WaitCause,
@@ -143,6 +144,24 @@ class Placement:
 
 
 @dataclass
+class Mean:
+    """A running mean of what samples tell."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float | None) -> None:
+        """Add a sample; None is not one."""
+        if value is not None:
+            self.total, self.count = self.total + value, self.count + 1
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None without a sample."""
+        return self.total / self.count if self.count else None
+
+
+@dataclass
 class Reported:
     """What a rank reports besides its spans, of all clips."""
 
@@ -157,6 +176,12 @@ class Reported:
     write_seconds: float = 0.0
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
+    stats: RankStats | None = None
+    """The last sample; None if there was none."""
+    peak_resident_bytes: int = 0
+    peak_gpu_memory_bytes: int | None = None
+    gpu_load: Mean = field(default_factory=Mean)
+    gpu_watts: Mean = field(default_factory=Mean)
 
 
 class Trace:
@@ -210,6 +235,16 @@ class Trace:
                 reported.num_written += 1
                 reported.write_seconds += event.write_seconds
                 self.last_written = time.monotonic()
+            case RankStats():
+                reported.stats = event
+                resident = max(reported.peak_resident_bytes, event.resident_bytes)
+                reported.peak_resident_bytes = resident
+                if (memory := event.gpu_memory_bytes) is not None:
+                    reported.peak_gpu_memory_bytes = max(
+                        reported.peak_gpu_memory_bytes or 0, memory
+                    )
+                reported.gpu_load.add(event.gpu_load)
+                reported.gpu_watts.add(event.gpu_watts)
             case Finished():
                 reported.allocated_bytes = event.allocated_bytes
                 reported.reserved_bytes = event.reserved_bytes

@@ -25,7 +25,7 @@ from svdpp.serve.clips import ToRequest
 from svdpp.serve.feeder import Feeder
 from svdpp.serve.job import EngineState, Job
 from svdpp.serve.queue import JobQueue
-from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, StepDone
+from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, RankStats, StepDone
 
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
@@ -243,6 +243,9 @@ class Rank:
     step: int | None
     """None outside of denoising."""
     doing: Literal["compute", "wait", "idle"]
+    stats: dict[str, float | int | None] | None = None
+    """The last sample of bytes moved, memory, load and power, by the names of `RankStats`; None
+    before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +268,7 @@ class _State:
     step: int = -1
     waits: bool = False
     since: float = 0.0
+    stats: dict[str, float | int | None] | None = None
 
 
 class RankView:
@@ -297,6 +301,8 @@ class RankView:
                         at.action, at.waits, at.since = event.action, waits, time.monotonic()
                         at.step = -1
                     at.step = max(at.step, event.step)
+                case RankStats():
+                    at.stats = event.model_dump()
                 case StepDone():
                     at.step = event.step + 1
                 case ActionDone():
@@ -326,10 +332,11 @@ class RankView:
 
     def _now(self, rank: int, at: _State) -> Rank:
         if at.action is None:
-            return Rank(rank, at.device, None, "", None, "idle")
+            return Rank(rank, at.device, None, "", None, "idle", at.stats)
         step = at.step if at.action.kind is Kind.DENOISE and at.step >= 0 else None
         job, kind = self._job_of(at.action.clip), at.action.kind.lower()
-        return Rank(rank, at.device, job, kind, step, "wait" if at.waits else "compute")
+        doing: Literal["wait", "compute"] = "wait" if at.waits else "compute"
+        return Rank(rank, at.device, job, kind, step, doing, at.stats)
 
     def spans(self) -> list[RankSpan]:
         """The spans of the last 60 seconds, and those of the actions at work."""

@@ -7,6 +7,7 @@ what happens at a moment, such as a step, is counted when it happens.
 from __future__ import annotations
 
 import statistics
+from collections import Counter as Counted
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from prometheus_client.registry import Collector
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, Proof
 from svdpp.serve.queue import JobQueue
-from svdpp.worker.messages import ActionDone, Event, Joined, StepDone
+from svdpp.worker.messages import ActionDone, Event, Joined, RankStats, StepDone
 
 #: What is counted when it happens: the meaning and the labels of each counter.
 _COUNTERS: dict[str, tuple[str, ...]] = {
@@ -55,6 +56,16 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
         "(Actual - promised) / promised seconds of completed clips.",
     ),
 }
+#: Gauges of each rank, by the field of `RankStats`; they lack what a device does not tell.
+_RANK_GAUGES: dict[str, tuple[str, str]] = {
+    "resident_bytes": ("rank_resident_bytes", "Resident set of each rank's process."),
+    "allocated_bytes": ("rank_gpu_allocated_bytes", "In tensors on each rank's GPU."),
+    "reserved_bytes": ("rank_gpu_reserved_bytes", "Held by torch's allocator on each rank's GPU."),
+    "peak_reserved_bytes": ("rank_gpu_peak_reserved_bytes", "Most that torch's allocator held."),
+    "gpu_load": ("rank_gpu_load_ratio", "Part of the time in which each rank's GPU ran a kernel."),
+    "gpu_memory_bytes": ("rank_gpu_memory_bytes", "In use on each rank's GPU, by all processes."),
+    "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU."),
+}
 # The newest ratios of which the page shows the median.
 _KEPT_ERRORS = 1000
 
@@ -82,6 +93,9 @@ class Metrics(Collector):
         """When each rank's last action ended."""
         self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
         self._has_mismatch = False
+        # The last sample of each rank that lives, and the bytes of all ranks that have ended.
+        self._stats: dict[int, RankStats] = {}
+        self._moved_before: Counted[tuple[int, str]] = Counted()
         common: dict[str, Any] = {"namespace": "svdpp", "registry": self._registry}
         self._counters = {
             name: Counter(name, text, labels, **common)
@@ -102,6 +116,8 @@ class Metrics(Collector):
         match event:
             case Joined():
                 self._last_end.pop(rank, None)
+            case RankStats():
+                self._sampled(rank, event)
             case StepDone():
                 self._histograms["step_seconds"].labels(rank).observe(event.seconds)
             case ActionDone():
@@ -113,6 +129,14 @@ class Metrics(Collector):
                 self._last_end[rank] = event.end
             case _:
                 pass
+
+    def _sampled(self, rank: int, stats: RankStats) -> None:
+        before = self._stats.get(rank)
+        if before is not None and stats.sent_bytes < before.sent_bytes:
+            for direction in ("sent", "received"):  # of a rank that was started again
+                moved = getattr(before, f"{direction}_bytes")
+                self._moved_before[rank, direction] += moved
+        self._stats = {**self._stats, rank: stats}  # another thread may be reading the old one
 
     def _spent(self, rank: int, state: str, seconds: float) -> None:
         self._counters["rank_seconds"].labels(rank, state).inc(max(0.0, seconds))
@@ -176,6 +200,25 @@ class Metrics(Collector):
             values = {id: server[name] for id, server in servers.items()}
             yield _by("server", f"server_{name}", text, values)
         yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", engine.restarts)
+        yield from self._of_ranks(num_ranks)
+
+    def _of_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """The last samples of the ranks; no gauges while they start."""
+        stats = self._stats
+        moved = CounterMetricFamily(
+            "svdpp_rank_moved_bytes",
+            "Bytes of tensors that each rank sent to others, or received.",
+            labels=["rank", "direction"],
+        )
+        for rank, each in stats.items():
+            for direction in ("sent", "received"):
+                number = self._moved_before[rank, direction] + getattr(each, f"{direction}_bytes")
+                moved.add_metric([str(rank), direction], number)
+        yield moved
+        for field, (name, text) in _RANK_GAUGES.items():
+            values = {rank: getattr(each, field) for rank, each in stats.items()}
+            known = {rank: value for rank, value in values.items() if value is not None}
+            yield _by("rank", name, text, known if num_ranks else {})
 
     def exposed(self) -> bytes:
         """All metrics in the text format 0.0.4 of Prometheus."""

@@ -99,6 +99,28 @@ class Heartbeat(Event):
     """Before `Joined`: the rank it is opening a link to; -1 if none."""
 
 
+class RankStats(Event):
+    """A sample for monitoring, sent every second by a thread of its own; no sign of progress."""
+
+    sent_bytes: int
+    """Bytes of tensors sent to other ranks since the links are open: packets of clips, predictions
+    of a pair, frames."""
+    received_bytes: int
+    resident_bytes: int
+    """Resident set of the process."""
+    allocated_bytes: int | None = None
+    """Bytes in tensors on the GPU; None on the CPU, as the next two."""
+    reserved_bytes: int | None = None
+    """Bytes that torch's allocator holds on the GPU, with its cache."""
+    peak_reserved_bytes: int | None = None
+    gpu_load: float | None = None
+    """Part of the last sampling period of NVML in which a kernel ran, 0 to 1; None without NVML, as
+    the next two."""
+    gpu_memory_bytes: int | None = None
+    """Memory in use on the GPU, by all processes."""
+    gpu_watts: float | None = None
+
+
 class Joined(Event):
     """The rank's links are open, and it is ready for work."""
 

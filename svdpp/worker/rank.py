@@ -56,6 +56,7 @@ from svdpp.worker.messages import (
 )
 from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter, Reporter
 from svdpp.worker.stage import PipelineStage, RankTools
+from svdpp.worker.stats import StatsSampler
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
 
 _POLL_SECONDS = 1.0
@@ -110,6 +111,7 @@ def run_rank(
     except BaseException as error:
         reporter.failed(error)
         raise
+    reporter.stop_sampling()
     allocated, reserved = peak_bytes(str(device))
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
@@ -141,6 +143,9 @@ def _prepared_stage(
         reporter.phase("joining the other ranks")
         context.join()
         transport = _connected_transport(context, config, reporter, device)
+    moved = lambda: (transport.bytes_sent, transport.bytes_received)  # noqa: E731
+    reporter.sampler = StatsSampler(reporter.send, device, gpu_uuid(name), moved)
+    reporter.sampler.start()
     ahead = context.clock.monotonic_ahead
     joined = Joined(
         device=name,

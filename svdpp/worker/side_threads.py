@@ -40,6 +40,7 @@ from svdpp.worker.messages import (
     StoredTensor,
     TransferDone,
 )
+from svdpp.worker.stats import StatsSampler
 from svdpp.worker.tensor_files import (
     LatentCheckpoints,
     TensorStore,
@@ -64,6 +65,8 @@ class Reporter:
         """Whose memory heartbeats report, once the rank has it."""
         self.writers: list[BoundedExecutor] = []
         """Heartbeats report whether one of them is busy."""
+        self.sampler: StatsSampler | None = None
+        """Sends `RankStats`, once the rank's links are open."""
         self._channel = channel
         self._other_host = other_host
         self._now = Heartbeat()
@@ -74,8 +77,13 @@ class Reporter:
         """Starts the heartbeats."""
         self._thread.start()
 
+    def stop_sampling(self) -> None:
+        """Send the last sample for monitoring."""
+        if self.sampler is not None:
+            self.sampler.stop()
+
     def stop(self) -> None:
-        """Stops the heartbeats."""
+        """Stop the heartbeats."""
         self._stopped.set()
         self._thread.join()
 

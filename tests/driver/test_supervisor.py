@@ -31,6 +31,7 @@ from svdpp.worker.messages import (
     Finished,
     Heartbeat,
     Joined,
+    RankStats,
     StepDone,
     TransferDone,
 )
@@ -97,6 +98,17 @@ def test_after_the_limit_the_rank_that_is_the_cause_is_named(
     liveness = _liveness()
     assert {_hear(liveness, second, beats) for second in range(fine + 1)} == {None}
     _assert_stalled(_hear(liveness, fine + 1, beats), rank, reason)
+
+
+def test_samples_for_monitoring_are_no_sign_of_life() -> None:
+    """Their thread goes on while a rank hangs, or its heartbeats do not come."""
+    sample, liveness = RankStats(sent_bytes=0, received_bytes=0, resident_bytes=1), _liveness()
+    beats: Mapping[int, Event] = {0: WAITING, 1: COMPUTING, 2: WAITING}
+    for second in range(101):
+        liveness.heard(1, sample, second)
+        assert _hear(liveness, second, beats) is None
+    liveness.heard(1, sample, 101)
+    _assert_stalled(_hear(liveness, 101, beats), 1, "has made no progress for 101 s")
 
 
 @pytest.mark.parametrize(

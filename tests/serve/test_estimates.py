@@ -28,7 +28,7 @@ from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import build
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.views import as_api_error
-from svdpp.worker.messages import ActionDone, Heartbeat, Joined, StepDone
+from svdpp.worker.messages import ActionDone, Heartbeat, Joined, RankStats, StepDone
 from tests.serve.engines import (
     SAMPLING,
     STEPS,
@@ -266,6 +266,22 @@ def test_events_of_the_ranks_are_counted() -> None:
     for state, expected in seconds.items():
         found = server.value("svdpp_rank_seconds_total", rank=1, state=state)
         assert found == pytest.approx(expected), state
+
+
+def test_the_last_sample_of_each_rank_is_shown() -> None:
+    server = Scraped()
+    observe = server.metrics
+    first = RankStats(sent_bytes=70, received_bytes=5, resident_bytes=300)
+    observe(0, first)
+    observe(0, first.model_copy(update={"sent_bytes": 90, "gpu_load": 0.5, "gpu_watts": 412.0}))
+    assert server.value("svdpp_rank_moved_bytes_total", rank=0, direction="sent") == 90
+    assert server.value("svdpp_rank_resident_bytes", rank=0) == 300
+    assert server.value("svdpp_rank_gpu_load_ratio", rank=0) == 0.5
+    assert server.value("svdpp_rank_gpu_power_watts", rank=0) == 412
+    observe(0, first.model_copy(update={"sent_bytes": 1}))  # of a rank that was started again
+    assert server.value("svdpp_rank_moved_bytes_total", rank=0, direction="sent") == 91
+    with pytest.raises(ValueError, match="unpack"):
+        server.value("svdpp_rank_gpu_load_ratio", rank=0)
 
 
 def test_the_service_scores_its_promises_and_its_proofs() -> None:

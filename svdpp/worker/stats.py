@@ -1,0 +1,122 @@
+"""Samples of a rank's process and GPU for monitoring: bytes moved, memory, load and power.
+
+A thread of its own takes them: NVML can block for as long as a driver hangs, and the heartbeats, by
+which a stalled rank is found, must go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from svdpp.launch import gpus
+from svdpp.worker.device import status_bytes
+from svdpp.worker.messages import RankStats
+
+_SAMPLE_SECONDS = 1.0
+
+
+class StatsSampler:
+    """A thread that sends `RankStats` at its start, every second, and at its end.
+
+    Args:
+        send: takes the samples; called from the thread, the last time from the caller of `stop`.
+        device: of the rank.
+        uuid: of its GPU, with or without the prefix `GPU-`; None on the CPU.
+        moved: returns the bytes that the rank has sent and received so far.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[RankStats], None],
+        device: torch.device,
+        uuid: str | None,
+        moved: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._send, self._device, self._moved = send, device, moved
+        self._uuid = uuid
+        self._gpu: dict[str, Any] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stats", daemon=True)
+
+    def start(self) -> None:
+        """Start the samples."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread and send a last sample, with the GPU's values of the one before.
+
+        Does not wait for a driver that hangs.
+        """
+        self._stopped.set()
+        self._thread.join(timeout=_SAMPLE_SECONDS)
+        self._send(self._sample())
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError), gpus.open_nvml() as nvml:  # else the parent is gone
+            handle = None if nvml is None or self._uuid is None else _handle(nvml, self._uuid)
+            while True:
+                self._gpu = {} if handle is None else read_gpu(nvml, handle)
+                self._send(self._sample())
+                if self._stopped.wait(_SAMPLE_SECONDS):
+                    return
+
+    def _sample(self) -> RankStats:
+        sent, received = self._moved()
+        return RankStats(
+            sent_bytes=sent,
+            received_bytes=received,
+            resident_bytes=status_bytes("VmRSS"),
+            **_torch_bytes(self._device),
+            **self._gpu,
+        )
+
+
+def _torch_bytes(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated_bytes": int(torch.cuda.memory_allocated(device)),
+        "reserved_bytes": int(torch.cuda.memory_reserved(device)),
+        "peak_reserved_bytes": int(torch.cuda.max_memory_reserved(device)),
+    }
+
+
+def _handle(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of a GPU; None if NVML does not know it."""
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(name)
+    except nvml.NVMLError:
+        return None
+
+
+def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
+    """Return load, memory and power of a GPU as fields of `RankStats`.
+
+    Args:
+        nvml: the module `pynvml`, initialised. It creates no CUDA context.
+        handle: of the GPU.
+
+    Returns:
+        `gpu_load` (0 to 1), `gpu_memory_bytes` of all processes, `gpu_watts`; None for a value that
+        the GPU does not give, as a MIG slice does not.
+    """
+
+    def read(name: str) -> Any:
+        try:
+            return getattr(nvml, name)(handle)
+        except (nvml.NVMLError, AttributeError):  # an old GPU, or an old driver's module
+            return None
+
+    rates, memory = read("nvmlDeviceGetUtilizationRates"), read("nvmlDeviceGetMemoryInfo")
+    milliwatts = read("nvmlDeviceGetPowerUsage")
+    return {
+        "gpu_load": None if rates is None else rates.gpu / 100,
+        "gpu_memory_bytes": None if memory is None else int(memory.used),
+        "gpu_watts": None if milliwatts is None else milliwatts / 1000,
+    }
