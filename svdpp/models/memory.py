@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.errors import RequestError, first_line
+from svdpp.errors import ModelError, RequestError, first_line
 from svdpp.models.base import Prepared, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
 from svdpp.models.engine.model import EngineModel, blank_source
 from svdpp.models.engine.records import component_methods, replaced, tensors_in
-from svdpp.models.files import show_name
+from svdpp.models.files import library_errors, read_entries, show_name
 from svdpp.models.lora_files import lora_bytes
 from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
 from svdpp.plan.layout import Roles
@@ -80,6 +80,8 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
     """Report errors of a model's code as a size that it cannot make."""
     try:
         yield
+    except ModelError:  # also a ValueError
+        raise
     except (IndexError, RuntimeError, ValueError) as error:
         # For example, a table of positions ends.
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
@@ -135,6 +137,33 @@ def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch
     return [tensor for name, tensor in named if name.split(".")[0] not in without]
 
 
+def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -> None:
+    """Raise ModelError if the config of a component describes other shapes than its weights have.
+
+    Otherwise the first operation would fail as if the clip's size were wrong. Weights that have not
+    been downloaded, and those whose names the library changes, are not compared.
+    """
+    try:
+        paths = checkpoint.weight_files(part)
+    except ModelError:
+        return
+    shapes = {name: list(each.shape) for name, each in module.named_parameters()}
+    for path in paths:
+        for name, entry in read_entries(path)[1].items():
+            if (expected := shapes.get(name, entry["shape"])) != entry["shape"]:
+                raise ModelError(
+                    f"{part}/config.json does not describe the weights: {name} has the shape "
+                    f"{entry['shape']} in {path.name}, and {expected} by the config",
+                    "download the checkpoint again, the config too: a key of it may be missing",
+                    details={
+                        "component": part,
+                        "tensor": name,
+                        "shape": entry["shape"],
+                        "config_shape": expected,
+                    },
+                )
+
+
 class _HollowModel:
     """A model of fake components.
 
@@ -165,7 +194,10 @@ class _HollowModel:
         for part, name in checkpoint.classes:
             cls = load.component_class(part, name)
             if has_weights(part):
-                parts[part] = self._module(cls, part, load.dtype_of(checkpoint, part, model.dtype))
+                with library_errors(part, checkpoint):
+                    dtype = load.dtype_of(checkpoint, part, model.dtype)
+                    parts[part] = self._module(cls, part, dtype)
+                    _check_weights(checkpoint, part, parts[part])
                 load.apply_memory_options(checkpoint, part, parts[part], model)
             else:
                 parts[part] = load.load_processor(checkpoint, part, cls)

@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from svdpp.config import ModelConfig, SvdSampling
+from svdpp.errors import ModelError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
-from tests.models.range_checks import Row, loaded, nothing, photograph, source
+from tests.models.builders import edit_json
+from tests.models.range_checks import Row, loaded, nothing, photograph, read_folder, source
 from tests.models.test_rows import CASES, FIRST, Rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,6 +106,17 @@ def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
     row = demo("fp16", height=8, width=8)
     encode = estimate(row.checkpoint, row.model, row.sampling, device="cpu").encode
     assert encode.activation_bytes >= num_bytes([loaded(row.encoder)["vae"]])
+
+
+def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> None:
+    """Not as a size that the model cannot make: without the key diffusers takes a default."""
+    edit_json(folder / "unet/config.json", cross_attention_dim=None)
+    checkpoint = read_folder(folder)
+    sampling = checkpoint.resolve(SvdSampling(height=64, width=64, num_inference_steps=2))
+    with pytest.raises(ModelError, match=r"unet/config.json does not describe the weights") as error:
+        estimate(checkpoint, ModelConfig(name=str(folder)), sampling, device="cpu")
+    assert error.value.details["shape"] != error.value.details["config_shape"]
+    assert "size" not in error.value.hint
 
 
 #: Side, frames and tokens of each clip.
