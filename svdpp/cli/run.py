@@ -238,7 +238,6 @@ class Run:
         assert pipeline.checkpoint is not None
         self.console.info(*pipeline.checkpoint.remarks)
         clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
-        pipeline.check_memory()  # what cannot run leaves no manifest
         return pipeline, clips
 
     def make(self, pipeline: Pipeline, clips: ClipPlan, refused: Sequence[SvdppError]) -> None:

@@ -342,7 +342,6 @@ def test_buffer_of_old_transformers_is_accepted(folder: Path) -> None:
     assert name in dict(encoder.named_buffers())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "error"),
     [
@@ -361,3 +360,9 @@ def test_too_little_memory(
     with pytest.raises(OutOfMemoryError, match="unet needs more memory than cpu has") as caught:
         parts_of(tiny, "X")
     assert "--dtype bf16 or fp16" in caught.value.hint
+    details = caught.value.details
+    assert details["device"] == "cpu"
+    assert details["free_bytes"] > 0
+    is_told = "3.00 GiB" in str(error)
+    weights = (tiny / UNET).stat().st_size
+    assert details["requested_bytes"] == (3 * 2**30 if is_told else pytest.approx(weights, rel=0.2))

@@ -113,7 +113,9 @@ def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> N
     edit_json(folder / "unet/config.json", cross_attention_dim=None)
     checkpoint = read_folder(folder)
     sampling = checkpoint.resolve(SvdSampling(height=64, width=64, num_inference_steps=2))
-    with pytest.raises(ModelError, match=r"unet/config.json does not describe the weights") as error:
+    with pytest.raises(
+        ModelError, match=r"unet/config.json does not describe the weights"
+    ) as error:
         estimate(checkpoint, ModelConfig(name=str(folder)), sampling, device="cpu")
     assert error.value.details["shape"] != error.value.details["config_shape"]
     assert "size" not in error.value.hint

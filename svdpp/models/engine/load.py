@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import threading
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import psutil
 import torch
 import tqdm
 import transformers
@@ -21,7 +24,7 @@ from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.loras import load_loras
 from svdpp.models.engine.rows import ROWS
-from svdpp.models.files import library_errors, short_repr
+from svdpp.models.files import library_errors, read_entries, short_repr
 from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.
@@ -206,8 +209,27 @@ def _load_module(
         raise OutOfMemoryError(
             f"{part} needs more memory than {device} has free",
             "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
-            details={**memory_details(error), "device": str(device), "part": part},
+            details={
+                "component": part,
+                "requested_bytes": _weight_bytes(checkpoint, part, dtype),
+                "free_bytes": _free_bytes(device),
+                "device": str(device),
+                **memory_details(error),
+            },
         ) from error
+
+
+def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
+    """Return the bytes of a component's weights in `dtype`."""
+    entries = chain(*(read_entries(path)[1].values() for path in checkpoint.weight_files(part)))
+    return sum(math.prod(entry["shape"]) for entry in entries) * dtype.itemsize
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return what is free on the device of this process; of the CPU, what can be made free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
