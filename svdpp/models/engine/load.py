@@ -222,7 +222,7 @@ def _load_module(
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
     """Return the bytes of a component's weights in `dtype`."""
     entries = chain(*(read_entries(path)[1].values() for path in checkpoint.weight_files(part)))
-    return sum(math.prod(entry["shape"]) for entry in entries) * dtype.itemsize
+    return int(sum(math.prod(entry["shape"]) for entry in entries)) * dtype.itemsize
 
 
 def _free_bytes(device: torch.device) -> int:
