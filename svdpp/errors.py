@@ -1,9 +1,9 @@
-"""What a user is told: errors with their exit codes, and texts without what must not be shown.
+"""Exceptions with exit codes; redaction of secrets and paths.
 
 An error is one sentence for the person at the terminal and, if there is one, a hint with the fix.
-It holds plain strings only, so that another process can raise it again as the same type. Errors,
-tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through `recorded_path`.
-Imports no other package.
+It holds plain strings and JSON values only, so that another process can raise it again as the same
+type. Errors, tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through
+`recorded_path`. Imports no other package.
 """
 
 from __future__ import annotations
@@ -90,7 +90,14 @@ _NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "
 
 
 def first_line(error: object) -> str:
-    """What a library's error says, on one line."""
+    """Return what a library's error says, on one line.
+
+    Args:
+        error: exception, or its text.
+
+    Returns:
+        At most 300 characters; the type's name if it says nothing.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "".join(char if char.isprintable() else "?" for char in lines[0][:300])
 
@@ -229,14 +236,14 @@ _TYPES: dict[str, type[SvdppError]] = {
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The process exit code for `error`; 1 for everything that is not an `SvdppError`."""
+    """Return the process exit code for `error`: 1 for everything that is not an `SvdppError`."""
     if isinstance(error, Interrupted):
         return 128 + error.signal_number
     return error.exit_code if isinstance(error, SvdppError) else 1
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:
-    """`error` as plain strings, to send to another process."""
+    """Return `error` as plain strings and JSON values, to send to another process."""
     if isinstance(error, SvdppError):
         more = {"details": error.details} if error.details else {}
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint, **more}
@@ -245,7 +252,13 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def reraisable(error: BaseException) -> BaseException:
-    """A copy of `error` for one more thread to raise: each raise adds to an object's traceback."""
+    """Return a copy of `error` for one more thread to raise.
+
+    Each raise adds to an object's traceback.
+
+    Returns:
+        A copy whose cause is `error`; `error` itself if its class cannot be copied.
+    """
     try:
         copied = copy.copy(error)
     except Exception:  # an exception class whose constructor takes other arguments
@@ -255,25 +268,44 @@ def reraisable(error: BaseException) -> BaseException:
 
 
 def error_from_dict(record: dict[str, Any]) -> SvdppError:
-    """The error that `error_to_dict` wrote; an unexpected exception comes back as `SvdppError`."""
+    """Return the error that `error_to_dict` wrote.
+
+    Args:
+        record: of another process; an unknown type becomes an `SvdppError`.
+    """
     kind = _TYPES.get(record["type"], SvdppError)
     return kind(record["message"], record["hint"], details=record.get("details"))
 
 
 def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
-    """The error with the highest exit code; its message begins with `count`, of how many."""
+    """Return the error with the highest exit code.
+
+    Args:
+        errors: one or more.
+        count: beginning of the sentence, such as `2 of 5 lost`.
+    """
     worst = max(errors, key=exit_code_of)
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A hint on a misspelt `name`: the known one that is most like it, or `otherwise`."""
+    """Return a hint on a misspelt name.
+
+    Args:
+        name: as it was typed.
+        known: correct names.
+        otherwise: hint if no known name is like it.
+    """
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 def describe_fault(fault: Mapping[str, Any]) -> str:
-    """What is wrong with a value, in the words of users; one entry of pydantic's `errors()`."""
+    """Return what is wrong with a value, in the words of users.
+
+    Args:
+        fault: one entry of pydantic's `errors()`.
+    """
     kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
     given = f", got {value if len(value) <= 60 else value[:57] + '...'}"
     for beginning, wanted in _WANTED.items():
@@ -326,7 +358,7 @@ _WANTED = {
 
 
 def redact(text: str) -> str:
-    """`text` without secrets, and with `~` for the user's home.
+    """Return `text` without secrets, and with `~` for the user's home.
 
     Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
     user names and passwords in URLs.
@@ -357,12 +389,17 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def redact_tokens(text: str) -> str:
-    """`text` without hub tokens; for names that a user can copy into a command."""
+    """Return `text` without hub tokens; for names that a user can copy into a command."""
     return _HUB_TOKEN.sub("hf_***", text)
 
 
 def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
-    """A JSON value with every string in it redacted, except keys; `how` replaces `redact`."""
+    """Return a JSON value with every string in it redacted, except keys.
+
+    Args:
+        value: of strings, numbers, lists and dicts.
+        how: function for each string; None: `redact`.
+    """
     clean = how or _redaction()
     if isinstance(value, str):
         return clean(value)
@@ -374,12 +411,12 @@ def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
 
 
 def without_folders(text: str) -> str:
-    """`text` with only the last part of each absolute path, for readers elsewhere."""
+    """Return `text` with only the last part of each absolute path, for readers elsewhere."""
     return _FOLDERS.sub("", text)
 
 
 def printable(text: str) -> str:
-    """`text` with Python's escapes in place of control characters, except line breaks.
+    """Return `text` with Python's escapes in place of control characters, except line breaks.
 
     A terminal obeys control characters, so a file's name could write anything there.
     """
@@ -387,20 +424,24 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`printable`, also with escapes for line breaks, by which a name could forge a line."""
+    """Return the text of `printable` with escapes for line breaks, which could forge a line."""
     return printable(text).replace("\n", "\\n")
 
 
 def without_controls(name: str) -> str:
-    """`name` for a new file: with `_` in place of control characters."""
+    """Return `name` for a new file: with `_` in place of control characters."""
     return _CONTROL.sub("_", name).replace("\n", "_")
 
 
 def recorded_path(path: str | Path, folder: str | Path) -> str:
-    """The name of `path` in a file in `folder`: relative to `folder`, to reveal little.
+    """Return the name of `path` in a file in `folder`: relative to `folder`, to reveal little.
 
     If `path` is below the user's home and `folder` is not, the name is `~/...`. `located_path` with
     the same folder is the inverse.
+
+    Args:
+        path: absolute, or relative to the working folder.
+        folder: of the file that records the name.
     """
     absolute, base = os.path.abspath(path), os.path.abspath(folder)
     for home in _homes():
@@ -411,14 +452,19 @@ def recorded_path(path: str | Path, folder: str | Path) -> str:
 
 
 def located_path(text: str, folder: str | Path) -> Path:
-    """The path for a name `text` that `recorded_path` wrote for `folder`."""
+    """Return the path for a name that `recorded_path` wrote.
+
+    Args:
+        text: the name.
+        folder: of the file that records it.
+    """
     if text.startswith("~/"):
         return Path(os.path.expanduser("~")) / text[2:]
     return Path(folder) / text
 
 
 def recorded_name(name: str) -> str:
-    """The recorded name of a model: a folder below the home as `~/...`, any other name as typed."""
+    """Return the recorded name of a model: a folder below the home as `~/...`, others as typed."""
     for home in _homes():
         if _is_below(name, home):
             return "~/" + os.path.relpath(name, home)

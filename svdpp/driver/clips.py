@@ -49,7 +49,7 @@ class ClipFailure:
 
 @dataclass(frozen=True)
 class ClipProgress:
-    """How far a clip is."""
+    """Progress of a clip: steps done, of all; the rank is None until one has begun it."""
 
     steps_done: int
     num_steps: int
@@ -76,9 +76,10 @@ class ClipHandle(Future[ClipResult]):
         return self.progress.rank is not None and not self.done()
 
     def add_progress_callback(self, callback: Callable[[ClipHandle], object]) -> None:
-        """Has the pipeline's thread call `callback` with the handle when `progress` changes.
+        """Have the pipeline's thread call `callback` with the handle when `progress` changes.
 
-        It must be quick and raise nothing. If a rank has begun the clip, it is called at once.
+        Args:
+            callback: quick, and raises nothing. If a rank has begun the clip, it is called at once.
         """
         self._progress_callbacks.append(callback)
         if self.progress.rank is not None:
@@ -93,23 +94,45 @@ class ClipHandle(Future[ClipResult]):
                 callback(self)
 
     def cancel(self) -> bool:
-        """Asks the ranks to skip the clip from the next step on; False if it is finished or lost.
+        """Ask the ranks to skip the clip from the next step on.
 
         A clip that no rank has begun is cancelled at once. Another one is cancelled once all ranks
         have let go of it, or finished if they were faster: `exception` waits for that. `result`
         then raises `concurrent.futures.CancelledError`.
+
+        Returns:
+            Whether it will be cancelled, or has been; False if it is finished or lost.
         """
         return self._owner.cancel(self)
 
     def result(self, timeout: float | None = None) -> ClipResult:
-        """Waits for the clip. `Pipeline.results` does not yield it again."""
+        """Wait for the clip. `Pipeline.results` does not yield it again.
+
+        Args:
+            timeout: in seconds; None: without end.
+
+        Raises:
+            SvdppError: the clip is lost, or the run has ended before it was finished.
+            TimeoutError: the clip is not finished in time.
+            CancelledError: it was cancelled.
+            RuntimeError: the calling thread is the pipeline's own.
+        """
         self._owner.check_may_wait(self)
         result = super().result(timeout)
         self._owner.take(self)
         return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the clip and returns the error that `result` would raise, or None."""
+        """Wait for the clip and return the error that `result` would raise, or None.
+
+        Args:
+            timeout: in seconds; None: without end.
+
+        Raises:
+            TimeoutError: the clip is not finished in time.
+            CancelledError: it was cancelled.
+            RuntimeError: the calling thread is the pipeline's own.
+        """
         self._owner.check_may_wait(self)
         return super().exception(timeout)
 
@@ -123,7 +146,13 @@ class OpenClips:
     """The handles of clips, from `add` until a caller has their result.
 
     It is an observer of the ranks' events: one thread finishes clips by them. Any thread may add
-    clips and wait for them. `send_to_all` sends every rank a message, to skip a cancelled clip.
+    clips and wait for them.
+
+    Args:
+        send_to_all: sends every rank a message, to skip a cancelled clip.
+        latents_folder: of the latent checkpoints, which are removed with their clips; None: none.
+        tensor_folder: gets the tensors that other hosts send; None: none do.
+        max_failures: the latest losses that `failures` keeps; None: all.
     """
 
     def __init__(
@@ -168,7 +197,14 @@ class OpenClips:
             return list(self._failures)
 
     def check_may_wait(self, handle: ClipHandle | None = None) -> None:
-        """Raises RuntimeError in the thread that finishes clips, which would wait for itself."""
+        """Check that the calling thread may wait: the one that finishes clips may not.
+
+        Args:
+            handle: what is waited for, which may be done already; None: any clip.
+
+        Raises:
+            RuntimeError: it is that thread, which would wait for itself.
+        """
         if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(
                 "observers and callbacks must not wait for the pipeline: they run in its thread"
@@ -177,7 +213,16 @@ class OpenClips:
     def add(
         self, requests: Sequence[ClipRequest], num_steps: Sequence[int], *, for_results: bool
     ) -> list[ClipHandle]:
-        """Adds clips, with the next indices."""
+        """Add clips, with the next indices.
+
+        Args:
+            requests: of the clips.
+            num_steps: of each clip.
+            for_results: whether `results` yields them.
+
+        Raises:
+            SvdppError: the run has ended, for the reason that it says.
+        """
         with self._changed:
             if self._end is not None:
                 raise reraisable(self._end)
@@ -190,7 +235,7 @@ class OpenClips:
         return handles
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Takes one event of `rank`."""
+        """Take one event of `rank`."""
         match event:
             case StoredTensor():
                 assert self._tensor_folder is not None
@@ -211,7 +256,7 @@ class OpenClips:
                 pass
 
     def cancel(self, handle: ClipHandle) -> bool:
-        """See `ClipHandle.cancel`."""
+        """Cancel a clip; see `ClipHandle.cancel`."""
         with self._changed:
             if handle.clip not in self._open:
                 return handle.cancelled()
@@ -223,7 +268,11 @@ class OpenClips:
         return True
 
     def end(self, error: BaseException) -> None:
-        """Sets `error` for all unfinished clips, and takes no more; the first call counts."""
+        """Set an error for all unfinished clips, and take no more; the first call counts.
+
+        Args:
+            error: the reason.
+        """
         with self._changed:
             if self._end is not None:
                 return
@@ -236,12 +285,16 @@ class OpenClips:
             handle.set_exception(reraisable(error))
 
     def take(self, handle: ClipHandle) -> None:
-        """Notes that a caller has taken the result of `handle`."""
+        """Note that a caller has taken the result of `handle`."""
         with self._changed:
             self._finished.pop(handle.clip, None)
 
     def results(self) -> Iterator[ClipResult]:
-        """Yields each result that has not been taken, as clips finish, until none is left."""
+        """Yield each result that has not been taken, as clips finish, until none is left.
+
+        Raises:
+            SvdppError: the run has ended before the clips that are left.
+        """
         while (handle := self._take_next()) is not None:
             yield handle.result()
 

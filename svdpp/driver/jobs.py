@@ -56,13 +56,13 @@ class OutputPolicy:
 
     @property
     def manifest(self) -> Path:
-        """The path of the run's manifest: one for a folder of clips, or for a single clip."""
+        """Path of the run's manifest: one for a folder of clips, or for a single clip."""
         return self.folder / (f"{self.single_clip}.{MANIFEST}" if self.single_clip else MANIFEST)
 
 
 @dataclass
 class ClipPlan:
-    """The clips still to be made, in order, and those that are finished already."""
+    """Clips still to be made, in order, and those that are finished already."""
 
     requests: list[ClipRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
@@ -70,7 +70,21 @@ class ClipPlan:
 
 
 def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy) -> int:
-    """Checks outputs and encoder before the model is searched for; returns how many exist."""
+    """Check outputs and encoder before the model is searched for.
+
+    Args:
+        inputs: what clips are made from.
+        seeds: of each input's clips.
+        policy: where they are written.
+
+    Returns:
+        How many of the outputs exist.
+
+    Raises:
+        RequestError: outputs exist that `policy` neither keeps nor replaces, two clips would have
+            one name, or there are too many.
+        OutputError: a folder cannot be written, or there is no ffmpeg.
+    """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
     check_whole("inputs x seeds", len(inputs) * len(seeds), 1, MAX_CLIPS)
@@ -123,7 +137,19 @@ def plan_clips(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> ClipPlan:
-    """One clip for each input and seed, without the finished ones that `resume` keeps."""
+    """Return one clip for each input and seed, without the finished ones that `resume` keeps.
+
+    Args:
+        inputs: what clips are made from.
+        seeds: of each input's clips.
+        policy: where they are written, and what is kept.
+        config: resolved, of the pipeline that makes them.
+        checkpoint: of its model.
+
+    Raises:
+        RequestError: the model cannot make a clip, or an existing one has other parameters.
+        InputError: an existing clip's JSON is none.
+    """
     from svdpp.worker import tensor_files  # torch, which `svdpp report` does not need
 
     plan, are_large = ClipPlan(), []
@@ -185,6 +211,7 @@ def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Outp
                 "--out takes a folder for several clips"
                 if policy.single_clip
                 else "make them in two runs, each with an --out folder of its own",
+                details={"output": output.path, "seed": seed},
             )
         owners[output.path] = owner
 
@@ -235,6 +262,7 @@ def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) 
     raise RequestError(
         f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
         same + _REPLACE_OR_KEEP,
+        details={"path": str(path), "field": name, "before": before, "now": now},
     )
 
 
@@ -245,6 +273,7 @@ def _embedded(path: Path) -> dict[str, Any]:
         raise RequestError(
             f"{path.name!r} exists without a JSON, and svdpp did not write it",
             _REPLACE_OR_KEEP,
+            details={"path": str(path)},
         ) from error
 
 
@@ -261,5 +290,6 @@ def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> boo
         raise RequestError(
             f"{path.name!r} is not the file that its JSON describes: it was changed or replaced",
             _REPLACE_OR_KEEP,
+            details={"path": str(path), "recorded_sha256": recorded},
         )
     return is_readable

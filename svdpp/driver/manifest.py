@@ -152,7 +152,7 @@ class RunManifest:
                 self._write_at_once()
 
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Takes one event of a rank."""
+        """Take one event of a rank."""
         match event:
             case (
                 Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
@@ -172,7 +172,11 @@ class RunManifest:
             self._write()
 
     def measured(self, figures: Mapping[str, Any]) -> None:
-        """Add the figures of the run, for `svdpp report`; they are written on leaving."""
+        """Add the figures of the run, for `svdpp report`; they are written on leaving.
+
+        Args:
+            figures: JSON values by name.
+        """
         self._content["measured"] = redact_all(figures)
         self._changed = True
 

@@ -110,7 +110,12 @@ class Pipeline(PipelineRanks):
         num_steps = [self._work.config_of(each).sampling.num_inference_steps for each in checked]
         metadata = metadata or [{}] * len(checked)
         what = f"got {len(metadata)} metadata for {len(checked)} clips: give one for each clip"
-        require(len(metadata) == len(checked), what)
+        require(
+            len(metadata) == len(checked),
+            what,
+            num_metadata=len(metadata),
+            num_clips=len(checked),
+        )
         if self._is_mixed or divides_batches(self.config, self.checkpoint):
             metadata = [{**own, "exact": "unproven"} for own in metadata]
         with self._submitting:

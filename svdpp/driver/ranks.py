@@ -52,7 +52,12 @@ class PipelineRanks:
         kind = type(config).__name__
         require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
         for limit in (history_clips, trace_clips):
-            require(limit is None or limit >= 1, f"a history has 1 clip or more, got {limit}")
+            require(
+                limit is None or limit >= 1,
+                f"a history has 1 clip or more, got {limit}",
+                got=limit,
+                minimum=1,
+            )
         self.world = find_world()
         """What the launcher says of this process; None if it starts the ranks itself."""
         self.backend = process_group.choose_backend(config.device, config.world_size)
@@ -304,17 +309,21 @@ def are_mixed(started: Mapping[int, Started], backend: str, *, allowed: bool) ->
                 f"ranks {other} and {rank} have the same GPU ({event.uuid}), and NCCL allows one "
                 "rank per GPU",
                 "give each task its own GPU, or use --device cuda:0 to share one over gloo",
+                details={"ranks": [other, rank], "uuid": event.uuid},
             )
     differences = [
-        f"rank {rank} has {name} {value}, rank 0 has {first}"
+        {"rank": rank, "condition": name, "value": value, "rank_0_value": first}
         for rank, event in sorted(started.items())
         for name, value in event.conditions.items()
         if value != (first := started[0].conditions.get(name))
     ]
     if differences and not allowed:
+        found = differences[0]
         raise RequestError(
-            f"{differences[0]}: their bits may differ",
+            f"rank {found['rank']} has {found['condition']} {found['value']}, rank 0 has "
+            f"{found['rank_0_value']}: their bits may differ",
             "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
             "unproven",
+            details={**found, "rank_0": 0},
         )
     return bool(differences)

@@ -90,6 +90,7 @@ def resolved_for(
         raise RequestError(
             f"the model has two experts, and one of them would do all {num_steps} steps",
             "use more --steps, or another --param flow_shift",
+            details={"steps": num_steps, "expert_boundary": boundary},
         )
     return replace(config, sampling=sampling, expert_boundary=boundary)
 
@@ -105,6 +106,7 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
             f"--decode-ranks {count} cannot divide the decode of {checkpoint.label}: it is not in "
             "chunks of frames that are decoded on their own",
             "leave --decode-ranks out",
+            details={"decode_ranks": count},
         )
     check_chunks(count, chunks)
     return count
@@ -310,11 +312,13 @@ class ClipWork:
                         "with these parameters the model changes its expert at another step, and "
                         "some ranks have not loaded the expert that they would need",
                         "use the pipeline's --param flow_shift",
+                        details={"clip": clip},
                     )
                 raise RequestError(
                     f"the ranks were started with --steps {own}, and some have not loaded what "
                     f"clips of {layout.num_steps} steps need",
                     f"use {own} steps, or start the ranks with --steps {layout.num_steps}",
+                    details={"clip": clip, "steps": layout.num_steps, "pipeline_steps": own},
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 
@@ -343,7 +347,11 @@ class ClipWork:
             try:
                 self._check(listed[index])
             except RequestError as error:
-                raise RequestError(f"clip {index}: {error.message}", error.hint) from error
+                raise RequestError(
+                    f"clip {index}: {error.message}",
+                    error.hint,
+                    details={**error.details, "clip": index},
+                ) from error
         return listed
 
     def _check(self, request: ClipRequest) -> None:
@@ -351,14 +359,18 @@ class ClipWork:
         if self._checkpoint is not None and not done:
             self._checkpoint.check_request(sampling, request)
         if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
-            raise RequestError(f"latents_key must be 64 hex digits, got {request.latents_key}")
+            raise RequestError(
+                f"latents_key must be 64 hex digits, got {request.latents_key!r}",
+                details={"latents_key": request.latents_key, "num_digits": 64},
+            )
         require(
             self._keeps_latents or not done,
             f"done_steps is {done}, but there are no latent checkpoints",
             "give the Pipeline the folder of the earlier run, as latents_folder=...",
+            done_steps=done,
         )
         most = sampling.num_inference_steps
-        require(done <= most, f"done_steps must be at most {most}")
+        require(done <= most, f"done_steps must be at most {most}", done_steps=done, steps=most)
 
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
         """Each rank's actions for resolved `requests`, whose clips are numbered from `first`."""

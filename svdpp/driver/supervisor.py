@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from svdpp.errors import (
     error_from_dict,
 )
 from svdpp.launch.group import GUARD, Group
-from svdpp.plan.actions import Schedule
+from svdpp.plan.actions import Action, Schedule
 from svdpp.plan.forecast import draw_grid
 from svdpp.worker.messages import (
     Event,
@@ -112,7 +112,9 @@ class Supervisor:
                 cause = self.interruption = self._failed(rank)
             raise cause
         if (stall := self._liveness.stall(time.monotonic())) is not None:
-            raise self._rank_error(stall.rank, stall.reason, stall.hint, "stalled here")
+            raise self._rank_error(
+                stall.rank, stall.reason, stall.hint, "stalled here", **stall.details
+            )
 
     def stop(self) -> None:
         """Ends the ranks in order: each reports that it is done, and exits with code 0."""
@@ -121,11 +123,17 @@ class Supervisor:
         while not self._liveness.all_finished:
             self.step()
             if time.monotonic() > deadline:
-                raise RankError("ranks did not end after their last clip")
+                raise RankError(
+                    "ranks did not end after their last clip",
+                    details={"timeout_seconds": self._config.timeout_seconds},
+                )
         # Only now: a rank that ends takes with it what NCCL has not delivered.
         self.send_to_all(Stop().to_bytes())
         if not self._group.end(_END_SECONDS):
-            raise RankError("ranks reported the end of their work, but did not exit with code 0")
+            raise RankError(
+                "ranks reported the end of their work, but did not exit with code 0",
+                details={"exit_codes": list(self._group.exited().values()), "expected": 0},
+            )
 
     def kill(self, error: BaseException | None = None) -> None:
         """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""
@@ -183,25 +191,30 @@ class Supervisor:
             return error  # input, output, model or memory: its message is complete
         where = describe_position(event.action, event.step)
         if isinstance(error, MismatchError):
-            return self._sent_wrongly(rank, error, where, event.traceback)
+            return self._sent_wrongly(rank, error, event)
         return RankError(
             f"{self._name(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows the traceback",
             picture=self._picture(rank, "failed here"),
             trace=event.traceback,
-            details={"rank": rank, **error.details},
+            details={"rank": rank, **_position(event.action, event.step), **error.details},
         )
 
-    def _sent_wrongly(self, rank: int, error: MismatchError, where: str, trace: str) -> RankError:
+    def _sent_wrongly(self, rank: int, error: MismatchError, event: Failed) -> RankError:
         """The error of a packet that `rank` has refused: the fault of the rank that sent it."""
+        where = describe_position(event.action, event.step)
         sender = error.details.get("from_rank", rank)
         receiver = error.details.get("to_rank", rank)
         return MismatchError(
             f"{self._name(sender)} sent rank {receiver} a wrong packet{where}: {error.message}",
             error.hint or "--debug shows the traceback of the rank that refused it",
             picture=self._picture(sender, "sent it"),
-            trace=trace,
-            details={"rank": sender, **error.details},
+            trace=event.traceback,
+            details={
+                "rank": sender,
+                **_position(event.action, event.step),
+                **error.details,
+            },
         )
 
     def _died(self, rank: int, code: int | None) -> RankError:
@@ -212,21 +225,27 @@ class Supervisor:
             cause = f"ended with exit code {code} without a report"
             if self._group.output_tail(rank) is None:
                 cause = f"could not import your script: {GUARD}"
-            return self._rank_error(rank, cause, "", "died here")
+            return self._rank_error(rank, cause, "", "died here", exit_code=code)
         hint = ""
         if -code == signal.SIGKILL:
             hint = "the kernel kills processes when memory runs out: fewer ranks need less"
         cause = f"was killed by {signal.Signals(-code).name}"
-        return self._rank_error(rank, cause, hint, "died here")
+        return self._rank_error(rank, cause, hint, "died here", signal=-code)
 
-    def _rank_error(self, rank: int, cause: str, hint: str, remark: str) -> RankError:
+    def _rank_error(
+        self, rank: int, cause: str, hint: str, remark: str, **details: object
+    ) -> RankError:
         heartbeat = self._liveness.seen[rank].heartbeat
         return RankError(
             f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
             picture=self._picture(rank, remark),
             trace=self._group.output_tail(rank) or "",
-            details={"rank": rank},
+            details={
+                "rank": rank,
+                **_position(heartbeat.action, heartbeat.step),
+                **details,
+            },
         )
 
     def _name(self, rank: int) -> str:
@@ -241,6 +260,13 @@ class Supervisor:
             return ""
         marks, size = {rank: f"rank {rank} {remark}"}, self._group.world_size
         return "\n".join(draw_grid(self.trace.spans, size, width=_PICTURE_WIDTH, marks=marks))
+
+
+def _position(action: Action | None, step: int) -> dict[str, object]:
+    """What `describe_position` says, as values of `details`."""
+    if action is None:
+        return {}
+    return {"clip": action.clip, "action": str(action), **({"step": step} if step >= 0 else {})}
 
 
 def _is_interrupt(event: Failed) -> bool:
@@ -285,6 +311,8 @@ class Stall:
     rank: int
     reason: str
     hint: str
+    details: Mapping[str, object]
+    """The numbers of the reason, such as `silent_seconds`."""
 
 
 class Liveness:
@@ -345,7 +373,8 @@ class Liveness:
             if seen.started and now - seen.heard > limit:
                 reason = f"has sent no heartbeat for {now - seen.heard:.0f} s"
                 hint = "check whether it is stopped, or its machine is out of memory or unreachable"
-                return Stall(rank, reason, hint)
+                numbers = {"silent_seconds": now - seen.heard, "limit_seconds": limit}
+                return Stall(rank, reason, hint, numbers)
         if self.all_joined:
             return self._without_progress(running, now)
         return self._late(running) if now - self._begun > self._start_timeout else None
@@ -359,12 +388,15 @@ class Liveness:
         rank = min(running, key=phases.__getitem__)
         seen, within = self.seen[rank], f"within {self._start_timeout:.0f} s"
         phase = seen.heartbeat.phase
+        numbers: dict[str, object] = {"timeout_seconds": self._start_timeout}
         if not seen.started:
-            return Stall(rank, f"never started {within}", _SLOW_DISK)
+            return Stall(rank, f"never started {within}", _SLOW_DISK, numbers)
+        numbers["phase"] = phase
         if seen.heartbeat.peer >= 0:
-            return Stall(rank, f"did not finish {phase} {within}", _LINK)
+            numbers["peer"] = seen.heartbeat.peer
+            return Stall(rank, f"did not finish {phase} {within}", _LINK, numbers)
         doing = f" ({phase})" if phase else ""
-        return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK)
+        return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK, numbers)
 
     def _discount_pause(self, now: float) -> None:
         """Subtracts the time for which this process, and perhaps the ranks, were stopped.
@@ -392,12 +424,14 @@ class Liveness:
         if not causes:
             return None
         rank = min(causes, key=lambda rank: self.seen[rank].progressed)
-        last, waited = heartbeats[rank], f"for {now - self.seen[rank].progressed:.0f} s"
+        last, seconds = heartbeats[rank], now - self.seen[rank].progressed
+        waited = f"for {seconds:.0f} s"
+        numbers = {"idle_seconds": seconds, "timeout_seconds": self._timeout}
         if last.writing and (last.waiting or last.action is None):
             hint = "check that the folder it writes to still responds"
-            return Stall(rank, f"has waited for its disk {waited}", hint)
+            return Stall(rank, f"has waited for its disk {waited}", hint, numbers)
         hint = "raise --timeout if a single step takes that long"
-        return Stall(rank, f"has made no progress {waited}", hint)
+        return Stall(rank, f"has made no progress {waited}", hint, numbers)
 
 
 def silence_limit(config: PipelineConfig) -> float:

@@ -31,7 +31,17 @@ class Gpu:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs that CUDA shows this process, in CUDA's order; none without an NVIDIA driver."""
+    """Return the GPUs that CUDA shows this process, in CUDA's order.
+
+    Args:
+        environment: has CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+
+    Returns:
+        An empty list without an NVIDIA driver.
+
+    Raises:
+        RequestError: a MIG slice is named, or CUDA's order of different GPUs is unknown.
+    """
     with open_nvml() as nvml:
         if nvml is None:
             return []
@@ -55,22 +65,32 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 
 def free_bytes(device: str) -> int:
-    """Free memory of `cuda:N`, in bytes."""
+    """Return the free memory of `cuda:N`, in bytes.
+
+    Args:
+        device: `cuda` stands for `cuda:0`.
+
+    Raises:
+        RequestError: there is no such GPU.
+    """
     index, gpus = int(device.partition(":")[2] or 0), visible_gpus()
     if index >= len(gpus):
-        raise RequestError(f"device {device} asked for, {len(gpus)} GPUs found")
+        raise RequestError(
+            f"device {device} asked for, {len(gpus)} GPUs found",
+            details={"device": device, "found": len(gpus)},
+        )
     return gpus[index].free_bytes
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None if there is no driver."""
+    """Return the version of the NVIDIA driver, such as `580.95.05`; None if there is no driver."""
     with open_nvml() as nvml:
         return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Any]:
-    """The initialised NVML module; None if there is no NVIDIA driver."""
+    """Yield the initialised NVML module; None if there is no NVIDIA driver."""
     import pynvml
 
     try:
@@ -102,11 +122,13 @@ def _visible_order(
             raise RequestError(
                 f"CUDA_VISIBLE_DEVICES names the MIG slice {entry!r}: slices are not supported",
                 "name whole GPUs, by index or UUID",
+                details={"entry": entry},
             )
         if entry.isdecimal() and not by_bus and len(set(names)) > 1:
             raise RequestError(
                 f"the GPUs differ ({', '.join(sorted(set(names)))}): CUDA's order is unknown",
                 "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+                details={"names": sorted(set(names))},
             )
         matches = [
             index
@@ -120,10 +142,10 @@ def _visible_order(
 
 
 def available_bytes() -> int:
-    """Host memory in bytes that a new process can use without swapping."""
+    """Return the host memory in bytes that a new process can use without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 def gib_text(num_bytes: int) -> str:
-    """An amount of memory for messages, such as `1.5 GiB`."""
+    """Return an amount of memory for messages, such as `1.5 GiB`."""
     return f"{num_bytes / 2**30:.1f} GiB"

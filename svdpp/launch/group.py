@@ -47,19 +47,38 @@ _OUTPUT_CHECK_SECONDS = 1.0
 
 
 class Channel:
-    """One end of the connection between a rank and the parent: a pipe, or a socket of two hosts."""
+    """One end of the connection between a rank and the parent: a pipe, or a socket of two hosts.
+
+    Args:
+        connection: open; messages are whole on it.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._lock = threading.RLock()
 
     def send(self, message: bytes) -> None:
-        """Sends a whole message. Several threads may call it."""
+        """Send a whole message. Several threads may call it.
+
+        Raises:
+            OSError: the other end has gone.
+        """
         with self._lock:
             self.connection.send_bytes(message)
 
     def receive(self, timeout: float) -> bytes | None:
-        """Returns the next message, or None after `timeout` seconds."""
+        """Return the next message.
+
+        Args:
+            timeout: in seconds; 0: only a message that is there.
+
+        Returns:
+            The message; None if there is none within `timeout`.
+
+        Raises:
+            EOFError: the other end has closed the connection.
+            OSError: the connection is broken.
+        """
         return self.connection.recv_bytes() if self.connection.poll(timeout) else None
 
 
@@ -76,11 +95,15 @@ class QueuedChannel(Channel):
         self._sender.start()
 
     def send(self, message: bytes) -> None:
-        """See `Channel`. Does not raise if the rank has ended."""
+        """Queue a message for the sender's thread. Does not raise if the rank has ended."""
         self._messages.put(message)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Closes the connection. What is not sent within `timeout` is dropped."""
+        """Close the connection.
+
+        Args:
+            timeout: seconds for what is queued; what is not sent by then is dropped.
+        """
         if self.connection.closed:
             return
         self._messages.put(None)
@@ -123,7 +146,7 @@ Entry = Callable[[RankContext, Any], None]
 
 
 class Member(NamedTuple):
-    """One rank, as the parent sees it."""
+    """Entry of one rank in the parent's list."""
 
     host: str
     local_rank: int
@@ -135,7 +158,9 @@ class Member(NamedTuple):
 class Group:
     """The parent's ranks, which it has started (`start_ranks`), or a launcher has (`joined`).
 
-    `folder` has the output of started ranks, and is removed with them.
+    Args:
+        members: by rank.
+        folder: has the output of started ranks, and is removed with them; None for a launcher's.
     """
 
     def __init__(self, members: Sequence[Member], folder: Path | None = None) -> None:
@@ -154,11 +179,18 @@ class Group:
         return [process.pid for process in self._processes()]
 
     def send(self, rank: int, message: bytes) -> None:
-        """Sends a message to `rank`. Does not raise if the rank has ended; see `exited`."""
+        """Send a message to `rank`. Does not raise if the rank has ended; see `exited`."""
         self.members[rank].channel.send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """Waits up to `timeout` seconds for messages or ends; returns messages and their ranks."""
+        """Wait for messages or ends of ranks.
+
+        Args:
+            timeout: in seconds.
+
+        Returns:
+            All messages that are there, each with its rank; those of one rank in order.
+        """
         by_connection: dict[Any, int] = {
             member.channel.connection: rank
             for rank, member in enumerate(self.members)
@@ -186,9 +218,11 @@ class Group:
         return messages
 
     def exited(self) -> dict[int, int | None]:
-        """Exit code of every rank that has ended; minus the signal's number if a signal ended it.
+        """Return the exit code of every rank that has ended, by rank.
 
-        A launcher's ranks, whose code is None, come in the order in which their end was noticed.
+        Returns:
+            Minus the signal's number if a signal ended it. None for a launcher's ranks, which come
+            in the order in which their end was noticed.
         """
         codes: dict[int, int | None] = dict.fromkeys(self._gone)
         for rank, member in enumerate(self.members):
@@ -210,16 +244,24 @@ class Group:
         return latest[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
-        """Waits for ranks that were commanded to stop; returns whether all ended without error."""
+        """Wait for ranks that were commanded to stop.
+
+        Args:
+            timeout: in seconds, for all of them.
+
+        Returns:
+            Whether all have ended with code 0.
+        """
         deadline = time.monotonic() + timeout
         while len(codes := self.exited()) < self.world_size and time.monotonic() < deadline:
             self.poll(_POLL_SECONDS)
         return len(codes) == self.world_size and not any(codes.values())
 
     def kill(self, error: BaseException | None = None) -> None:
-        """Ends every rank that still runs, and removes the group's temporary files.
+        """End every rank that still runs, and remove the group's temporary files.
 
-        A launcher's ranks are told the `error`; None if all work is done.
+        Args:
+            error: what a launcher's ranks are told; None: all work is done.
         """
         process_lifetime.kill_with_children([p.pid for p in self._processes() if p.is_alive()])
         for member in self.members:
@@ -255,7 +297,14 @@ def _tail(path: Path) -> str:
 
 
 def redirect_output(path: Path) -> None:
-    """Write what this process prints to a file, whose size a thread bounds as long as it runs."""
+    """Write what this process prints to a file, whose size a thread bounds as long as it runs.
+
+    Args:
+        path: of the file; what was printed before the latest megabyte moves to a second one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
 
     def redirect() -> None:
         with path.open("ab") as output:
@@ -285,9 +334,15 @@ def _end_message(error: BaseException | None) -> bytes:
 
 
 def start_method(device: str) -> str:
-    """The multiprocessing start method for ranks on `device`.
+    """Return the multiprocessing start method for ranks on `device`.
 
     Importing diffusers initialises CUDA, and a process forked afterwards cannot use it.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
+
+    Returns:
+        `forkserver` for CPU ranks, `spawn` for others.
     """
     return "spawn" if device.startswith("cuda") else "forkserver"
 
@@ -440,6 +495,9 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
     Args:
         preload: modules that it imports for all ranks, as of `modules_for`.
+
+    Raises:
+        OutputError: no folder for temporary files can be written.
     """
     end_fork_server(only_if_stopped=True)
     _end_server_at_exit()
@@ -457,12 +515,24 @@ def _end_server_at_exit() -> None:
 
 
 def modules_for(family: str | None) -> list[str]:
-    """The modules that ranks need; `family` is that of their model, None for the dummy model."""
+    """Return the modules that ranks need, as `start_ranks` takes them.
+
+    Args:
+        family: of their model; None for the dummy model.
+    """
     return [RANK_MODULE, *([] if family is None else [f"{_MODEL_MODULE}:{family}"])]
 
 
 def start_fork_server_early(*, family: str | None, device: str) -> None:
-    """Starts the server before the command itself imports torch, if its ranks will be forked."""
+    """Start the server before the command itself imports torch, if its ranks will be forked.
+
+    Args:
+        family: of the ranks' model; None for the dummy model.
+        device: `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        OutputError: no folder for temporary files can be written.
+    """
     if start_method(device) == "forkserver":
         start_fork_server(modules_for(family))
 

@@ -53,7 +53,7 @@ _MAX_HANDSHAKES = 256
 
 
 class RankHello(NamedTuple):
-    """The first message of a rank: who it is, and which of rank 0's probes its host lacks."""
+    """First message of a rank: its number and host, and which of rank 0's probes its host lacks."""
 
     rank: int
     local_rank: int
@@ -65,7 +65,7 @@ class RankHello(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """Where rank 0 listens, and the files that all hosts must see.
+    """Address where rank 0 listens, and the files that all hosts must see.
 
     `token` names this attempt; unlike the secret, messages may show it.
     """
@@ -80,11 +80,11 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How the ranks of a launcher's world join.
+    """Conditions under which the ranks of a launcher's world join.
 
     `shared_settings` must be equal on all ranks, and rank 0's `shared_paths` be there on all hosts.
-    All ranks must connect within `start_timeout`. A host counts as lost after `peer_timeout`
-    without an acknowledgement.
+    All ranks must connect within `start_timeout` seconds. A host counts as lost after
+    `peer_timeout` seconds without an acknowledgement.
     """
 
     world: World
@@ -95,13 +95,27 @@ class Terms:
     peer_timeout: float
 
     def hello(self, error: dict[str, Any] | None = None) -> RankHello:
-        """The first message of this process's rank."""
+        """Return the first message of this process's rank.
+
+        Args:
+            error: why the rank cannot start, as of `error_to_dict`; None if it can.
+        """
         world, host = self.world, socket.gethostname()
         return RankHello(world.rank, world.local_rank, host, self.shared_settings, [], error)
 
 
 class RankListener:
-    """Rank 0's end: listens on one address and accepts each rank's connection."""
+    """Rank 0's end: listens on one address and accepts each rank's connection.
+
+    Args:
+        store: gets the endpoint.
+        address: of this host, IPv4 or IPv6.
+        peer_timeout: seconds without an acknowledgement after which a connection is closed.
+        probes: files that each host must see.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
 
     def __init__(
         self, store: Store, address: str, peer_timeout: float, probes: Sequence[str] = ()
@@ -156,14 +170,25 @@ class RankListener:
             return None
 
     def close(self) -> None:
-        """Stops listening; accepted connections stay open."""
+        """Stop listening; accepted connections stay open."""
         self._socket.close()
 
 
 def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, Endpoint]:
-    """Connects this rank to rank 0, whose listener may open later.
+    """Connect this rank to rank 0, whose listener may open later.
 
     Until then the store may hold the endpoint of an earlier attempt.
+
+    Args:
+        store: of `process_group.open_store`.
+        hello: the first message.
+        terms: has the deadline.
+
+    Returns:
+        The connection, and the endpoint that it leads to.
+
+    Raises:
+        RankError: rank 0 cannot be reached in time, has gone, or has another version.
     """
     deadline = time.monotonic() + terms.start_timeout
     while time.monotonic() < deadline:
@@ -173,11 +198,13 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) lost the launcher's store before rank 0 started",
                 "see the output of rank 0 on its host",
+                details={"rank": hello.rank, "host": hello.host},
             ) from error
         except TypeError as error:  # of the fields
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
                 "use the same versions on every host",
+                details={"rank": hello.rank, "host": hello.host},
             ) from error
         if endpoint is not None:
             connection = _try_to_connect(endpoint, hello, terms.peer_timeout)
@@ -187,11 +214,28 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
     raise RankError(
         f"rank {hello.rank} ({hello.host}) could not connect to rank 0 in time",
         "raise --start-timeout, or check on the host of rank 0 why it does not start",
+        details={
+            **{"rank": hello.rank, "host": hello.host, "peer": 0},
+            "timeout_seconds": terms.start_timeout,
+        },
     )
 
 
 def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
-    """The next message; the kernel's timeout does not cover a stopped process on a live host."""
+    """Return the next message.
+
+    The kernel's timeout does not cover a stopped process on a live host.
+
+    Args:
+        connection: to another rank.
+        deadline: on the monotonic clock, in seconds.
+        max_bytes: larger messages are refused; None: of any size.
+
+    Raises:
+        TimeoutError: there is none by the deadline.
+        OSError: the connection is broken, or the message is larger.
+        EOFError: the other end has closed the connection.
+    """
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
     return connection.recv_bytes(max_bytes)
@@ -247,9 +291,17 @@ _TIMES = struct.Struct("<dd")
 
 
 def compare_clocks(connection: Connection, deadline: float) -> Clock:
-    """Measures the offset to the clocks of rank 0, which runs `answer_clock`.
+    """Measure the offset to the clocks of rank 0, which runs `answer_clock`.
 
-    Cristian's algorithm: in the fastest round trip the other end read its clocks halfway through.
+    Cristian's algorithm (Probabilistic clock synchronization, 1989): in the fastest round trip the
+    other end read its clocks halfway through.
+
+    Args:
+        connection: to rank 0.
+        deadline: on the monotonic clock, in seconds.
+
+    Raises:
+        OSError, EOFError: rank 0 does not answer in time, or has gone.
     """
     rounds: list[tuple[float, Clock]] = []
     for _ in range(_NUM_ROUNDS):
@@ -264,7 +316,15 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
 
 
 def answer_clock(connection: Connection, deadline: float) -> None:
-    """Sends this host's clock times to the other end, which runs `compare_clocks`."""
+    """Send this host's clock times to the other end, which runs `compare_clocks`.
+
+    Args:
+        connection: to the rank.
+        deadline: on the monotonic clock, in seconds.
+
+    Raises:
+        OSError, EOFError: the rank does not ask in time, or has gone.
+    """
     for _ in range(_NUM_ROUNDS):
         receive(connection, deadline, 1)
         connection.send_bytes(_TIMES.pack(time.monotonic(), time.time()))
@@ -274,7 +334,18 @@ def answer_clock(connection: Connection, deadline: float) -> None:
 
 
 def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
-    """Joins the ranks of a launcher's world; `entry` of rank 0 runs in a thread of this process."""
+    """Join the ranks of a launcher's world; `entry` of rank 0 runs in a thread of this process.
+
+    Args:
+        terms: of rank 0.
+        entry: function that rank 0 runs, as the others do.
+        argument: its second argument.
+
+    Raises:
+        RankError: a rank has not connected in time, or does not respond.
+        RequestError: a rank has other settings, or its host lacks a folder.
+        SvdppError: a rank could not start, for the reason that it has sent.
+    """
     process_lifetime.end_with_parent()
     address, store = process_group.open_store(terms.world, terms.start_timeout)
     joined: dict[int, Member] = {}
@@ -320,6 +391,7 @@ def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms)
                 raise RankError(
                     f"rank {missing[0]} never started within {terms.start_timeout:.0f} s",
                     "check that its host is up and can reach this one, or raise --start-timeout",
+                    details={"rank": missing[0], "timeout_seconds": terms.start_timeout},
                 )
             if (accepted := listener.accept()) is not None:
                 _welcome(joined, *accepted, deadline)
@@ -337,6 +409,7 @@ def _welcome(
     if hello.error is not None:
         error = error_from_dict(hello.error)
         error.message = f"rank {hello.rank} ({hello.host}): {error.message}"
+        error.details |= {"rank": hello.rank, "host": hello.host}
         raise error
     try:
         answer_clock(connection, deadline)
@@ -344,6 +417,7 @@ def _welcome(
         raise RankError(
             f"rank {hello.rank} ({hello.host}) connected, but does not respond",
             f"check whether the process is stopped or {hello.host} is down",
+            details={"rank": hello.rank, "host": hello.host},
         ) from error
     except (OSError, EOFError):
         connection.close()  # the rank has ended, or connects again
@@ -356,6 +430,7 @@ def _welcome(
             f"{hello.host} cannot use {str(Path(hello.missing[0]).parent)!r} of rank 0's host",
             "images, --out and --latents-dir must be in folders that all hosts share, under one "
             "path",
+            details={"rank": hello.rank, "host": hello.host, "path": hello.missing[0]},
         )
 
 
@@ -366,6 +441,10 @@ def _check_settings(hello: RankHello, terms: Terms) -> None:
                 f"rank {hello.rank} ({hello.host}) was started with {name} {value}, rank 0 "
                 f"({socket.gethostname()}) with {ours}",
                 "use the same command, with --threads, and the same versions on every host",
+                details={
+                    **{"rank": hello.rank, "host": hello.host, "setting": name},
+                    **{"value": value, "rank_0_value": ours, "rank_0": 0},
+                },
             )
 
 

@@ -29,23 +29,42 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """`nccl` if each rank has its own CUDA device, otherwise `gloo`; PIPELINE_BACKEND overrides."""
+    """Return the backend of the process group: PIPELINE_BACKEND, or one that fits the devices.
+
+    Args:
+        device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
+        world_size: number of ranks.
+        environment: has PIPELINE_BACKEND if the user has set it.
+
+    Returns:
+        `nccl` if each rank has its own CUDA device, otherwise `gloo`.
+
+    Raises:
+        RequestError: the variable has another value, or NCCL cannot join ranks on that device.
+    """
     own_device = device == "cuda"
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
     if backend not in ("gloo", "nccl"):
-        raise RequestError(f"PIPELINE_BACKEND must be gloo or nccl, got {backend!r}")
+        raise RequestError(
+            f"PIPELINE_BACKEND must be gloo or nccl, got {backend!r}", details={"backend": backend}
+        )
     if backend == "nccl" and not own_device and (device == "cpu" or world_size > 1):
         raise RequestError(
             f"PIPELINE_BACKEND=nccl cannot join {world_size} ranks that share {device}",
             "unset PIPELINE_BACKEND: such ranks use gloo",
+            details={"backend": backend, "world_size": world_size, "device": device},
         )
     return backend
 
 
 def device_of_rank(device: str, world: World) -> str:
-    """The device of a rank: `cuda` becomes `cuda:N`, where N is the local rank.
+    """Return the device of a rank: `cuda` becomes `cuda:N`, where N is the local rank.
 
     It is 0 if this process sees one GPU: Slurm with `--gpus-per-task=1` shows each task its own.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
+        world: of the rank.
     """
     if device != "cuda":
         return device
@@ -54,9 +73,17 @@ def device_of_rank(device: str, world: World) -> str:
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
-    """Joins ranks on this machine through a store file, in a folder that only this user can open.
+    """Join ranks on this machine through a store file.
 
-    A TCP store would listen on every interface. Each run needs a new file for gloo.
+    A TCP store would listen on every interface.
+
+    Args:
+        world: of this rank.
+        backend: `gloo` or `nccl`.
+        store_file: in a folder that only this user can open; gloo needs a new file for each run.
+
+    Raises:
+        BrokenLinkError: the others cannot be reached.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -65,9 +92,18 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 
 
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
-    """This host's address, and the store, the launcher's or rank 0's, where ranks find each other.
+    """Return this host's address, and the store where ranks find each other.
 
-    It stays open for later groups of the process. Only one thread at a time may use it.
+    The store is the launcher's, or rank 0's. It stays open for later groups of the process. Only
+    one thread at a time may use it.
+
+    Args:
+        world: of this rank.
+        timeout: seconds for its opening and for each later wait.
+
+    Raises:
+        RequestError: no address is known, or other hosts could not reach this one's.
+        RankError: the store cannot be reached.
     """
     host, port = store_address()
     address = choose_interface(host, spans_hosts=world.spans_hosts)
@@ -85,6 +121,7 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
             f"{first_line(error)}",
             "set MASTER_ADDR and MASTER_PORT to those of rank 0, and open that port in its "
             "firewall",
+            details={"rank": world.rank, "address": host, "port": port, "reason": str(error)},
         ) from error
 
 
@@ -103,9 +140,18 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
 
 
 def join_store(world: World, backend: str, store: dist.Store, token: str) -> None:
-    """Joins the ranks that have the same `token`, which becomes a prefix of their store keys.
+    """Join the ranks that have the same `token`, which becomes a prefix of their store keys.
 
     Each run needs its own prefix, because a launcher keeps the store when it restarts the ranks.
+
+    Args:
+        world: of this rank.
+        backend: `gloo` or `nccl`.
+        store: of `open_store`.
+        token: of the run; see `joined.Endpoint`.
+
+    Raises:
+        BrokenLinkError: the others cannot be reached.
     """
     _join(world, backend, dist.PrefixStore(f"svdpp/{token}", store))
 
@@ -122,14 +168,20 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
         )
     except RuntimeError as error:
         reason = first_line(error)
-        raise BrokenLinkError(f"could not connect to the other ranks: {reason}") from error
+        raise BrokenLinkError(
+            f"could not connect to the other ranks: {reason}",
+            details={"rank": world.rank, "world_size": world.size, "reason": reason},
+        ) from error
 
 
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
-    """Leaves the process group. Call it when every rank has received what was sent to it.
+    """Leave the process group. Call it when every rank has received what was sent to it.
 
     `ncclCommDestroy` may wait for the other end of each pair, and ranks may close their pairs in
     different orders (vllm-project/vllm#39846): after a deadline that is only logged.
+
+    Args:
+        timeout: in seconds.
     """
     if not dist.is_initialized():
         return
@@ -141,9 +193,15 @@ def destroy(timeout: float = _LEAVE_SECONDS) -> None:
 
 
 def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
-    """Checks that the CUDA devices of a run exist, without creating a CUDA context.
+    """Check that the CUDA devices of a run exist, without creating a CUDA context.
 
-    A launcher (`launched`) may show each rank only its own GPU.
+    Args:
+        device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
+        local_size: number of ranks on this host.
+        launched: whether a launcher started them, which may show each rank only its own GPU.
+
+    Raises:
+        RequestError: there are fewer.
     """
     if device == "cpu":
         return
@@ -159,16 +217,25 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
             "use --device cpu --model demo to try svdpp without a GPU"
             if count == 0
             else f"use --gpus {count} or fewer, or --device cuda:0 to share one",
-            details={"asked": needed, "found": count},
+            details={"device": device, "asked": needed, "found": count},
         )
 
 
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
-    """The address of this host to listen on, whose interface is set for gloo and NCCL.
+    """Return the address of this host to listen on, and set its interface for gloo and NCCL.
 
     It is of the interface in GLOO_SOCKET_IFNAME, or else the one from which it reaches `peer`.
+
+    Args:
+        peer: host of the store, by name or address.
+        spans_hosts: whether other hosts have ranks too.
+        environment: gets the names of the interface.
+
+    Raises:
+        RequestError: there is no such interface, `peer` cannot be reached, or other hosts could not
+            reach the address.
     """
     known = _addresses()
     others = ", ".join(dict.fromkeys(name for name, _ in known if name != "lo"))
@@ -182,6 +249,7 @@ def choose_interface(
             f"GLOO_SOCKET_IFNAME names {name!r}, which is no interface of "
             f"{socket.gethostname()} with an IP address",
             f"set it to one of {others or 'lo'}",
+            details={"interface": name},
         )
     is_loopback = ipaddress.ip_address(address).is_loopback
     # Launchers that met at a loopback address are all on this machine.
@@ -190,6 +258,7 @@ def choose_interface(
             f"{socket.gethostname()} would use {address}, which other hosts cannot reach{source}",
             "set GLOO_SOCKET_IFNAME to the interface of the network between the hosts: "
             + (others or "(this host has none)"),
+            details={"address": address, "peer": peer},
         )
     if not name:
         name = "lo" if is_loopback else next((n for n, own in known if own == address), "")
@@ -219,6 +288,7 @@ def _address_towards(peer: str) -> str:
         raise RequestError(
             f"{socket.gethostname()} cannot reach {peer!r}: {error.strerror}",
             "set MASTER_ADDR to a name or address that every host can resolve",
+            details={"peer": peer},
         ) from error
 
 

@@ -46,15 +46,22 @@ _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets each variable that the user has not set, for this process and its later children."""
+    """Set each variable that the user has not set, for this process and its later children.
+
+    Args:
+        environment: changed in place.
+    """
     environment.update(_missing(environment))
 
 
 @contextlib.contextmanager
 def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Sets the defaults and `more` for libraries imported and processes started within the block.
+    """Set the defaults and `more` for libraries imported and processes started within the block.
 
     This process gets its own environment back: in a user's program it may compile or log.
+
+    Args:
+        more: further variables, which replace those of the environment.
     """
     added = {**_missing(os.environ), **(more or {})}
     before = {name: os.environ.get(name) for name in added}
@@ -93,7 +100,7 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def collect_rarely() -> None:
-    """Saves a sixth of the time that the imports of torch and diffusers and their end take.
+    """Save a sixth of the time that the imports of torch and diffusers and their end take.
 
     They create a million objects that stay, which Python would search again and again for garbage.
     """
@@ -104,9 +111,19 @@ def collect_rarely() -> None:
 def start_helper(
     module: str, *arguments: object, variables: Mapping[str, str], stderr: int
 ) -> subprocess.Popen[bytes]:
-    """Starts `module` in a session of its own, with this process's search path.
+    """Start a module in a session of its own, with this process's search path.
 
-    It gets `variables`, but none of a launcher.
+    Args:
+        module: name, as for `python -m`.
+        arguments: of the module's command line.
+        variables: environment; those of a launcher are left out.
+        stderr: descriptor, or a constant of `subprocess`.
+
+    Returns:
+        The process, with a pipe for its output.
+
+    Raises:
+        OSError: the process cannot be started.
     """
     kept = {name: value for name, value in variables.items() if name not in _OF_LAUNCHERS}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
@@ -124,7 +141,7 @@ def start_helper(
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Blocks INT, TERM and HUP in this thread, and in the processes that it starts in the block.
+    """Block INT, TERM and HUP in this thread, and in the processes that it starts in the block.
 
     They stay blocked there until `exit_on_signals`: an import ended by Ctrl-C prints a traceback.
     """
@@ -159,7 +176,7 @@ def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
 
 
 def ignore_signals() -> None:
-    """Makes this process and those that it starts survive INT, TERM and HUP; for its main thread.
+    """Make this process and those that it starts survive INT, TERM and HUP; for its main thread.
 
     They are blocked, because a program such as ffmpeg handles again what is only ignored.
     """
@@ -170,10 +187,14 @@ def ignore_signals() -> None:
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Makes the kernel send this process a signal when the thread that started it ends.
+    """Make the kernel send this process a signal when the thread that started it ends.
 
-    If the process goes on after that, the same holds for its next parent. By default `parent` is
-    the current one, so a starter that has already ended is not noticed.
+    If the process goes on after that, the same holds for its next parent.
+
+    Args:
+        parent: process id of the starter; None: the current parent, so that a starter which has
+            already ended is not noticed.
+        number: of the signal.
     """
     if parent is None:
         parent = os.getppid()
@@ -183,11 +204,14 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 
 
 def kill_with_children(pids: Collection[int]) -> None:
-    """Kills processes and their children, such as a running ffmpeg.
+    """Kill processes and their children, such as a running ffmpeg.
 
     Children are listed before the kill, because afterwards they have another parent, and killed
     after their parent, which would otherwise report their end as a failed clip. A child that starts
     in between ends by itself, because its input is closed.
+
+    Args:
+        pids: process ids; those that have ended are skipped.
     """
     for pid in [*pids, *children_of(pids)]:
         with contextlib.suppress(ProcessLookupError):
@@ -195,7 +219,7 @@ def kill_with_children(pids: Collection[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kills this process's children and theirs. Call it directly before this process ends.
+    """Kill this process's children and theirs. Call it directly before this process ends.
 
     This thread then keeps the GIL, which `os.kill` does not release, instead of for 5 ms: another
     thread could report a killed ffmpeg as a lost clip.
@@ -206,10 +230,13 @@ def kill_descendants() -> None:
 
 @functools.cache
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
-    """Makes INT, TERM and HUP end this process at once. Call it once, in the main thread.
+    """Make INT, TERM and HUP end this process at once. Call it once, in the main thread.
 
-    A thread calls `end` with the signal's number: Python's own handlers run only after a call into
-    a library returns, and one that waits for another host may never return.
+    A thread calls `end`: Python's own handlers run only after a call into a library returns, and
+    one that waits for another host may never return.
+
+    Args:
+        end: takes the signal's number and does not return.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -227,7 +254,11 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
 
 
 def exit_by_signal(number: int) -> NoReturn:
-    """Kills this process's children, then ends it by signal `number`, as its parent then sees."""
+    """Kill this process's children, then end it by the signal, as its parent then sees.
+
+    Args:
+        number: of the signal.
+    """
     # signal.signal works in the main thread only.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
     kill_descendants()
@@ -236,12 +267,16 @@ def exit_by_signal(number: int) -> NoReturn:
 
 
 def exit_with_signal_code(number: int) -> NoReturn:
-    """Calls `exit_process` with the code that shells use for signal `number`."""
+    """Call `exit_process` with the code that shells use for a signal, 128 + `number`."""
     exit_process(128 + number)
 
 
 def exit_process(code: int) -> NoReturn:
-    """Kills this process's children and exits, without waiting for threads that wait for ranks."""
+    """Kill this process's children and exit, without waiting for threads that wait for ranks.
+
+    Args:
+        code: exit code, 0 to 255.
+    """
     remove_temp_files()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -333,7 +368,7 @@ def temp_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_temp_files() -> None:
-    """Removes multiprocessing's folder, with its sockets and what `make_folder` has created there.
+    """Remove multiprocessing's folder, with its sockets and what `make_folder` has created there.
 
     Python does so at a normal exit; this is for `os._exit`, and if the starter has been killed.
     """
@@ -344,9 +379,12 @@ def remove_temp_files() -> None:
 
 
 def remove_temp_folder(folder: str) -> bool:
-    """Removes multiprocessing's folder of a process that ends; whether nothing of it is left.
+    """Remove multiprocessing's folder of a process that ends.
 
     Also what another process has begun to remove, and was killed.
+
+    Returns:
+        Whether nothing of it is left.
     """
     gone = f"{folder}-gone"
     with contextlib.suppress(OSError):  # it is gone, or another process removes it

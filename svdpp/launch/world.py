@@ -58,9 +58,17 @@ class World:
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """The world that torchrun, a launcher with the same variables, or srun gives this process.
+    """Return the world that a launcher gives this process: torchrun, one like it, or srun.
 
-    None if no launcher started it, also in a batch script outside srun, and in an srun of one task.
+    Args:
+        environment: has the launcher's variables.
+
+    Returns:
+        None if no launcher started the process, also in a batch script outside srun, and in an srun
+        of one task.
+
+    Raises:
+        RequestError: the variables are no numbers, or contradict each other.
     """
     if any(name in environment for name in _TORCHRUN):
         world = _torchrun_world(environment)
@@ -71,18 +79,26 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     if not (world.rank < world.size and world.local_rank < world.local_size <= world.size):
         raise RequestError(
             f"invalid {world.launcher} environment: rank {world.rank} of {world.size}, "
-            f"local rank {world.local_rank} of {world.local_size}"
+            f"local rank {world.local_rank} of {world.local_size}",
+            details={
+                **{"rank": world.rank, "world_size": world.size},
+                **{"local_rank": world.local_rank, "local_size": world.local_size},
+            },
         )
     return world
 
 
 def is_member(launched: World | None) -> TypeGuard[World]:
-    """Whether a launcher started this rank and it is not rank 0."""
+    """Whether a launcher started this rank and it is not rank 0.
+
+    Args:
+        launched: of `find_world`.
+    """
     return launched is not None and launched.launcher is not None and launched.rank != 0
 
 
 def was_launched() -> bool:
-    """Whether a launcher started this process as one of several."""
+    """Whether a launcher started this process as one of several, also with invalid variables."""
     try:
         return find_world() is not None
     except RequestError:
@@ -90,9 +106,15 @@ def was_launched() -> bool:
 
 
 def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port of the store: MASTER_ADDR and MASTER_PORT, which torchrun sets.
+    """Return host and port of the store: MASTER_ADDR and MASTER_PORT, which torchrun sets.
 
     Under Slurm the defaults are the job's first host and a port that depends on the job id.
+
+    Args:
+        environment: has those variables, or Slurm's.
+
+    Raises:
+        RequestError: there is no MASTER_ADDR and no list of hosts, or MASTER_PORT is no port.
     """
     host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
     if not host:
@@ -104,7 +126,9 @@ def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int
     offset = int(job) % _NUM_PORTS if job.isascii() and job.isdecimal() else 0
     port = environment.get("MASTER_PORT") or str(_FIRST_PORT + offset)
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
-        raise RequestError(f"MASTER_PORT must be a port number, got {port!r}")
+        raise RequestError(
+            f"MASTER_PORT must be a port number, got {port!r}", details={"MASTER_PORT": port}
+        )
     return host, int(port)
 
 
@@ -163,6 +187,7 @@ def _numbers(environment: Mapping[str, str], names: tuple[str, ...], launcher: s
         raise RequestError(
             f"invalid {launcher} environment: {values}",
             f"start with {'srun' if launcher == 'Slurm' else launcher}, or unset the variables",
+            details=values,
         )
     return [int(value) for value in values.values()]
 

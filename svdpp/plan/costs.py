@@ -63,7 +63,10 @@ class Costs:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if fault := _fault(name, value):
-                raise RequestError(f"--{name.replace('_', '-')} {fault}")
+                raise RequestError(
+                    f"--{name.replace('_', '-')} {fault}",
+                    details={"field": name, "fault": fault},
+                )
 
     def host_of(self, rank: int) -> int:
         """The host that `rank` is on, counted from 0."""
@@ -78,6 +81,7 @@ class Costs:
                 "the costs do not give the time of a transfer between hosts "
                 f"(rank {source} to rank {target})",
                 "use --inter-host-transfer-seconds SECONDS; svdpp profile on the hosts measures it",
+                details={"from_rank": source, "to_rank": target},
             )
         return self.inter_host_transfer_seconds
 
@@ -133,6 +137,7 @@ class Costs:
             raise RequestError(
                 f"{world_size} ranks cannot form hosts of {per_host} ranks each",
                 f"use --hosts {-(-world_size // per_host)}x{per_host}, or another --world",
+                details={"world_size": world_size, "ranks_per_host": per_host},
             )
         for name in _PER_RANK:
             value = getattr(self, name)
@@ -140,6 +145,7 @@ class Costs:
                 raise RequestError(
                     f"{name} has values for {len(value)} ranks, but the run has {world_size}",
                     f"use --world {len(value)}, or costs with one number for all ranks",
+                    details={"field": name, "values": len(value), "world_size": world_size},
                 )
 
     def to_json(self) -> dict[str, Any]:
@@ -154,16 +160,26 @@ class Costs:
         values = dict(content)
         version = values.pop("schema_version", None)
         if version != SCHEMA_VERSION:
-            raise RequestError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
+            raise RequestError(
+                f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}",
+                details={"path": where, "schema_version": version, "expected": SCHEMA_VERSION},
+            )
         known = [field.name for field in fields(Costs)]
         if unknown := sorted(values.keys() - set(known)):
-            raise RequestError(f"{where}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")
+            raise RequestError(
+                f"{where}: unknown key {unknown[0]!r}",
+                f"known: {', '.join(known)}",
+                details={"path": where, "unknown": unknown},
+            )
         if "step_seconds" not in values:
             raise RequestError(f"{where}: step_seconds is missing")
         for name, value in values.items():
             values[name] = tuple(value) if isinstance(value, list) else value
             if fault := _fault(name, values[name]):
-                raise RequestError(f"{where}: {name} {fault}")
+                raise RequestError(
+                    f"{where}: {name} {fault}",
+                    details={"path": where, "field": name, "fault": fault},
+                )
         return Costs(**values)
 
 

@@ -115,10 +115,16 @@ class Layout:
 
     def _check_pairs(self) -> None:
         if self.cfg_parallel not in (1, 2):
-            raise RequestError(f"--cfg-parallel must be 1 or 2, got {self.cfg_parallel}")
+            raise RequestError(
+                f"--cfg-parallel must be 1 or 2, got {self.cfg_parallel}",
+                details={"cfg_parallel": self.cfg_parallel, "allowed": [1, 2]},
+            )
         for count, place in ((self.world_size, ""), (self.costs.ranks_per_host, " on each host")):
             if count is not None and count % self.cfg_parallel:
-                raise RequestError(f"--cfg-parallel 2 needs pairs of ranks, got {count}{place}")
+                raise RequestError(
+                    f"--cfg-parallel 2 needs pairs of ranks, got {count}{place}",
+                    details={"cfg_parallel": self.cfg_parallel, "ranks": count},
+                )
 
     def _check_replicas(self) -> None:
         units = self.world_size // self.cfg_parallel
@@ -127,6 +133,10 @@ class Layout:
             raise RequestError(
                 f"{what} cannot form {self.replicas} replicas of equal size",
                 f"use a divisor: --replicas {', '.join(map(str, divisors(units)))}",
+                details={
+                    **{"world_size": self.world_size, "replicas": self.replicas},
+                    **{"cfg_parallel": self.cfg_parallel, "units": units},
+                },
             )
         ranks = self.cfg_parallel * (self.replica_size if self.decoders == 1 else 1)
         limits = {"decoders": self.replica_size, "decode_ranks": ranks}
@@ -135,7 +145,7 @@ class Layout:
                 raise RequestError(
                     f"--{name.replace('_', '-')} must be {_up_to(most)}, the ranks of a replica or "
                     f"decoder, got {getattr(self, name)}",
-                    details={name: getattr(self, name), "most": most},
+                    details={name: getattr(self, name), "minimum": 1, "most": most},
                 )
 
     def _check_experts(self) -> None:
@@ -143,13 +153,15 @@ class Layout:
         if boundary is not None and not 1 <= boundary < self.num_steps:
             raise RequestError(
                 "--expert-boundary must be 1 or more and less than the number of steps "
-                f"({self.num_steps}), got {boundary}"
+                f"({self.num_steps}), got {boundary}",
+                details={"steps": self.num_steps, "expert_boundary": boundary, "minimum": 1},
             )
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(
                 f"--decoders must be {_up_to(self.replica_size - 1)}, got {self.decoders}: all "
                 f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the other",
                 "use --layout data-parallel or --share-experts for ranks that hold both",
+                details={"decoders": self.decoders, "most": self.replica_size - 1, "minimum": 1},
             )
 
     def _check_uniform(self) -> None:
@@ -391,6 +403,7 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
             f"{sum(chunks)} frames is decoded in {len(chunks)}",
             f"use --decode-ranks {len(chunks)} or fewer, or a smaller --decode-chunk-size, on "
             "which the bits depend",
+            details={"decode_ranks": decode_ranks, "frames": sum(chunks), "chunks": len(chunks)},
         )
 
 

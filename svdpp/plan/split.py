@@ -125,7 +125,10 @@ def check_counts(num_steps: int, world_size: int) -> None:
     counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
     for name, count, most in counts:
         if not 1 <= count <= most:
-            raise RequestError(f"the number of {name} must be 1 to {most}, got {count}")
+            raise RequestError(
+                f"the number of {name} must be 1 to {most}, got {count}",
+                details={name: count, "minimum": 1, "maximum": most},
+            )
 
 
 def largest_world(num_steps: int, at_most: int) -> int:
@@ -289,7 +292,10 @@ def check_even(num_steps: int, num_stages: int, boundary: int) -> None:
         f"{boundary} {first} and {num_steps - boundary} {second} steps cannot be split evenly over "
         f"{num_stages} stages with one expert each",
         "use --split balanced or --split alternating",
-        details={"steps": num_steps, "stages": num_stages},
+        details={
+            **{"steps": num_steps, "stages": num_stages, "expert_boundary": boundary},
+            **{"first_steps": boundary, "second_steps": num_steps - boundary},
+        },
     )
 
 

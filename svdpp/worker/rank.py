@@ -353,7 +353,7 @@ def _compared_clock(connection: Connection, seconds: float) -> Clock:
         return joined.compare_clocks(connection, time.monotonic() + seconds)
     except (OSError, EOFError) as error:
         hint = "check whether it has ended, is stopped, or its host is down"
-        raise RankError("rank 0 does not answer", hint) from error
+        raise RankError("rank 0 does not answer", hint, details={"peer": 0}) from error
 
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:

@@ -97,12 +97,12 @@ class LatentCheckpoints:
         """
         path = path_of(self._folder, key, step)
 
-        def unfit(why: str) -> InputError:
+        def unfit(why: str, **details: object) -> InputError:
             return InputError(
                 f"{name or f'clip {clip}'} cannot go on after step {step}: its latent checkpoint "
                 + why,
                 f"rm {shlex.quote(str(self._folder))}/{key[:12]}*: the clip then starts again",
-                details={"clip": clip, "step": step, "path": str(path)},
+                details={"clip": clip, "step": step, "path": str(path), **details},
             )
 
         if not path.exists():
@@ -119,7 +119,9 @@ class LatentCheckpoints:
             names = own.keys() & before.keys() if kind == "weights" else own.keys() | before.keys()
             for each in sorted(names):
                 if (was := before.get(each)) != (now := own.get(each)):
-                    raise unfit(f"was written with another {each}: {was}, now {now}")
+                    raise unfit(
+                        f"was written with another {each}: {was}, now {now}", before=was, now=now
+                    )
         stays = metadata["in_host_memory"]
         placed = {name: t if name in stays else t.to(device) for name, t in tensors.items()}
         packet = Packet(clip, step, float(metadata["begun_at"]), placed)

@@ -207,7 +207,10 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
         ({"allow_mixed_devices": True}, "cannot be used with --allow-mixed-devices"),
         ({"decode_ranks": 3}, "1 to 2, the ranks of a replica or decoder, got 3"),
         ({"decode_ranks": 0}, "--decode-ranks must be 1 to 2, .* got 0"),
-        ({"decode_ranks": 2, "cfg_parallel": 1, "decoders": 2}, "1 to 1, the ranks of a replica"),
+        (
+            {"decode_ranks": 2, "cfg_parallel": 1, "decoders": 2},
+            "must be 1, the ranks of a replica",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(changes: dict[str, Any], words: str) -> None:
