@@ -11,6 +11,7 @@ import hashlib
 import io
 import itertools
 import os
+import shlex
 import stat
 import tempfile
 import warnings
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from svdpp.config import ClipRequest, Fit, PipelineConfig, SamplingConfig
 from svdpp.config.limits import MAX_MEGAPIXELS
@@ -28,22 +29,23 @@ from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError, first_line
 from svdpp.media.ffmpeg import MediaFailure, ppm_frames
+from svdpp.media.kinds import FORMATS, demuxer_of, foreign_kind
 from svdpp.media.output_files import reason
 from svdpp.media.prompts import words_of
+from svdpp.media.streams import Stream, list_streams, main_video
 
-#: The only decoders of images that are used. Others, such as EPS, start external programs.
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 #: Suffixes of the files that are taken from a folder or a pattern.
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
-# ffmpeg's demuxers of videos, by bytes of a file and their place. Playlists could name other files.
-_DEMUXERS = (
-    *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
-    (0, b"\x1aE\xdf\xa3", "matroska"),
-)
 _DECODERS = "h264,hevc,av1,libdav1d,vp8,vp9,mpeg4,mjpeg,prores"
 _DECODE_SECONDS = 600.0
+_DAMAGED = (
+    "copy or download it again; if a player shows it, save it as H.264: ffmpeg -i IN -c:v libx264 "
+    "out.mp4"
+)
+# Formats of images that can have several frames; the pages of a TIFF are none.
+_ANIMATED = tuple(name for name in FORMATS if name in ("GIF", "WEBP", "PNG", "AVIF"))
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
@@ -287,12 +289,7 @@ def _photo_of(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, Ph
     except InputError as error:
         raise InputError(f"{name} {error.message}", error.hint) from None
     except UnidentifiedImageError:
-        raise InputError(
-            f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}",
-            "give a --family that takes a video, such as wan_v2v: svdpp models lists them"
-            if demuxer_of(data)
-            else "convert it to PNG or JPEG first",
-        ) from None
+        raise _not_an_image(data, path) from None
     except Image.DecompressionBombError:
         limit = f"the limit is {max_pixels // 10**6} million pixels"
         raise InputError(f"{name} is too large: {limit}", _SMALLER) from None
@@ -301,6 +298,19 @@ def _photo_of(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, Ph
     except Exception as error:  # on hostile bytes Pillow raises nearly any type
         raise InputError(f"{name} is damaged or truncated: {first_line(error)}") from error
     return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
+
+
+def _not_an_image(data: bytes, path: Path) -> InputError:
+    name = repr(str(path))
+    foreign = foreign_kind(data)
+    if foreign is not None:
+        hint = foreign.hint.format(name=shlex.quote(str(path)))
+        return InputError(f"{name} is {foreign.name}, which is not read", hint)
+    message = f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+    if demuxer_of(data):
+        hint = "give a --family that takes a video, such as wan_v2v: svdpp models lists them"
+        return InputError(f"{name} is a video, and this takes an image", hint)
+    return InputError(message, "convert it to PNG or JPEG first")
 
 
 def _decode(data: bytes, max_pixels: int) -> Image.Image:
@@ -412,12 +422,6 @@ def source_of(
     return frames, Photo(path, hashlib.sha256(data).hexdigest(), *size)
 
 
-def demuxer_of(data: bytes) -> str | None:
-    """ffmpeg's name of the format of a video; None if the bytes are no video that is taken."""
-    known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
-    return next(known, None)
-
-
 def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
     """Checks that a video has as many frames, all of which are decoded; writes no file."""
     data = read_bytes(path)
@@ -429,26 +433,90 @@ def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
 def _frames(
     data: bytes, file: IO[bytes], path: Path, count: int, max_pixels: int
 ) -> Iterator[Image.Image]:
-    """The first `count` frames, upright, one at a time; `file` has the same bytes as `data`."""
-    demuxer, done = demuxer_of(data), 0
-    if demuxer is None:
+    """Yield the first `count` frames, upright, one at a time; `file` has the same bytes as `data`.
+
+    An image that is no animation is repeated.
+    """
+    demuxer = demuxer_of(data)
+    if demuxer is not None:
+        frames = _video_frames(demuxer, file, path, count, max_pixels)
+    elif _is_animation(data):
+        frames = _animation_frames(data, path, count, max_pixels)
+    else:
         yield from itertools.repeat(_photo_of(data, path, max_pixels)[0], count)
         return
+    done = 0
+    for frame in frames:
+        yield frame
+        done += 1
+    if done < count:
+        text = f"{str(path)!r} has {done} of the {count} frames that the clip takes"
+        raise InputError(text, "use fewer --frames", details={"frames": done, "wanted": count})
+
+
+def _is_animation(data: bytes) -> bool:
+    try:
+        with Image.open(io.BytesIO(data), formats=_ANIMATED) as image:
+            return int(getattr(image, "n_frames", 1)) > 1
+    except Exception:  # the reading of the image names what is wrong with it
+        return False
+
+
+def _animation_frames(
+    data: bytes, path: Path, count: int, max_pixels: int
+) -> Iterator[Image.Image]:
+    """Yield each stored frame of a GIF, WebP, PNG or AVIF once, whatever its duration."""
+    name = repr(str(path))
+    try:
+        with Image.open(io.BytesIO(data), formats=_ANIMATED) as animation:
+            _check_size(*animation.size, max_pixels)
+            for frame in itertools.islice(ImageSequence.Iterator(animation), count):
+                yield _to_rgb(frame)
+    except InputError as error:
+        raise InputError(f"{name} {error.message}", error.hint, details=error.details) from None
+    except Exception as error:  # on hostile bytes Pillow raises nearly any type
+        raise InputError(f"{name} is damaged or truncated: {first_line(error)}") from error
+
+
+def _video_frames(
+    demuxer: str, file: IO[bytes], path: Path, count: int, max_pixels: int
+) -> Iterator[Image.Image]:
+    name = repr(str(path))
     # ffmpeg can open no other file.
     source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
     source += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
-    source += ["-f", demuxer, "-i", f"file:/dev/fd/{file.fileno()}", "-frames:v", str(count)]
-    name = repr(str(path))
+    source += ["-f", demuxer, "-i", f"file:/dev/fd/{file.fileno()}"]
+    files, done = (file.fileno(),), 0
     try:
-        for frame in ppm_frames(source, seconds=_DECODE_SECONDS, files=(file.fileno(),)):
+        streams = list_streams(source, files, seconds=_DECODE_SECONDS)
+        video = main_video(streams)
+        if video is None:
+            raise _no_video(name, streams)
+        source += ["-frames:v", str(count)]
+        for frame in ppm_frames(
+            source, seconds=_DECODE_SECONDS, stream=f"0:{video.index}", files=files
+        ):
             _check_size(*frame.size, max_pixels)
             yield frame
             done += 1
     except MediaFailure as error:
         text = f"{name} cannot be decoded as a video: {error}"
-        raise InputError(text, "save it as H.264") from error
+        if done:
+            text = f"{name} is damaged or cut off after frame {done}: {error}"
+        raise InputError(text, _DAMAGED, details={"frames": done, "reason": str(error)}) from error
     except InputError as error:
-        raise InputError(f"{name} {error.message}", error.hint) from None
-    if done < count:
-        text = f"{name} has {done} of the {count} frames that the clip takes"
-        raise InputError(text, "use fewer --frames")
+        message = error.message if error.message.startswith(name) else f"{name} {error.message}"
+        raise InputError(message, error.hint, details=error.details) from None
+
+
+def _no_video(name: str, streams: Sequence[Stream]) -> InputError:
+    if not streams:
+        return InputError(
+            f"{name} cannot be decoded as a video: it is cut off, or its index is damaged",
+            "copy or download it again: the whole file is needed",
+        )
+    if any(each.is_cover for each in streams):
+        held = "a cover picture and no video"
+    else:
+        held = f"only {' and '.join(each.kind for each in streams)}"
+    return InputError(f"{name} has no video: it holds {held}", "give a file with a video")

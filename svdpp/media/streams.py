@@ -53,17 +53,23 @@ class Stream:
         return float(self.end - self.times[0]) if self.times else 0.0
 
 
-def list_streams(source: Sequence[str], files: tuple[int, ...] = ()) -> list[Stream]:
+def list_streams(
+    source: Sequence[str], files: tuple[int, ...] = (), *, seconds: float = _SECONDS
+) -> list[Stream]:
     """Return the streams of an input without reading their packets: `times` are empty.
 
     Args:
         source: ffmpeg's options of the input, up to its `-i NAME`.
         files: open descriptors that ffmpeg inherits.
+        seconds: time after which ffmpeg is killed.
+
+    Returns:
+        None of them if the file has no header that can be read.
 
     Raises:
-        MediaFailure: the file has no header that can be read, or ffmpeg did not end in time.
+        MediaFailure: ffmpeg did not end in time.
     """
-    return list(_parse_log(input_log(source, seconds=_SECONDS, files=files)))
+    return list(_parse_log(input_log(source, seconds=seconds, files=files)))
 
 
 def main_video(streams: Sequence[Stream]) -> Stream | None:

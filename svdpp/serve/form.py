@@ -120,7 +120,8 @@ _VIDEO = "MP4, MOV, WebM or Matroska; an image stands still"
 def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
     if use == "refused":
         return {}
-    text = f"The video: {_VIDEO}" if videos else "The image: PNG, JPEG, WebP, BMP, TIFF or GIF"
+    formats = "PNG, JPEG, WebP, BMP, TIFF, GIF or AVIF"
+    text = f"The video: {_VIDEO}" if videos else f"The image: {formats}"
     if use == "needed":
         photo: Any = (_PhotoFile, Field(validation_alias=_IMAGE_NAMES, description=f"{text}."))
     else:

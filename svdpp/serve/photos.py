@@ -28,15 +28,8 @@ from PIL import Image
 from svdpp.errors import InputError, SvdppError
 from svdpp.launch.process_lifetime import end_with_parent, signals_blocked, start_helper
 from svdpp.media import output_files
-from svdpp.media.inputs import (
-    FORMATS,
-    MAX_PIXELS,
-    Photo,
-    demuxer_of,
-    read_bytes,
-    read_photo,
-    read_video,
-)
+from svdpp.media.inputs import MAX_PIXELS, Photo, read_bytes, read_photo, read_video
+from svdpp.media.kinds import FORMATS, demuxer_of
 
 # Of the process that decodes an image. The largest images that `media.inputs` takes, 50 million
 # pixels, need up to 1.1 GB and 3 seconds; 24 million pixels of a progressive JPEG 1.2 s.
@@ -315,8 +308,11 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
         suffix = ".mp4" if demuxer == "mov" else ".mkv"
     else:
         _check_cost(path, max_scans)
-        image, photo = read_photo(path, max_pixels)
-        image.close()
+        if video_frames:  # an animation has frames, an image stands for all of them
+            photo = read_video(path, video_frames, max_pixels)
+        else:
+            image, photo = read_photo(path, max_pixels)
+            image.close()
         with Image.open(path, formats=FORMATS) as header:
             format = str(header.format)
             suffix = _SUFFIXES.get(format, f".{format.lower()}")

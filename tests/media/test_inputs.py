@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.utils import load_video
 from diffusers.video_processor import VideoProcessor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
@@ -155,7 +156,7 @@ def test_a_flipped_byte_in_a_png_never_changes_the_picture(tmp_path: Path) -> No
     ("data", "words"),
     [
         (b"", "is empty (0 bytes)"),
-        (b"hello, I am a text\n", "is not an image in PNG, JPEG, WEBP, BMP, TIFF or GIF"),
+        (b"hello, I am a text\n", "is not an image in PNG, JPEG, WEBP, BMP, TIFF"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n", "is not an image in"),
         (encoded(Image.new("RGB", (1, 1)), "PNG"), "is too small: 1x1"),
         (encoded(Image.new("RGB", (15, 40)), "PNG"), "is too small: 15x40"),
@@ -351,7 +352,10 @@ def test_a_video_is_upright_and_hashed_as_its_file(clip: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: data[: len(data) // 2], "cannot be decoded as a video: "),
+        (
+            lambda data: data[: len(data) // 2],
+            r"cut off after frame|be decoded as a vi",
+        ),
         (lambda data: data[:12] + bytes(len(data) - 12), "cannot be decoded as a video: "),
         (lambda _: b"ffconcat version 1.0\nfile /etc/passwd\n", "is not an image in "),
         (lambda _: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "is not an image in "),
@@ -399,3 +403,97 @@ def test_videos_are_found_by_their_suffixes(clip: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"is a folder without videos \(\.mp4 "):
         found([str(tmp_path / "empty")], 7)
+
+
+# --- files as people have them --------------------------------------------------------------------
+
+
+def _box(brand: bytes, *more: bytes) -> bytes:
+    brands = b"".join(more)
+    return (16 + len(brands)).to_bytes(4, "big") + b"ftyp" + brand + bytes(4) + brands + bytes(99)
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "hint"),
+    [
+        (_box(b"heic", b"mif1"), "is a HEIC image", "heif-convert"),
+        (_box(b"mif1", b"heic"), "is a HEIC image", "heif-convert"),
+        (b"RIFF\0\0\0\0AVI LIST" + bytes(99), "is an AVI video", "ffmpeg -i"),
+        ((b"G" + bytes(187)) * 3, "is an MPEG transport stream", "ffmpeg -i"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "is a JPEG XL image", "djxl"),
+        (_box(b"isom"), "is a video, and this takes an image", "--family that takes a video"),
+        (b"text", "is not an image in PNG", "convert it to PNG or JPEG"),
+    ],
+)
+def test_files_that_are_not_read_are_called_by_what_they_are(
+    tmp_path: Path, data: bytes, words: str, hint: str
+) -> None:
+    path = tmp_path / "my photo.jpg"
+    path.write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        inputs.read_photo(path)
+    assert words in caught.value.message
+    assert hint in caught.value.hint
+    if b"isom" not in data:  # for a family that takes videos
+        with pytest.raises(InputError) as caught:
+            inputs.read_video(path, 5, inputs.MAX_PIXELS)
+        assert words in caught.value.message
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_an_avif_image_is_read_by_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(encoded(gradient(), "AVIF", quality=95))
+    image, photo = inputs.read_photo(path)
+    assert (photo.width, photo.height) == gradient().size
+    assert np.abs(np.asarray(image, int) - np.asarray(gradient(), int)).mean() < 4
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_an_animation_is_a_video_of_its_stored_frames(tmp_path: Path, format: str) -> None:
+    """diffusers' `load_video` reads a GIF likewise, whatever the time of each frame."""
+    frames = [Image.new("RGB", (48, 32), (40 * index, 0, 255 - 40 * index)) for index in range(6)]
+    path = tmp_path / "a"
+    times = [100, 50, 100, 900, 20, 20]
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(
+        frames[0], format, save_all=True, append_images=frames[1:], duration=times, **options
+    )
+    path.write_bytes(data)
+    found = pixels(fitted(path, sampling()))
+    expected = pixels(frames[:5])
+    assert np.abs(found.astype(int) - expected).max() <= (12 if format == "GIF" else 0)
+    if format == "GIF":
+        theirs = load_video(str(path.rename(tmp_path / "a.gif")))
+        assert np.array_equal(found, pixels([frame.convert("RGB") for frame in theirs[:5]]))
+        path = tmp_path / "a.gif"
+    with pytest.raises(InputError, match="has 6 of the 7 frames") as caught:
+        inputs.read_video(path, 7, inputs.MAX_PIXELS)
+    assert caught.value.details == {"frames": 6, "wanted": 7}
+
+
+def test_a_cover_is_not_the_video(clip: Path, tmp_path: Path) -> None:
+    """In an mkv as a picture that is marked as one, and as a first stream that is not."""
+    cover = tmp_path / "cover.jpg"
+    cover.write_bytes(encoded(gradient(), "JPEG"))
+    marked, plain = tmp_path / "marked.mp4", tmp_path / "plain.mkv"
+    both = ("-i", cover, "-i", clip, "-map", "0", "-map", "1", "-c", "copy")
+    ffmpeg(*both, "-disposition:v:0", "attached_pic", marked)
+    ffmpeg(*both, plain)
+    for path in (marked, plain):
+        assert np.array_equal(pixels(fitted(path, sampling())), pixels(fitted(clip, sampling())))
+
+
+def test_a_file_without_a_video_says_what_it_holds(clip: Path, tmp_path: Path) -> None:
+    sound, cut = tmp_path / "sound.mp4", tmp_path / "cut.mp4"
+    ffmpeg("-f", "lavfi", "-i", "sine=d=1", sound)
+    with pytest.raises(InputError, match="has no video: it holds only audio"):
+        inputs.read_video(sound, 5, inputs.MAX_PIXELS)
+    data = clip.read_bytes()
+    cut.write_bytes(data[: data.index(b"mdat") + 400])
+    with pytest.raises(InputError, match=r"cut off|cannot be decoded") as caught:
+        inputs.read_video(cut, 7, inputs.MAX_PIXELS)
+    assert "download it again" in caught.value.hint
+    cut.write_bytes(data[:60])
+    with pytest.raises(InputError, match="is cut off, or its index is damaged"):
+        inputs.read_video(cut, 7, inputs.MAX_PIXELS)

@@ -1,0 +1,88 @@
+"""Kinds of files by their first bytes, and how to convert those that are not read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from PIL import features
+
+#: The only decoders of images that are used. Others, such as EPS, start external programs.
+FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+if features.check("avif"):
+    FORMATS = (*FORMATS, "AVIF")
+
+# ffmpeg's demuxers of videos, by bytes of a file and their place. Playlists could name other files.
+_DEMUXERS = (
+    *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
+    (0, b"\x1aE\xdf\xa3", "matroska"),
+)
+# Brands of ISO files that hold images: their boxes are those of an mp4.
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_AVIF = (b"avif", b"avis")
+
+_TO_MP4 = "convert it first: ffmpeg -i {name} -c copy out.mp4, or -c:v libx264 in place of -c copy"
+
+
+class Foreign(NamedTuple):
+    """A kind of file that is known but not read."""
+
+    name: str
+    """With its article: `an AVI video`."""
+    hint: str
+    """The way to convert it."""
+
+
+_FOREIGN = (
+    (0, b"RIFF", 8, b"AVI ", Foreign("an AVI video", _TO_MP4)),
+    (0, b"G", 188, b"G", Foreign("an MPEG transport stream (.ts)", _TO_MP4)),
+    (4, b"G", 196, b"G", Foreign("an MPEG transport stream (.m2ts)", _TO_MP4)),
+    (0, b"\x00\x00\x01\xba", 0, b"", Foreign("an MPEG video", _TO_MP4)),
+    (0, b"FLV\x01", 0, b"", Foreign("a Flash video", _TO_MP4)),
+    (0, b"\x30\x26\xb2\x75", 0, b"", Foreign("a Windows Media video", _TO_MP4)),
+    (0, b"OggS", 0, b"", Foreign("an Ogg file", _TO_MP4)),
+    (
+        *(0, b"\x00\x00\x00\x0cJXL ", 0, b""),
+        Foreign("a JPEG XL image", "convert it to PNG or JPEG first: djxl {name} out.png"),
+    ),
+    (
+        *(0, b"\xff\x0a", 0, b""),
+        Foreign("a JPEG XL image", "convert it to PNG or JPEG first: djxl {name} out.png"),
+    ),
+)
+_HEIC_IMAGE = Foreign(
+    "a HEIC image, as phones take them",
+    "convert it to JPEG first: heif-convert {name} out.jpg, or the phone's setting for JPEG",
+)
+_AVIF_IMAGE = Foreign(
+    "an AVIF image, which this Pillow does not read",
+    "install Pillow 11.3 or later, or convert it to PNG first: avifdec {name} out.png",
+)
+
+
+def demuxer_of(data: bytes) -> str | None:
+    """Return ffmpeg's name of the format of a video; None for what is no video that is taken."""
+    if is_iso_image(data):
+        return None
+    known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
+    return next(known, None)
+
+
+def is_iso_image(data: bytes) -> bool:
+    """Whether the bytes are of a HEIC or AVIF image, whatever the file's name."""
+    return data[4:8] == b"ftyp" and data[8:12] in (*_HEIC, *_AVIF)
+
+
+def foreign_kind(data: bytes) -> Foreign | None:
+    """Return the kind of a file that is not read, by its bytes; None if it is none of them."""
+    if is_iso_image(data):
+        return _HEIC_IMAGE if _is_heic(data) else _AVIF_IMAGE
+    for place, magic, second_place, second_magic, kind in _FOREIGN:
+        if data.startswith(magic, place) and data.startswith(second_magic, second_place):
+            return kind
+    return None
+
+
+def _is_heic(data: bytes) -> bool:
+    """Whether an image is HEIC. The brand `mif1` is of both; the compatible ones decide then."""
+    brands = data[8 : int.from_bytes(data[:4], "big")][:256]
+    return not any(brand in brands for brand in _AVIF)
