@@ -155,7 +155,10 @@ def read_costs(path: str | Path) -> Costs:
     try:
         content = json.loads(read_small_file(Path(path), "costs file", _COSTS_BYTES))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"costs file {str(path)!r} is not JSON: {error}") from error
+        raise InputError(
+            f"costs file {str(path)!r} is not JSON: {error}",
+            details={"path": str(path), "reason": str(error)},
+        ) from error
     if isinstance(content, Mapping) and "clips" in content:
         measured = content.get("measured")
         content = measured.get("costs") if isinstance(measured, Mapping) else None

@@ -311,7 +311,7 @@ class OpenClips:
             return None
 
     def _settle(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Notes that the ranks are done with `clip`; `outcome` as for `_complete`.
+        """Note that the ranks are done with `clip`; `outcome` as for `_complete`.
 
         Removes the checkpoints of a finished or cancelled clip; keeps those of a lost one, to
         resume it.
@@ -330,7 +330,7 @@ class OpenClips:
         self._cancelled.pop(clip, None)  # last: until it is completed, it may be cancelled
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Ends an open clip by its metadata, by the error that lost it, or as cancelled (None)."""
+        """End an open clip by its metadata, by the error that lost it, or as cancelled (None)."""
         with self._changed:
             if self._open.pop(handle.clip, None) is None:
                 return

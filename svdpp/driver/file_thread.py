@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 
 class FileThread:
-    """Makes calls one after the other, in a daemon thread that starts with the first call.
+    """A daemon thread that makes calls one after the other; it starts with the first call.
 
     A call on a network folder whose server is away returns when the server is back, or never. The
     thread that supervises ranks therefore makes none itself.

@@ -32,7 +32,7 @@ _REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
-    """Where clips are written, and what happens to existing files.
+    """Folder and names of the clips, and what happens to existing files.
 
     `resume` keeps finished clips and resumes others from `latents_folder`. So does a run that a
     launcher has restarted (`is_restarted`); with `overwrite` it still replaces clips with other

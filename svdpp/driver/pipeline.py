@@ -70,20 +70,39 @@ class Pipeline(PipelineRanks):
     def submit(
         self, requests: ClipRequest | Iterable[ClipRequest], metadata: Metadata = ()
     ) -> ClipHandle | list[ClipHandle]:
-        """Submits further clips, to be made after those submitted before. Does not wait.
+        """Submit further clips, to be made after those submitted before. Does not wait.
 
-        Returns a handle for each request, in their order; for a single request its handle. If the
-        ranks cannot make one of the clips, none is submitted.
+        Args:
+            requests: one, or several; if the ranks cannot make one of them, none is submitted.
+            metadata: what each clip's JSON records of its request.
+
+        Returns:
+            A handle for each request, in their order; for a single request its handle.
+
+        Raises:
+            RequestError: the ranks cannot make one of the clips.
+            ClosedError: the pipeline is not open.
+            SvdppError: the run has ended, for the reason that it says.
         """
         if isinstance(requests, ClipRequest):
             return self._submit([requests], metadata, for_results=True)[0]
         return self._submit(requests, metadata, for_results=True)
 
     def run(self, requests: Iterable[ClipRequest], metadata: Metadata = ()) -> list[ClipResult]:
-        """Submits `requests` and waits for their clips only.
+        """Submit `requests` and wait for their clips only.
 
-        Returns their results, in the order of the requests; `results` does not yield them. Raises
-        why the first of them was lost, once all others are made.
+        Args:
+            requests: of the clips.
+            metadata: what each clip's JSON records of its request.
+
+        Returns:
+            Their results, in the order of the requests; `results` does not yield them.
+
+        Raises:
+            RequestError: the ranks cannot make one of the clips.
+            ClosedError: the pipeline is not open.
+            SvdppError: why the first of them was lost, once all others are made, or why the run
+                ended.
         """
         self._clips.check_may_wait()
         handles = self._submit(requests, metadata, for_results=False)
@@ -93,11 +112,15 @@ class Pipeline(PipelineRanks):
         return [handle.result() for handle in handles]
 
     def results(self) -> Iterator[ClipResult]:
-        """Yields the results of submitted clips as they finish, until none is left.
+        """Yield the results of submitted clips as they finish, until none is left.
 
         Each result is yielded once, in one of the iterating threads; results that a handle's
         `result` has returned are left out. So are lost clips: their handles and `failures` have
         the reason.
+
+        Raises:
+            ClosedError: the pipeline is not open.
+            SvdppError: the run has ended before the clips that are left.
         """
         self._check_open()
         return self._clips.results()
@@ -134,9 +157,15 @@ class Pipeline(PipelineRanks):
         return handles
 
     def prepare_image(self, request: ClipRequest) -> None:
-        """Has the image of a clip that is submitted later prepared beside others; does not wait.
+        """Have the image of a clip that is submitted later prepared beside others; does not wait.
 
         Each rank that encodes then sends `ImageReady`.
+
+        Args:
+            request: as it is submitted later.
+
+        Raises:
+            ClosedError: the pipeline is not open.
         """
         supervisor = self._check_open()
         job = ClipJob(clip=-1, request=self._work.resolved(request))
@@ -148,18 +177,33 @@ class Pipeline(PipelineRanks):
     # --- plan and forecast ----------------------------------------------------------------------
 
     def schedule(self, requests: Sequence[ClipRequest]) -> Schedule:
-        """Each rank's actions for the first clips: what `submit` sends and a forecast replays."""
+        """Return each rank's actions for the first clips, as `submit` sends them.
+
+        Args:
+            requests: of the clips, from clip 0.
+        """
         return self._work.schedule(list(map(self._work.resolved, requests)), 0)
 
     def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
-        """The times of every rank's actions for the first clips, at the costs measured so far."""
+        """Return the times of each rank's actions for the first clips, at the measured costs.
+
+        Args:
+            requests: of the clips, from clip 0.
+
+        Raises:
+            RequestError: no step was measured.
+        """
         costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
         return replay(self.schedule(requests), costs)
 
     # --- entry and exit -------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Checks, as entering the block does, that this host's ranks fit into its free memory."""
+        """Check, as entering the block does, that this host's ranks fit into its free memory.
+
+        Raises:
+            OutOfMemoryError: they do not.
+        """
         num_local = None if self.world is None else self.world.local_size
         check_memory(self.config, self.checkpoint, self.config.layout.roles[:num_local])
 
@@ -198,10 +242,14 @@ class Pipeline(PipelineRanks):
         error.add_note(f"The run had failed before: {failure}")
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the ranks, as leaving the block does; does nothing once the pipeline is closed.
+        """End the ranks, as leaving the block does; does nothing once the pipeline is closed.
 
-        With `drain` it waits for all submitted clips first; otherwise it drops the unfinished ones
-        at once, and their handles raise `ClosedError`.
+        Args:
+            drain: whether it waits for all submitted clips first. Otherwise it drops the unfinished
+                ones at once, and their handles raise `ClosedError`.
+
+        Raises:
+            SvdppError: why the run had ended before its last clip.
         """
         if not drain:
             if (failure := self._drop(None)) is not None:

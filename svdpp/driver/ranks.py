@@ -103,18 +103,26 @@ class PipelineRanks:
         self._is_entered = self._is_closing = self._is_closed = False
 
     def observe(self, observer: Observer) -> None:
-        """Calls `observer` with (rank, event) for every later event of the ranks.
+        """Call `observer` with (rank, event) for every later event of the ranks.
 
-        It runs in the pipeline's thread: it must be quick, and an exception in it ends the run. It
-        may submit clips, but must not wait for any.
+        Args:
+            observer: runs in the pipeline's thread: it must be quick, and an exception in it ends
+                the run. It may submit clips, but must not wait for any.
         """
         self._observers = (*self._observers, observer)
 
     def serve(self, *, say: Callable[[str, bool], None]) -> None:
-        """Works as a rank other than 0 until rank 0 ends the work; a failure ends the process.
+        """Work as a rank other than 0 until rank 0 ends the work; a failure ends the process.
 
-        Observers get the events of this rank only. `say` takes the last message of a process that
-        ends, and whether no other process reports it.
+        Observers get the events of this rank only.
+
+        Args:
+            say: takes the last message of a process that ends, and whether no other process reports
+                it.
+
+        Raises:
+            ClosedError: no launcher has started this process.
+            RankError: rank 0 cannot be reached.
         """
         terms = self._terms()
         self._hash_weights()
@@ -129,7 +137,11 @@ class PipelineRanks:
         )
 
     def dismiss(self) -> None:
-        """Ends the other launched ranks, which have no work. Call it instead of the block."""
+        """End the other launched ranks, which have no work. Call it instead of the block.
+
+        Raises:
+            RankError: a rank does not connect in time.
+        """
         if self.world is not None:
             join_ranks(self._terms(), lambda _context, _setup: None, None).kill()
 
@@ -183,7 +195,7 @@ class PipelineRanks:
         return supervisor
 
     def _start(self) -> None:
-        """Starts or joins the ranks, and waits until all are ready for work."""
+        """Start or joins the ranks, and waits until all are ready for work."""
         self._hash_weights()
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._open()
@@ -204,7 +216,7 @@ class PipelineRanks:
             raise
 
     def _wait_for_end(self) -> None:
-        """Waits until all work is done and the ranks have ended; set `_is_closing` first."""
+        """Wait until all work is done and the ranks have ended; set `_is_closing` first."""
         if self._is_closed:
             return
         self._has_ended.wait()
@@ -213,7 +225,7 @@ class PipelineRanks:
             raise reraisable(self.run_error)
 
     def _drop(self, error: BaseException | None) -> BaseException | None:
-        """Ends the ranks at once; in the pipeline's thread it returns before they end.
+        """End the ranks at once; in the pipeline's thread it returns before they end.
 
         `error` is the reason, for ranks on other hosts; None: the caller needs no more results.
         Returns what had already ended the run; None if all is over, or nothing has begun.
@@ -279,7 +291,15 @@ class PipelineRanks:
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """What ranks of several command lines must have in common: options, versions, weights."""
+    """Return what ranks of several command lines must have in common: options, versions, weights.
+
+    Args:
+        config: resolved.
+        checkpoint: of its model; None for the dummy model.
+
+    Returns:
+        Texts by names for users.
+    """
     parts = (config, config.sampling, config.model)
     values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
     values["model"] = values.pop("name")
@@ -296,9 +316,15 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
 
 
 def are_mixed(started: Mapping[int, Started], backend: str, *, allowed: bool) -> bool:
-    """Whether ranks differ in what their bits depend on, which must be `allowed`.
+    """Whether ranks differ in what their bits depend on.
 
-    Refuses ranks that share a GPU under NCCL.
+    Args:
+        started: what each rank has reported of its device.
+        backend: of the process group; NCCL cannot share a GPU.
+        allowed: whether they may differ.
+
+    Raises:
+        RequestError: they differ and may not, or share a GPU under NCCL.
     """
     owners: dict[str, int] = {}
     for rank, event in sorted(started.items()):

@@ -28,10 +28,20 @@ Weights = Literal["none", "host", "all"]
 def resolve(
     config: PipelineConfig, *, weights: Weights = "host", world: World | None = None
 ) -> tuple[PipelineConfig, Checkpoint | None]:
-    """`config` with the model's own values in place of None, and the model's checkpoint.
+    """Return `config` with the model's own values in place of None, and the model's checkpoint.
 
-    Components that `weights` names are downloaded if they are missing, but not before the request
-    is checked against the model's configs. `world` is the launcher's; None: all ranks are here.
+    Args:
+        config: of the user.
+        weights: the components that are downloaded if they are missing, but not before the request
+            is checked against the model's configs.
+        world: the launcher's; None: all ranks are here.
+
+    Returns:
+        The checkpoint is None for the dummy model.
+
+    Raises:
+        RequestError: the model cannot make such clips.
+        ModelError: the model is missing, incomplete or not supported.
     """
     if config.model.is_dummy:
         return _resolved(config, None), None
@@ -78,7 +88,16 @@ def _resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> Pipeline
 def resolved_for(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
-    """The configuration of a clip with its own sampling parameters, in a pipeline of `config`."""
+    """Return the configuration of a clip with its own sampling parameters.
+
+    Args:
+        sampling: of the clip.
+        config: of the pipeline.
+        checkpoint: of its model; None for the dummy model.
+
+    Raises:
+        RequestError: the model cannot make such clips.
+    """
     if checkpoint is None:
         frames = config.model.dummy_latent.shape[2]
         return replace(config, sampling=sampling.resolved(model_frames=frames))
@@ -145,7 +164,12 @@ _NCCL_BYTES = 200_000_000
 
 
 def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
-    """The memory of each part of the model, for the clips of a resolved `config`."""
+    """Return the memory of each part of the model, in bytes, by an estimate.
+
+    Args:
+        config: resolved.
+        checkpoint: of its model; None for the dummy model, which takes next to none.
+    """
     if checkpoint is None:  # the dummy takes megabytes
         nothing = PartMemory(0, 0)
         return MemoryEstimate(nothing, nothing, nothing)
@@ -155,16 +179,30 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
 
 
 def memory_as_costs(model: ModelConfig, sampling: SamplingConfig, device: str) -> dict[str, Any]:
-    """The memory of each part of the model as fields of `Costs`."""
+    """Return the memory of each part of the model as fields of `Costs`, in GiB.
+
+    Args:
+        model: of the ranks.
+        sampling: of the clips.
+        device: `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        RequestError: the model cannot make such clips.
+        ModelError: the model is missing or not supported.
+    """
     asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
     return estimate_parts(*resolve(asked, weights="none")).as_costs()
 
 
 def estimate_ranks(config: PipelineConfig) -> list[int]:
-    """The peak bytes of each rank on its device, or on the host for a CPU rank, by estimate.
+    """Return the estimated peak of each rank in bytes, on its GPU or, on the CPU, on the host.
 
-    Each CPU rank counts the weights that it maps, although the ranks of one machine share them if
-    the files already have the requested dtype.
+    Args:
+        config: of the user.
+
+    Raises:
+        RequestError: the model cannot make such clips.
+        ModelError: the model is missing or not supported.
     """
     config, checkpoint = resolve(config, weights="none")
     parts = estimate_parts(config, checkpoint)
@@ -181,10 +219,18 @@ def memory_of_devices(
     world_size: int,
     free_bytes: Callable[[str], int] = free_bytes,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """For the choice of a layout: the parts' needs as fields of `Costs`, and each rank's GiB.
+    """Return what the choice of a layout needs to know of memory.
 
-    Both are empty for CPU ranks, which share the host's memory and the weights in it; ranks on one
-    `device` get equal shares of it.
+    Args:
+        model: of the ranks.
+        sampling: of the clips.
+        device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
+        world_size: number of ranks.
+        free_bytes: function that returns the free memory of a GPU.
+
+    Returns:
+        The parts' memory as fields of `Costs`, and that of each rank, both in GiB; nothing on the
+        CPU.
     """
     if device == "cpu":
         return {}, ()
@@ -207,10 +253,15 @@ def _process_bytes(device: str) -> int:
 def check_memory(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> None:
-    """Refuses CPU ranks that need more memory than this machine has free.
+    """Check that CPU ranks find the memory that they need.
 
-    The peaks of all ranks are added, because they may occur at the same time. The dummy and small
-    clips of the demo are not checked: the estimate imports diffusers.
+    Args:
+        config: resolved.
+        checkpoint: of its model; None for the dummy model.
+        ranks: the parts that each rank on this host has.
+
+    Raises:
+        OutOfMemoryError: they need more than this machine has free.
     """
     sampling = config.sampling
     if config.device != "cpu" or checkpoint is None:
@@ -266,10 +317,15 @@ _LATENTS_KEY = re.compile("[0-9a-f]{64}")
 
 
 class ClipWork:
-    """Turns requests into the work of the ranks of one pipeline, whose `config` is resolved.
+    """The conversion of requests into the work of one pipeline's ranks.
 
     The ranks hold their parts of the model and their links from the start, so a clip can take only
     routes that these allow.
+
+    Args:
+        config: resolved.
+        checkpoint: of its model; None for the dummy model.
+        keeps_latents: whether there are latent checkpoints to go on from.
     """
 
     def __init__(
@@ -282,7 +338,7 @@ class ClipWork:
         self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
     def resolved(self, request: ClipRequest) -> ClipRequest:
-        """`request` with numbers for its frame count and the pipeline's decode chunk."""
+        """Return `request` with numbers for its frame count and the pipeline's decode chunk."""
         own = request.sampling
         if own is None:
             return request
@@ -296,11 +352,19 @@ class ClipWork:
         return replace(request, sampling=sampling)
 
     def config_of(self, request: ClipRequest) -> PipelineConfig:
-        """The configuration of a resolved request's clip."""
+        """Return the configuration of a resolved request's clip."""
         return self._config if request.sampling is None else self._with(request.sampling)
 
     def route(self, clip: int, request: ClipRequest) -> Route:
-        """The route of a resolved request's clip; it starts after the steps that are done."""
+        """Return the route of a resolved request's clip; it starts after the steps that are done.
+
+        Args:
+            clip: its index.
+            request: resolved.
+
+        Raises:
+            RequestError: some ranks have not loaded what the clip needs.
+        """
         layout = self.config_of(request).layout
         route = layout.route(clip)
         if request.sampling is not None and not self._can_take(layout, route):
@@ -338,7 +402,12 @@ class ClipWork:
         )
 
     def checked(self, requests: Iterable[ClipRequest]) -> list[ClipRequest]:
-        """`requests` as a list, resolved: the ranks can make every clip."""
+        """Return `requests` as a list, resolved: the ranks can make every clip.
+
+        Raises:
+            RequestError: they cannot make one of them.
+            TypeError: one is no `ClipRequest`.
+        """
         listed = list(requests)
         for index, request in enumerate(listed):
             if not isinstance(request, ClipRequest):
@@ -373,16 +442,27 @@ class ClipWork:
         require(done <= most, f"done_steps must be at most {most}", done_steps=done, steps=most)
 
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
-        """Each rank's actions for resolved `requests`, whose clips are numbered from `first`."""
+        """Return each rank's actions for resolved requests.
+
+        Args:
+            requests: of the clips.
+            first: index of the first clip.
+        """
         routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
         return build_schedule(routes, self._config.world_size)
 
     def messages(
         self, requests: Sequence[ClipRequest], metadata: Sequence[Mapping[str, Any]], first: int
     ) -> dict[int, bytes]:
-        """The message for each rank that has actions, by rank.
+        """Return the message for each rank that has actions, by rank.
 
-        `requests` are checked, each with its metadata; `first` is the index of the first clip.
+        Args:
+            requests: checked.
+            metadata: of each request.
+            first: index of the first clip.
+
+        Raises:
+            RequestError: a request or its metadata cannot be sent as JSON.
         """
         jobs = {
             clip: ClipJob(clip=clip, request=request, metadata=dict(own))

@@ -48,14 +48,21 @@ OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
 def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
-    """An `OpenObserver` whose observer ignores every event."""
+    """Open an observer that ignores every event."""
     return nullcontext(lambda _rank, _event: None)
 
 
 class Supervisor:
-    """Reads the ranks' events, keeps their trace, and raises the error that ends a run.
+    """The reader of the ranks' events, which raises the error that ends a run.
 
     One thread uses it; `send` and `abort` may be called from any thread.
+
+    Args:
+        group: the ranks.
+        config: resolved.
+        observers: called with each event of the ranks.
+        trace: keeps the measurements; None: a new one.
+        begun: when the start of the ranks began, on the monotonic clock; None: now.
     """
 
     def __init__(
@@ -77,22 +84,30 @@ class Supervisor:
         self.trace = Trace(group.world_size) if trace is None else trace
 
     def send(self, rank: int, message: bytes) -> None:
-        """Sends a message to `rank`, from any thread; does nothing if the rank has ended."""
+        """Send a message to `rank`, from any thread; does nothing if the rank has ended."""
         self._group.send(rank, message)
 
     def send_to_all(self, message: bytes) -> None:
-        """Sends a message to every rank."""
+        """Send a message to every rank."""
         for rank in range(self._group.world_size):
             self.send(rank, message)
 
     def abort(self, error: BaseException) -> None:
-        """Makes the current or next call of `step` raise `error`; from any thread."""
+        """Make the current or next call of `step` raise `error`; from any thread."""
         self._aborted = error
 
     def supervise(
         self, is_over: Callable[[], bool], on_joined: Callable[[], None] = lambda: None
     ) -> None:
-        """Calls `on_joined` when all ranks are ready for work, and ends them when `is_over`."""
+        """Take events until all work is done, and end the ranks.
+
+        Args:
+            is_over: whether no more work follows.
+            on_joined: called when all ranks are ready for work.
+
+        Raises:
+            SvdppError: a rank has failed, died or stalled.
+        """
         while not self._liveness.all_joined:
             self.step()
         on_joined()
@@ -101,7 +116,11 @@ class Supervisor:
         self.stop()
 
     def step(self) -> None:
-        """Takes the available events, after a short wait for the first one."""
+        """Take the available events, after a short wait for the first one.
+
+        Raises:
+            SvdppError: a rank has failed, died or stalled, or `abort` was called with it.
+        """
         self._listen(_POLL_SECONDS)
         if self._aborted is not None:
             raise self._aborted
@@ -117,7 +136,11 @@ class Supervisor:
             )
 
     def stop(self) -> None:
-        """Ends the ranks in order: each reports that it is done, and exits with code 0."""
+        """End the ranks in order: each reports that it is done, and exits with code 0.
+
+        Raises:
+            RankError: one does not.
+        """
         self.send_to_all(Stop().to_bytes())
         deadline = time.monotonic() + self._config.timeout_seconds
         while not self._liveness.all_finished:
@@ -136,13 +159,20 @@ class Supervisor:
             )
 
     def kill(self, error: BaseException | None = None) -> None:
-        """Ends every rank at once, and sends `error` to other hosts; harmless after `stop`."""
+        """End every rank at once; harmless after `stop`.
+
+        Args:
+            error: what ranks on other hosts are told; None: all work is done.
+        """
         self._group.kill(error)
 
     def find_cause(self) -> SvdppError | None:
-        """What ended the run, once all ranks have reported; None if only signals ended ranks.
+        """Return what ended the run, once all ranks have reported.
 
         A broken link to a neighbour is the cause only if there is no other failure.
+
+        Returns:
+            None if only signals ended ranks.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
         self._listen(0.05)  # even if this process was paused beyond the deadline
@@ -290,7 +320,7 @@ _LINK = (
 
 @dataclass
 class Seen:
-    """What is known of one rank."""
+    """Record of what is known of one rank; times are seconds on the monotonic clock."""
 
     heard: float
     """Time of the last message."""
@@ -316,11 +346,16 @@ class Stall:
 
 
 class Liveness:
-    """Distinguishes a stalled rank from a slow one and from those that wait for it.
+    """The distinction of a stalled rank from a slow one and from those that wait for it.
 
     All ranks must join within the start timeout. A rank is stalled after `silence_limit` without a
     heartbeat (eight times that before it has joined), or, once all have joined, after the timeout
     of computing without progress. `seen` is by rank; all times are seconds on one clock.
+
+    Args:
+        config: has the limits.
+        now: seconds on that clock.
+        begun: when the start of the ranks began; None: now.
     """
 
     def __init__(self, config: PipelineConfig, now: float, begun: float | None = None) -> None:
@@ -332,7 +367,13 @@ class Liveness:
         self.seen = [Seen(now, now, now) for _ in range(config.world_size)]
 
     def heard(self, rank: int, event: Event, now: float) -> None:
-        """Takes one event."""
+        """Take one event.
+
+        Args:
+            rank: that sent it.
+            event: any.
+            now: seconds on the clock of all times.
+        """
         if isinstance(event, RankStats):
             return  # from a thread that goes on whatever the rank does
         self._discount_pause(now)
@@ -364,7 +405,11 @@ class Liveness:
         return all(seen.finished for seen in self.seen)
 
     def stall(self, now: float) -> Stall | None:
-        """The stalled rank at time `now`; None if there is none."""
+        """Return the stalled rank; None if there is none.
+
+        Args:
+            now: seconds on the clock of all times.
+        """
         self._discount_pause(now)
         running = [rank for rank, seen in enumerate(self.seen) if not seen.finished]
         for rank in running:
@@ -399,7 +444,7 @@ class Liveness:
         return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK, numbers)
 
     def _discount_pause(self, now: float) -> None:
-        """Subtracts the time for which this process, and perhaps the ranks, were stopped.
+        """Subtract the time for which this process, and perhaps the ranks, were stopped.
 
         Ctrl-Z stops the whole terminal group; a suspended machine stops everything.
         """
@@ -435,5 +480,5 @@ class Liveness:
 
 
 def silence_limit(config: PipelineConfig) -> float:
-    """Seconds without a heartbeat after which a rank is stalled; shorter than its `timeout`."""
+    """Return the seconds of silence after which a rank is stalled: less than its `timeout`."""
     return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)

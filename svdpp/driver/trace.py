@@ -25,7 +25,7 @@ from svdpp.worker.messages import (
 
 
 class StepSpan(NamedTuple):
-    """When one rank did one denoising step, on the machine's monotonic clock."""
+    """Time of one denoising step of a rank, in seconds on the machine's monotonic clock."""
 
     rank: int
     clip: int
@@ -35,7 +35,7 @@ class StepSpan(NamedTuple):
 
 
 class WaitSpan(NamedTuple):
-    """When one rank waited for a packet or a slow neighbour before an action."""
+    """Time for which one rank waited for a packet or a slow neighbour before an action."""
 
     rank: int
     clip: int
@@ -44,7 +44,7 @@ class WaitSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When one packet was on the wire, measured at one of its two ends."""
+    """Time for which one packet was on the wire, measured at one of its two ends."""
 
     rank: int
     direction: Literal["recv", "send"]
@@ -67,7 +67,7 @@ class MeanCosts:
         self._has_pairs = False
 
     def add(self, event: Event) -> None:
-        """Records an event; ignores those without a time."""
+        """Record an event; ignore those without a time."""
         match event:
             case StepDone():
                 self._add("step", event.seconds)
@@ -89,7 +89,11 @@ class MeanCosts:
         return "step" in self._counts
 
     def costs_like(self, assumed: Costs) -> Costs:
-        """The measured costs; those not measured yet are scaled from `assumed` by the step time."""
+        """Return the measured costs.
+
+        Args:
+            assumed: for costs not measured yet, which are scaled by the step time.
+        """
         means = {kind: self._seconds[kind] / count for kind, count in self._counts.items()}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
 
@@ -99,14 +103,19 @@ Placed = Span | StepSpan | WaitSpan | TransferSpan
 
 
 class Placement:
-    """Places events on the clock of rank 0's machine; keeps only the steps of current actions."""
+    """Clock of rank 0's machine, on which events are placed; keeps the steps of current actions."""
 
     def __init__(self) -> None:
         self._clock_ahead: dict[int, float] = defaultdict(float)
         self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
 
     def place(self, rank: int, event: Event) -> list[Placed]:
-        """What `event` completes: an action first, then its steps, then the wait before it."""
+        """Return what `event` completes: an action first, then its steps, then the wait before it.
+
+        Args:
+            rank: that sent it.
+            event: any.
+        """
         match event:
             case Joined():
                 self._clock_ahead[rank] = event.clock_ahead
@@ -163,7 +172,7 @@ class Mean:
 
 @dataclass
 class Reported:
-    """What a rank reports besides its spans, of all clips."""
+    """Record of what a rank reports besides its spans, of all clips."""
 
     device: str = ""
     device_name: str = ""
@@ -187,9 +196,13 @@ class Reported:
 class Trace:
     """An observer that keeps the measurements of a run, by the monotonic clock of rank 0's machine.
 
-    One thread calls it; any thread may read meanwhile and sees lists that grow. They keep only the
-    `last_clips`, so that a pipeline can run for days; `costs` covers all. Clips before `first_clip`
-    only warm up, and do not count.
+    One thread calls it; any thread may read meanwhile and sees lists that grow. Times are seconds.
+
+    Args:
+        world_size: number of ranks.
+        last_clips: the latest clips that the lists keep, so that a pipeline can run for days, while
+            `costs` covers all; None: all.
+        first_clip: clips before it only warm up, and do not count.
     """
 
     def __init__(
@@ -209,7 +222,7 @@ class Trace:
         self._placement = Placement()
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Records an event; ignores those without a time."""
+        """Record an event; ignore those without a time."""
         clip = event.action.clip if isinstance(event, ActionDone) else getattr(event, "clip", None)
         if clip is not None and clip < self._first_clip:
             return
@@ -267,11 +280,15 @@ class Trace:
         return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:
-        """The measured makespan, first clip, time per clip and bubble, as in a forecast."""
+        """Return the measured makespan, first clip, time per clip and bubble, as in a forecast."""
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> Costs:
-        """Mean seconds of each kind of work over all ranks, for a forecast of this run."""
+        """Return the mean seconds of each kind of work over all ranks, for a forecast of this run.
+
+        Raises:
+            RequestError: no step was measured.
+        """
         if not self._means.has_stepped:
             raise RequestError("no step was measured")
         return self._means.costs_like(Costs())

@@ -466,7 +466,7 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
 
 
 def _end_with_starter(parent: Any) -> None:
-    """Starts a thread that ends this process with its starter, whose temporary files it removes."""
+    """Start a thread that ends this process with its starter, whose temporary files it removes."""
 
     def wait_for_end() -> None:
         wait([parent.sentinel])
@@ -570,7 +570,7 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Removes the folder, to which ranks that have just been killed may still write."""
+    """Remove the folder, to which ranks that have just been killed may still write."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
         pass

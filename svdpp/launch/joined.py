@@ -278,7 +278,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Bounds each read in the block: any process can connect to the port and send nothing."""
+    """Bound each read in the block: any process can connect to the port and send nothing."""
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))

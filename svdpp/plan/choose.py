@@ -175,7 +175,10 @@ class _Search:
             f"one needs {least:.4g}",
             "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
             "--memory-opt",
-            details={"asked": least, "free": min(self.memory_gib)},
+            details={
+                **{"world_size": layouts[0].world_size, "asked": least},
+                **{"free": min(self.memory_gib), "free_most": max(self.memory_gib)},
+            },
         )
 
 
