@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.faults.processes import wait_until
@@ -50,10 +51,27 @@ class Postgres:
         self._run("pg_ctl", "-w", "-m", mode, "stop")
 
     def execute(self, statement: str, database: str = "postgres") -> None:
+        """Runs a statement, also while the database is read-only."""
         import psycopg
 
-        with psycopg.connect(self.url_of(database), autocommit=True) as connection:
+        writes = "-c default_transaction_read_only=off"
+        with psycopg.connect(self.url_of(database), autocommit=True, options=writes) as connection:
             connection.execute(statement.encode())
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """All its processes are stopped during the block."""
+        pid = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
+        main = psutil.Process(pid)
+        processes = [main, *main.children(recursive=True)]
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
 
     def _run(self, program: str, *arguments: str) -> None:
         subprocess.run(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import psycopg
 import pytest
 
@@ -102,21 +100,6 @@ def test_notes_are_asked_for_until_it_succeeds(
     assert queue.database.listen(5.0) == ["queued"]
 
 
-@contextlib.contextmanager
-def _stopped(postgres: Postgres) -> Iterator[None]:
-    """All processes of the database are stopped during the block."""
-    pid = int((postgres.folder / "data" / "postmaster.pid").read_text().split()[0])
-    main = psutil.Process(pid)
-    processes = [main, *main.children(recursive=True)]
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("wire", ["tcp", "unix"])
 def test_a_database_that_hangs_is_away_within_the_deadline(
@@ -131,7 +114,7 @@ def test_a_database_that_hangs_is_away_within_the_deadline(
     with contextlib.closing(JobQueue(tmp_path / "data", url=database)) as queue:
         id = add(queue)
         for use in (queue.counts, queue.database.check, lambda: queue.cancel_waiting(id)):
-            with _stopped(postgres):
+            with postgres.hanging():
                 start = time.monotonic()
                 with pytest.raises(AwayError, match="does not answer"):
                     use()

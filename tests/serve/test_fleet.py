@@ -260,6 +260,7 @@ def test_a_server_does_not_make_a_clip_twice_at_once(
 
 @pytest.mark.parametrize("number", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_a_short_soak(tmp_path: Path, number: int) -> None:
-    asked = argparse.Namespace(jobs=12, clients=6, faults=4, servers=number, seed=1)
+    none = {"clocks": 0, "storage": 0, "database": 0}
+    asked = argparse.Namespace(jobs=12, clients=6, faults=4, servers=number, seed=1, **none)
     summary = soak(tmp_path, asked)
     assert summary["wrong"] == {}, summary["faults"]

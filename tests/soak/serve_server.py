@@ -33,14 +33,25 @@ _START_LINE = "--- start\n"
 # How a server ends at SIGTERM before Python, or the command, has handlers for it.
 _ENDS_AT_START = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _FORK_SERVER = "multiprocessing.forkserver"
+# Why a server may end before it listens: the database, or the files, are away at that moment.
+_AWAY_AT_START = ("does not answer", "is not that of the queue", "cannot use the data folder")
 
 
 class FaultyServer:
     """`svdpp serve`, always at the same port, and what is done to it."""
 
-    def __init__(self, folder: Path, chance: random.Random, *options: str, data: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        chance: random.Random,
+        *options: str,
+        data: Path,
+        faketime: Path | None = None,
+    ) -> None:
+        """With the library `faketime`, its clock can be set; else it is the machine's."""
         self.data, self.temporary = data, folder / "tmp"
         self.temporary.mkdir(parents=True)
+        self._faketime, self._clock = faketime, folder / "clock"
         self._folder, self._options = folder, options
         self.log = folder / "server.log"
         with socket.socket() as free:
@@ -59,6 +70,14 @@ class FaultyServer:
         self.starts += 1
         command = [sys.executable, "-m", "svdpp", "serve", "--data", str(self.data)]
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
+        if self._faketime is not None:
+            self.set_clock(0)  # what has finished is old for a server that starts later
+            environment |= {
+                "LD_PRELOAD": str(self._faketime),
+                "FAKETIME_TIMESTAMP_FILE": str(self._clock),
+                "FAKETIME_CACHE_DURATION": "1",
+                "DONT_FAKE_MONOTONIC": "1",
+            }
         with self.log.open("ab") as log:
             log.write(_START_LINE.encode())
             log.flush()
@@ -73,6 +92,12 @@ class FaultyServer:
     def is_running(self) -> bool:
         """Whether its process has not ended."""
         return self._process.poll() is None
+
+    def set_clock(self, days: float) -> None:
+        """Sets its clock so many days ahead of the machine's; its ranks follow."""
+        replaced = self._clock.with_suffix(".new")
+        replaced.write_text(f"{days * 86400:+.0f}\n")
+        replaced.replace(self._clock)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the server alone."""
@@ -153,7 +178,7 @@ class FaultyServer:
 
     def _note_end(self) -> None:
         log = self._log_of_start()
-        if _has_listened(log) or "does not answer" not in log:
+        if _has_listened(log) or not any(reason in log for reason in _AWAY_AT_START):
             tail = log.strip().splitlines()[-1:]
             self.problems.append(f"exit code {self._process.returncode}: {tail}")
         self._end("an end by itself")

@@ -2,14 +2,18 @@
 
     make soak-serve        or        python -m tests.soak.serve_soak [--jobs 300] [--faults 40]
     make soak-fleet        or        python -m tests.soak.serve_soak --servers 3
+    python -m tests.soak.serve_soak --servers 3 --clocks 1 --storage 1 --database 1
 
 Clients request small clips of the demo model over HTTP, with idempotency keys, each time at any
 server. Some cancel theirs, some delete them. Meanwhile servers, their ranks or their fork servers
 are killed, ranks are stopped, or a server is drained and replaced; of several servers, which share
 a PostgreSQL database, one is stopped for longer than a lease, or the database is stopped or
-restarted, or its connections are ended. At the end every job must have ended once, every latent
-must be that of a pipeline without faults, and no row, file or process may be left. The summary is
-one line of JSON on stdout; the exit code is 1 if anything is wrong.
+restarted, or its connections are ended. With `--clocks 1` clocks of servers, which remove clips
+after a day, jump by days; with `--storage 1` the data folder is away for a while, as if its disk
+were not mounted; with `--database 1` the database also hangs, or is read-only. At the end
+every job must have ended once, every latent must be that of a pipeline without faults, and no row,
+file or process may be left. The summary is one line of JSON on stdout; the exit code is 1 if
+anything is wrong.
 """
 
 from __future__ import annotations
@@ -74,7 +78,11 @@ class FaultyServers:
     """One server, or several over a database, and what is done to them."""
 
     def __init__(
-        self, folder: Path, number: int, database: Postgres | None, chance: random.Random
+        self,
+        folder: Path,
+        asked: argparse.Namespace,
+        database: Postgres | None,
+        chance: random.Random,
     ) -> None:
         self.data = folder / "data"
         self._folder, self._database, self._chance = folder, database, chance
@@ -96,9 +104,21 @@ class FaultyServers:
                 "end the connections": lambda _: database.execute(_END),
                 "end some connections": lambda _: database.execute(f"{_END} AND random() < 0.4"),
             }
+        faketime = None
+        if asked.clocks:
+            faketime = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+            more += "--keep-days", "1"
+            self._inflicts["a clock jumps"] = self._jump
+        if asked.storage:
+            self._inflicts["the storage vanishes"] = lambda _: self._unmount()
+        if asked.database and database is not None:
+            self._inflicts |= {
+                "the database hangs": lambda _: self._hang_database(database),
+                "the database is read-only": lambda _: self._make_read_only(database),
+            }
         self.servers = [
-            FaultyServer(folder / f"server{n}", chance, *more, data=self.data)
-            for n in range(number)
+            FaultyServer(folder / f"server{n}", chance, *more, data=self.data, faketime=faketime)
+            for n in range(asked.servers)
         ]
 
     def fault(self) -> None:
@@ -135,6 +155,36 @@ class FaultyServers:
         database.stop()
         time.sleep(self._chance.choice((0.0, 2.0, 1.5 * _LEASE)))
         database.start()
+
+    def _jump(self, server: FaultyServer) -> None:
+        """Its clock is set back later, or at its next start."""
+        server.set_clock(self._chance.choice((-3.0, 0.1, 2.0, 400.0)))
+        if self._chance.random() < 0.7:
+            time.sleep(_LEASE * self._chance.uniform(0.5, 2.0))
+            server.set_clock(0)
+
+    def _unmount(self) -> None:
+        """The folder is an empty one for a while; a server that starts then would make a queue."""
+        if self._database is None:
+            _wait(self.are_ready)
+        away = self.data.with_name("away")
+        self.data.rename(away)
+        self.data.mkdir()
+        time.sleep(self._chance.choice((0.5, 4.0, 1.5 * _LEASE)))
+        shutil.rmtree(self.data)
+        away.rename(self.data)
+
+    def _hang_database(self, database: Postgres) -> None:
+        with database.hanging():
+            time.sleep(self._chance.choice((2.0, 1.5 * _LEASE, 20.0)))
+
+    def _make_read_only(self, database: Postgres) -> None:
+        """Sessions that do not end stay as they are."""
+        change = "ALTER DATABASE postgres SET default_transaction_read_only = {}"
+        database.execute(change.format("on"))
+        database.execute(f"{_END} AND random() < 0.7")
+        time.sleep(self._chance.choice((1.0, 1.5 * _LEASE)))
+        database.execute(change.format("off"))
 
     def jobs(self) -> list[Job]:
         """All jobs, after what servers remove in an hour."""
@@ -179,7 +229,7 @@ def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     wanted = requests(asked.jobs, chance)
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(postgres_server()) if asked.servers > 1 else None
-        faulty = FaultyServers(folder, asked.servers, database, chance)
+        faulty = FaultyServers(folder, asked, database, chance)
         try:
             _wait(faulty.are_ready)
             _use(faulty, wanted, asked, chance)
@@ -342,7 +392,8 @@ def _sampling(steps: int, frames: int) -> SamplingConfig:
 
 def main() -> int:
     """Runs the soak; returns its exit code."""
-    asked = options(__doc__, jobs=300, clients=20, faults=40, servers=1, seed=0)
+    more = {"clocks": 0, "storage": 0, "database": 0}
+    asked = options(__doc__, jobs=300, clients=20, faults=40, servers=1, seed=0, **more)
     folder = Path(tempfile.mkdtemp(prefix="soak-serve-"))
     found = soak(folder, asked)
     print(json.dumps(found))
