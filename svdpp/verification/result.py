@@ -114,6 +114,8 @@ class VerificationResult:
     conditions: Mapping[str, Any] = field(default_factory=dict)
     """Conditions besides the requests on which the bits depend, as the ranks have found them."""
     tolerance: Tolerance = BITWISE
+    reference: str = "diffusers' sequential result"
+    """Name of what the ranks' results are compared with."""
 
     @property
     def equal(self) -> bool:
@@ -150,7 +152,7 @@ class VerificationResult:
         clips = len({check.clip for check in self.checks})
         compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
         if self.bitwise:
-            return f"bitwise equal: {compared} with diffusers' sequential result"
+            return f"bitwise equal: {compared} with {self.reference}"
         largest = f"largest difference {self.largest.distance}, {self.largest.place}"
         first = self.first_difference
         if first is None:

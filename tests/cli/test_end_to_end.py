@@ -190,3 +190,13 @@ def test_a_rehearsal_says_what_it_measured_and_leaves_trace_and_log(tmp_path: Pa
     assert len(sends) == len(receives) == 3
     assert "send clip 0 at step 2 to rank 1: 2048 bytes in" in sends[0]
     assert sum("step" in text and text.startswith("clip") for _, text in said) == 12
+
+
+def test_a_verified_dummy_has_no_word_of_diffusers() -> None:
+    answer = svdpp_here(
+        *("verify", "--model", "dummy", "--device", "cpu", "--latent-shape", "1", "4", "2", "8"),
+        *("8", "--steps", "2", "--threads", "1"),
+    )
+    assert answer.code == 0, answer
+    assert "comparisons with the sequential result" in answer.out
+    assert "diffusers" not in answer.out + answer.err

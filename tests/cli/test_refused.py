@@ -204,7 +204,6 @@ RUN_DEMO = f"run {PHOTO_} {_DEMO}"
         ("verify", TORCHRUN, "MASTER_ADDR is not set"),
         (f"{RUN_DEMO} --layout auto", TORCHRUN, "under a launcher only rank 0 knows it"),
         (f"{RUN_DEMO} --dry-run", TORCHRUN, "--dry-run starts no ranks"),
-        ("bench smoke", TORCHRUN, "without torchrun or srun"),
         (RUN_DEMO, {"RANK": "0"}, "invalid torchrun environment"),
         (RUN_DEMO, {**TORCHRUN, "RANK": "2"}, "invalid torchrun environment"),
         (RUN_DEMO, {"PIPELINE_BACKEND": "nccl"}, "PIPELINE_BACKEND=nccl"),

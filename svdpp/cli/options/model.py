@@ -355,8 +355,8 @@ def parse_seeds(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:
-            wrong = f"--seeds takes numbers and ranges such as 1-8 or 1,3,5-7, got {text!r}"
-            raise RequestError(wrong, details={"examples": "1-8 or 1,3,5-7", "value": text})
+            wrong = f"--seeds takes numbers and ranges, got {text!r}"
+            raise RequestError(wrong, "such as --seeds 1-8 or --seeds 1,3", details={"value": text})
         first, last = int(match[1]), int(match[2] or match[1])
         empty = f"--seeds {first}-{last}: the range is empty"
         require(first <= last, empty, f"write {last}-{first}", first=first, last=last)

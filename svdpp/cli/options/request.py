@@ -254,6 +254,7 @@ class PipelineRequest:
             raise RequestError(
                 "auto needs the number of clips, and under a launcher only rank 0 knows it",
                 "svdpp plan --layout auto --clips M shows which options to give",
+                details={"rank": 0},
             )
         needs, limits = self._memory()
         # A server without pairs also takes clips without guidance: only the user gives that up.
