@@ -72,7 +72,8 @@ class Packet:
     Args:
         clip: index of the clip.
         next_step: number of steps done.
-        begun_at: unix time in seconds at which the clip's encode began.
+        begun_at: seconds on the monotonic clock of the machine that has the packet, at which the
+            clip's encode began. Clocks of the day can be set back while a clip is made.
         tensors: by name, contiguous or not, on the rank's device or in host memory.
         tombstone: the clip is lost; the packet, without tensors, still travels, since the lists of
             the ranks behind expect it.

@@ -90,8 +90,8 @@ class Transport:
     """All links of one rank; received tensors end up on its `device`.
 
     `on_transfer` is called from the links' threads after each transfer of a clip. With `checksum`
-    payloads carry a crc32, which the receiver compares. `wall_ahead` are the seconds by which this
-    host's clock is ahead of rank 0's, by which the times in packets are.
+    payloads carry a crc32, which the receiver compares. `monotonic_ahead` are the seconds by which
+    this host's monotonic clock is ahead of rank 0's, by which times travel.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class Transport:
     backend: str
     on_transfer: Callable[[Transfer], None]
     checksum: bool = False
-    wall_ahead: float = 0.0
+    monotonic_ahead: float = 0.0
 
     def __post_init__(self) -> None:
         self._direct = self.backend == "nccl"
@@ -171,7 +171,7 @@ class Transport:
         link = self._link("from", peer, channel)
         ends: _Ends = "recv", clip, next_step, peer
         future = link.start(lambda: self._receive(link, ends, known or {}))
-        return PendingPacket(future, self.wall_ahead, ends, self.rank)
+        return PendingPacket(future, self.monotonic_ahead, ends, self.rank)
 
     def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
         """Send in the background; first wait until the packet before it on this link has left.
@@ -231,7 +231,7 @@ class Transport:
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self.checksum and not packet.tombstone
             crc = zlib.crc32(link.stream.to_host(staged, after).numpy().data) if checked else None
-            packet = replace(packet, begun_at=packet.begun_at - self.wall_ahead)
+            packet = replace(packet, begun_at=packet.begun_at - self.monotonic_ahead)
             description = describe(packet, self.device, crc)
             header = Header(len(description), zlib.crc32(description), payload.numel()).pack()
             begun = time.monotonic()
@@ -301,7 +301,7 @@ class PendingPacket:
     """A packet that is being received, or is there."""
 
     _future: Future[tuple[Description, torch.Tensor]]
-    _wall_ahead: float
+    _monotonic_ahead: float
     _ends: _Ends
     _rank: int
 
@@ -323,7 +323,7 @@ class PendingPacket:
         description, payload = self._future.result()
         streams.lend(payload)
         packet = description.packet(payload)
-        packet.begun_at += self._wall_ahead
+        packet.begun_at += self._monotonic_ahead
         if whole is not None and not packet.tombstone:
             with translated_errors(*_attempt(self._ends, self._rank)):
                 check_tensors(description.specs, whole(packet.tensors))

@@ -122,10 +122,10 @@ class QueuedChannel(Channel):
 
 
 class Clock(NamedTuple):
-    """Seconds by which this host's clocks are ahead of rank 0's."""
+    """Comparison of this host's monotonic clock with rank 0's."""
 
     monotonic_ahead: float = 0.0
-    wall_ahead: float = 0.0
+    """Seconds by which it is ahead."""
 
 
 class RankContext(NamedTuple):

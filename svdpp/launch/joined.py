@@ -287,14 +287,14 @@ def _handshake_deadline(connection: Connection) -> Iterator[None]:
 
 
 _NUM_ROUNDS = 8
-_TIMES = struct.Struct("<dd")
+_TIME = struct.Struct("<d")
 
 
 def compare_clocks(connection: Connection, deadline: float) -> Clock:
-    """Measure the offset to the clocks of rank 0, which runs `answer_clock`.
+    """Measure the offset to the clock of rank 0, which runs `answer_clock`.
 
     Cristian's algorithm (Probabilistic clock synchronization, 1989): in the fastest round trip the
-    other end read its clocks halfway through.
+    other end read its clock halfway through.
 
     Args:
         connection: to rank 0.
@@ -307,16 +307,14 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
     for _ in range(_NUM_ROUNDS):
         start = time.monotonic()
         connection.send_bytes(b"?")
-        monotonic, wall = _TIMES.unpack(receive(connection, deadline, _TIMES.size))
-        now = time.time()  # first: a pause between the two makes the round slow, so it loses
+        (of_rank_0,) = _TIME.unpack(receive(connection, deadline, _TIME.size))
         seconds = time.monotonic() - start
-        clock = Clock(start + seconds / 2 - monotonic, now - seconds / 2 - wall)
-        rounds.append((seconds, clock))
+        rounds.append((seconds, Clock(start + seconds / 2 - of_rank_0)))
     return min(rounds)[1]
 
 
 def answer_clock(connection: Connection, deadline: float) -> None:
-    """Send this host's clock times to the other end, which runs `compare_clocks`.
+    """Send this host's clock to the other end, which runs `compare_clocks`.
 
     Args:
         connection: to the rank.
@@ -327,7 +325,7 @@ def answer_clock(connection: Connection, deadline: float) -> None:
     """
     for _ in range(_NUM_ROUNDS):
         receive(connection, deadline, 1)
-        connection.send_bytes(_TIMES.pack(time.monotonic(), time.time()))
+        connection.send_bytes(_TIME.pack(time.monotonic()))
 
 
 # --- rank 0 joins them --------------------------------------------------------------------------

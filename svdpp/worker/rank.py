@@ -189,7 +189,7 @@ def _connected_transport(
         context.backend,
         reporter.transfer,
         checksum=config.checksum,
-        wall_ahead=context.clock.wall_ahead,
+        monotonic_ahead=context.clock.monotonic_ahead,
     )
     layout = config.layout
     back = [(high, low) for low, high in layout.pairs]

@@ -255,7 +255,7 @@ class ClipWriter(BoundedExecutor):
             **audio_hashes(audio),
             **_pressed(job, packet),
             "compute_seconds": round(packet.compute_seconds, 3),
-            "wall_seconds": round(time.time() - packet.begun_at, 3),
+            "wall_seconds": round(time.monotonic() - packet.begun_at, 3),
             "resumed_from_step": job.request.done_steps,
             **({"host": self._host} if self._host else {}),
         }

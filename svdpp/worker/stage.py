@@ -189,12 +189,12 @@ class PipelineStage:
 
     def _encode(self, action: Action) -> None:
         request = self._jobs[action.clip].request
-        packet = self._packets[action.clip] = Packet(action.clip, 0, time.time(), {})
+        packet = self._packets[action.clip] = Packet(action.clip, 0, time.monotonic(), {})
         with self._isolated(packet):
             with self._waiting(action, "image"):
                 prepared = self._photos.take(action.clip)
             self._tools.check_wanted(action.clip)
-            packet.begun_at = time.time()
+            packet.begun_at = time.monotonic()
             with self._timed(action):
                 model = self._model_of(self._sampling_of(action))
                 with _failures_of_clip(action):
@@ -207,7 +207,7 @@ class PipelineStage:
     def _load(self, action: Action) -> None:
         writer = self._tools.checkpoint_writer
         assert writer is not None, f"{action} without latent checkpoints"
-        self._packets[action.clip] = Packet(action.clip, action.start, time.time(), {})
+        self._packets[action.clip] = Packet(action.clip, action.start, time.monotonic(), {})
         with self._isolated(self._packets[action.clip]):
             self._tools.check_wanted(action.clip)
             request = self._jobs[action.clip].request

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class LatentCheckpoints:
         metadata = {
             "schema_version": _SCHEMA_VERSION,
             "next_step": packet.next_step,
-            "begun_at": packet.begun_at,
+            # Unix time: a monotonic clock begins again with its machine.
+            "begun_at": time.time() - (time.monotonic() - packet.begun_at),
             "compute_seconds": packet.compute_seconds,
             "memory_pressure": packet.memory_pressure,
             "conditions": self._conditions,
@@ -124,7 +126,8 @@ class LatentCheckpoints:
                     )
         stays = metadata["in_host_memory"]
         placed = {name: t if name in stays else t.to(device) for name, t in tensors.items()}
-        packet = Packet(clip, step, float(metadata["begun_at"]), placed)
+        age = max(0.0, time.time() - float(metadata["begun_at"]))
+        packet = Packet(clip, step, time.monotonic() - age, placed)
         packet.memory_pressure = bool(metadata["memory_pressure"])
         packet.compute_seconds = float(metadata["compute_seconds"])
         return packet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -281,7 +283,7 @@ def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
     tmp_path: Path, uninterrupted: list[str]
 ) -> None:
     """Steps before the pause count as compute, the pause does not; the wall time has both."""
-    an_hour_ago, latent = time.time() - 3600, {"latents": plain_latent(0, 14, 28)}
+    an_hour_ago, latent = time.monotonic() - 3600, {"latents": plain_latent(0, 14, 28)}
     packet = Packet(0, 14, an_hour_ago, latent, compute_seconds=700.0)
     conditions = device.conditions_of(config(1), None, "cpu")
     LatentCheckpoints(tmp_path, conditions).save(KEYS[0], packet)
@@ -330,6 +332,32 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
     keep(0, 21)  # by a rank with a slow disk
     handles.clean_up()
     assert saved(tmp_path) == of_others
+
+
+def _set_clock_back(rank: int) -> None:  # noqa: ARG001
+    """Set the clock of the day back by an hour each time that this process reads it."""
+    hours = itertools.count()
+    time.time = lambda: 1.8e9 - 3600.0 * next(hours)
+
+
+@pytest.mark.processes
+def test_a_clock_that_is_set_back_makes_no_duration_negative() -> None:
+    with Pipeline(config(2), fault=_set_clock_back) as pipeline:
+        (result,) = pipeline.run(clips(0))
+    metadata = result.metadata
+    assert 0 <= metadata["compute_seconds"] <= metadata["wall_seconds"] + 0.01 < 600
+
+
+def test_a_checkpoint_from_a_clock_that_was_set_back_began_before_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packet = Packet(3, 7, time.monotonic() - 100.0, {"latents": torch.zeros(2, 3)})
+    LatentCheckpoints(tmp_path, {}).save(KEYS[0], packet)
+    load = partial(LatentCheckpoints(tmp_path, {}).load, KEYS[0], 3, 7, torch.device("cpu"), "")
+    assert time.monotonic() - load().begun_at == pytest.approx(100.0, abs=20)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 7200)
+    assert load().begun_at <= time.monotonic()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,6 @@ def test_clocks_are_compared() -> None:
         rank_0.submit(joined.answer_clock, theirs, deadline)
         offset = joined.compare_clocks(ours, deadline)
     assert abs(offset.monotonic_ahead) < 0.05
-    assert abs(offset.wall_ahead) < 0.05
 
 
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
