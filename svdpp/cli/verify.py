@@ -45,6 +45,10 @@ _CONDITIONS = (
 )
 
 
+_MORE_MEMORY = (
+    "verify again with more free GPU memory: fewer --frames, or a smaller --decode-chunk-size"
+)
+
 # How tables show a verdict.
 _WORDS = {
     "bitwise equal": "equal",
@@ -224,7 +228,8 @@ def _compare(
     if verdict.equal:
         console.result(str(verdict))
         return
-    raise VerificationError(str(verdict), details=verdict.failure_details())
+    hint = _MORE_MEMORY if verdict.short_of_memory else ""
+    raise VerificationError(str(verdict), hint, details=verdict.failure_details())
 
 
 def _refuse_without_effect(context: typer.Context) -> None:

@@ -17,6 +17,7 @@ _LEVELS = {"frames": 255, "audio": 32767}
 _AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
 
 What = Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
+Side = Literal["ranks", "reference"]
 Verdict = Literal["bitwise equal", "within tolerance", "different"]
 
 
@@ -116,6 +117,9 @@ class VerificationResult:
     tolerance: Tolerance = BITWISE
     reference: str = "diffusers' sequential result"
     """Name of what the ranks' results are compared with."""
+    short_of_memory: tuple[Side, ...] = ()
+    """Sides on which GPU memory ran short, after which cuDNN may have used another kernel: a
+    difference may come from there."""
 
     @property
     def equal(self) -> bool:
@@ -158,8 +162,15 @@ class VerificationResult:
         if first is None:
             return f"within tolerance ({largest}; {self.tolerance}): {compared}, not all bitwise"
         if self.tolerance.is_bitwise:
-            return f"not equal: {first}"
-        return f"different, beyond {self.tolerance}: {first}; {largest}"
+            return f"not equal: {first}{self._cause}"
+        return f"different, beyond {self.tolerance}: {first}; {largest}{self._cause}"
+
+    @property
+    def _cause(self) -> str:
+        if not self.short_of_memory:
+            return ""
+        sides = " and ".join(f"the {side}" for side in self.short_of_memory)
+        return f". GPU memory ran short in {sides}: cuDNN may have used another kernel there"
 
     def failure_details(self) -> dict[str, Any]:
         """Return the first check that fails and the largest difference, for an error's details."""
@@ -168,6 +179,7 @@ class VerificationResult:
             **({} if first is None else first.to_json()),
             **asdict(self.tolerance),
             "largest_difference": self.largest.to_json(),
+            "short_of_memory": list(self.short_of_memory),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -184,6 +196,7 @@ class VerificationResult:
             "largest_difference": None if self.bitwise else {name: largest[name] for name in place},
             "checks": [check.to_json() for check in self.checks],
             "conditions": dict(self.conditions),
+            "short_of_memory": list(self.short_of_memory),
         }
 
 

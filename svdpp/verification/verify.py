@@ -24,6 +24,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.verification.result import (
     Check,
     Place,
+    Side,
     VerificationResult,
     What,
     compare_tensors,
@@ -89,17 +90,29 @@ def verify(
             kept.mkdir()
         with open_observer(pipelined.name, config.layout.schedule(len(requests))) as observer:
             observers = (observer, *observers)
-            conditions = run_pipelined(config, requests, pipelined, fault, observers)
+            made = run_pipelined(config, requests, pipelined, fault, observers)
         with open_observer(sequential.name, config.alone().layout.schedule(len(requests))) as alone:
             steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
-            run_reference(
+            expected = run_reference(
                 config, requests, steps=steps, tensor_folder=sequential, observers=(alone,)
             )
         ours, theirs = TensorStore(pipelined), TensorStore(sequential)
         compare = _Comparison(config, ours, theirs, tolerance)
         checks = [check for clip in range(len(requests)) for check in compare.clip(clip)]
+        sides: dict[Side, list[dict[str, Any]]] = {"ranks": made, "reference": expected}
+        short = tuple(side for side, clips in sides.items() if any(map(_had_pressure, clips)))
         named = {"reference": "the sequential result"} if config.model.is_dummy else {}
-        return VerificationResult(tuple(checks), conditions, tolerance, **named)
+        return VerificationResult(
+            tuple(checks),
+            made[0]["conditions"],
+            tolerance,
+            short_of_memory=short,
+            **named,
+        )
+
+
+def _had_pressure(metadata: dict[str, Any]) -> bool:
+    return bool(metadata.get("memory_pressure"))
 
 
 def run_pipelined(
@@ -108,8 +121,19 @@ def run_pipelined(
     folder: Path,
     fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
-) -> dict[str, Any]:
-    """Runs `requests` through the ranks, keeps what is compared, and returns their conditions."""
+) -> list[dict[str, Any]]:
+    """Run `requests` through the ranks, and keep what is compared.
+
+    Args:
+        config: options of the run.
+        requests: clips to make; their outputs are not written.
+        folder: existing folder that gets latents, frames and sound.
+        fault: function that tests call in each rank, with its number, to damage it.
+        observers: callables that get (rank, event) for each event of the ranks.
+
+    Returns:
+        The metadata of each clip.
+    """
     files = sorted({path for request in requests for path, _ in request.files.values()})
     pipeline = Pipeline(config, tensor_folder=str(folder), shared_paths=files, fault=fault)
     for observer in observers:
@@ -121,7 +145,7 @@ def run_pipelined(
         results = pipeline.run(requests)
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
         reset_peak()
-    return dict(results[0].metadata["conditions"])
+    return [result.metadata for result in results]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,6 +164,18 @@ def test_the_three_verdicts_in_words_and_json() -> None:
     assert not nan.equal
 
 
+def test_a_difference_names_the_side_that_ran_short_of_memory() -> None:
+    latent = torch.ones(3)
+    check = _compare(latent + 1, latent)
+    plain = VerificationResult((check,))
+    short = VerificationResult((check,), short_of_memory=("reference",))
+    assert "memory" not in str(plain)
+    assert "GPU memory ran short in the reference: cuDNN" in str(short)
+    assert short.to_json()["short_of_memory"] == ["reference"]
+    assert short.failure_details()["short_of_memory"] == ["reference"]
+    assert "memory" not in str(VerificationResult((_compare(latent, latent),), {}))
+
+
 @pytest.mark.parametrize("wrong", [{"atol": -1.0}, {"rtol": float("nan")}, {"atol": float("inf")}])
 def test_a_tolerance_that_allows_nothing_or_all_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(RequestError, match="must be a finite number"):
