@@ -31,7 +31,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure or compare."""
+    """Configuration to measure, or results to compare."""
 
     words: Annotated[
         list[str] | None,
@@ -83,6 +83,10 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     from those of diffusers, the results are written and the exit code is 3; if a target of the
     configuration is missed, 10. Under torchrun or srun the launched ranks are measured; rank 0
     alone measures diffusers, and writes.
+
+    Raises:
+        VerificationError: a clip has other bits than diffusers gives.
+        RequestError: the words are not one configuration, or its fields contradict each other.
     """
     names, overrides = _sorted_out(asked.words or [])
     if asked.compare is not None:
@@ -234,7 +238,12 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
 
 
 def show_summary(console: Console, found: dict[str, Any]) -> None:
-    """Prints each figure in every case, the speed-ups, what limits it, and whether bits agree."""
+    """Print the figures of each case, speed-ups, limits, and whether bits agree.
+
+    Args:
+        console: of the command.
+        found: the content of `summary.json`.
+    """
     cases, limits = found["cases"], found["limits"]
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
     shown = {

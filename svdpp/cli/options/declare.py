@@ -111,8 +111,8 @@ def between(low: int, high: int | None = None) -> Any:
         low: smallest number.
         high: largest number; None: there is no limit.
 
-    Returns:
-        A function that raises `RequestError` for other numbers.
+    Raises:
+        RequestError: the check is called with another number.
     """
 
     def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
