@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from svdpp.errors import SvdppError
-from svdpp.launch import group, process_lifetime
+from svdpp.launch import fork_server, group, process_lifetime
 from tests.details import numbers_not_in_details
 
 # Property tests measure no time, because the machine may be loaded.
@@ -56,10 +56,11 @@ def _fork_server_knows_svd() -> Iterator[None]:
 
     Ranks of a server that has not imported SVD would each import it.
     """
-    start = group.start_fork_server
+    start = fork_server.start_fork_server
     with pytest.MonkeyPatch.context() as patch:
-        modules = group.modules_for("svd")
-        patch.setattr(group, "start_fork_server", lambda _: start(modules))
+        modules = fork_server.modules_for("svd")
+        for module in (fork_server, group):
+            patch.setattr(module, "start_fork_server", lambda _: start(modules))
         yield
 
 

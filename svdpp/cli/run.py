@@ -82,7 +82,7 @@ def run(
     log: LogOptions,
 ) -> None:
     """Animate images, or make clips from prompts: OUT/NAME_SEED.mp4 and a JSON file beside it."""
-    from svdpp.launch.group import start_fork_server_early
+    from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.media.output_files import locked
 
     asked = Run(console=console, traces=traces, launched=launched, options=options)

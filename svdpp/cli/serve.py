@@ -340,7 +340,7 @@ def _serve_rank(console: Console, asked: ServeOptions, launched: World, log: Log
 def _serve(console: Console, asked: ServeOptions, launched: World | None, log: LogOptions) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
     from svdpp.cli.progress import EventLog
-    from svdpp.launch.group import start_fork_server_early
+    from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.serve.auth import check_host
     from svdpp.serve.server import Server, build
 

@@ -15,7 +15,8 @@ from svdpp.driver.supervisor import Observer, Supervisor, silence_limit
 from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
-from svdpp.launch.group import Group, modules_for, start_ranks
+from svdpp.launch.fork_server import modules_for
+from svdpp.launch.group import Group, start_ranks
 from svdpp.launch.joined import Terms, join_ranks
 from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.processes
 _START_AND_DIE = """
 import os, signal
 from multiprocessing import forkserver
-from svdpp.launch import group
-group.start_fork_server(["sleeps"])
+from svdpp.launch import fork_server
+fork_server.start_fork_server(["sleeps"])
 print(forkserver._forkserver._forkserver_pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -47,13 +47,14 @@ def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Pa
 _START_IN_A_THREAD_AND_A_FOLDER_THAT_GO = """
 import os, threading
 from svdpp import ModelConfig, Pipeline, PipelineConfig, SvdSampling
-from svdpp.launch import group
+from svdpp.launch import fork_server
 
 if __name__ == "__main__":
     before = dict(os.environ)
     os.mkdir("gone")
     os.chdir("gone")
-    starter = threading.Thread(target=group.start_fork_server, args=[group.modules_for("svd")])
+    modules = fork_server.modules_for("svd")
+    starter = threading.Thread(target=fork_server.start_fork_server, args=[modules])
     starter.start()
     starter.join()
     os.chdir("..")

@@ -1,0 +1,134 @@
+"""The fork server of CPU ranks, which imports torch and the model's classes once for all of them.
+
+No torch here: a command starts the server before it imports torch itself. Python's own server waits
+for a stopped rank for ever, and notices nothing while it imports. This one imports this module
+first, and gets a signal of the kernel when its starter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
+
+from svdpp.launch import process_lifetime
+from svdpp.launch.start_deadline import end_fork_server
+
+#: Imported for all ranks, and for those with a model, whose family's classes it also imports.
+RANK_MODULE = "svdpp.worker.rank"
+_MODEL_MODULE = "svdpp.models.engine.load"
+
+#: Variable of the server: its starter's process id and temporary folder, and what to import.
+_TASK = "SVDPP_FORK_SERVER"
+_WAIT_SECONDS = 1.0
+
+
+def start_method(device: str) -> str:
+    """Return the multiprocessing start method for ranks on `device`.
+
+    Importing diffusers initialises CUDA, and a process forked afterwards cannot use it.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
+
+    Returns:
+        `forkserver` for CPU ranks, `spawn` for others.
+    """
+    return "spawn" if device.startswith("cuda") else "forkserver"
+
+
+def start_fork_server(preload: Sequence[str]) -> None:
+    """Start the server unless it is running; do not wait for its imports.
+
+    Args:
+        preload: modules that it imports for all ranks, as of `modules_for`.
+
+    Raises:
+        OutputError: no folder for temporary files can be written.
+    """
+    end_fork_server(only_if_stopped=True)
+    _end_server_at_exit()
+    resource_tracker.ensure_running()  # first, because starting it unblocks the signals
+    forkserver.set_forkserver_preload([__name__])
+    task = json.dumps([os.getpid(), process_lifetime.temp_dir(), *preload])
+    with process_lifetime.environment_defaults({_TASK: task}), process_lifetime.signals_blocked():
+        forkserver.ensure_running()
+
+
+@functools.cache
+def _end_server_at_exit() -> None:
+    # By itself it would end at the end of this process, but not while it is stopped.
+    atexit.register(end_fork_server)
+
+
+def modules_for(family: str | None) -> list[str]:
+    """Return the modules that ranks need, as `start_ranks` takes them.
+
+    Args:
+        family: of their model; None for the dummy model.
+    """
+    return [RANK_MODULE, *([] if family is None else [f"{_MODEL_MODULE}:{family}"])]
+
+
+def start_fork_server_early(*, family: str | None, device: str) -> None:
+    """Start the server before the command itself imports torch, if its ranks will be forked.
+
+    Args:
+        family: of the ranks' model; None for the dummy model.
+        device: `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        OutputError: no folder for temporary files can be written.
+    """
+    if start_method(device) == "forkserver":
+        start_fork_server(modules_for(family))
+
+
+def _preload(starter: int, folder: str, *modules: str) -> None:
+    def end_if_starter_has_ended() -> None:
+        if os.getppid() != starter:
+            process_lifetime.kill_descendants()
+            _remove(folder)
+            os._exit(0)  # unloading torch takes Python a second
+
+    # The kernel sends the signal also when only the thread that started this server has ended.
+    signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+    process_lifetime.end_with_parent(starter, signal.SIGUSR1)
+    os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
+    gc.disable()  # what an import creates stays, and searches take a fifth of the time
+    for module_and_family in modules:
+        name, _, family = module_and_family.partition(":")
+        module = importlib.import_module(name)
+        if family:
+            module.preload(family)
+    gc.freeze()  # a search writes to every object, which would copy their pages into every rank
+    gc.enable()
+
+    def end() -> None:
+        """Ends this server when Python's own loop has noticed the end of starter and ranks."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while time.monotonic() < deadline:  # the kernel may still be ending the starter
+            end_if_starter_has_ended()
+            time.sleep(0.01)
+        os._exit(0)
+
+    atexit.register(end)
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder, to which ranks that have just been killed may still write."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
+        pass
+
+
+if _TASK in os.environ:  # in the server
+    _preload(*json.loads(os.environ.pop(_TASK)))
