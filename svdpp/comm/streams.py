@@ -24,20 +24,24 @@ Mark = torch.cuda.Event | None
 
 
 def use_device(device: torch.device) -> None:
-    """Makes `device` the current one of this thread; the first call in each thread of a rank."""
+    """Make `device` the current one of this thread; the first call in each thread of a rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def one_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """A pool of one thread whose current device is `device`."""
+    """Return a pool of one thread, called `name`, whose current device is `device`."""
     return ThreadPoolExecutor(
         max_workers=1, thread_name_prefix=name, initializer=use_device, initargs=(device,)
     )
 
 
 def mark(device: torch.device) -> Mark:
-    """A mark behind all work that this thread has queued on its current stream so far."""
+    """Record an event behind all work that this thread has queued on its current stream so far.
+
+    Returns:
+        The event; None on the CPU, where work is done when its call returns.
+    """
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -52,7 +56,7 @@ def wait_for(event: Mark) -> None:
 
 
 def wait_for_queue(device: torch.device) -> None:
-    """Waits until the device has done all that is queued on this thread's current stream."""
+    """Block until the device has done all that is queued on this thread's current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -66,7 +70,11 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, after: Mark = None) -> Iterator[None]:
-        """Queues the block's work on this stream, behind `after`; returns when it is done."""
+        """Queue the block's work on this stream; wait at the end of the block until it is done.
+
+        Args:
+            after: event before which the work must not begin; None: it may begin at once.
+        """
         if self._stream is None:
             yield
             return
@@ -77,7 +85,15 @@ class SideStream:
             self._stream.synchronize()
 
     def to_host(self, tensor: torch.Tensor, after: Mark = None) -> torch.Tensor:
-        """`tensor`, complete behind `after`, in (pinned) host memory; itself if it is there."""
+        """Copy a tensor to host memory, pinned if the device is a GPU, and wait for the copy.
+
+        Args:
+            tensor: of any shape and dtype.
+            after: event behind which the tensor is complete; None: it is complete.
+
+        Returns:
+            The copy, of equal shape and dtype; `tensor` itself if it is in host memory.
+        """
         if tensor.is_cpu:
             return tensor
         with self.beside(after):
@@ -86,7 +102,14 @@ class SideStream:
         return host
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """`host` on the device, complete; itself on the CPU. See `lend` before it is used."""
+        """Copy a tensor of host memory to the device, and wait for the copy.
+
+        Args:
+            host: of any shape and dtype; pinned, so that the copy needs no other buffer.
+
+        Returns:
+            The copy; `host` itself on the CPU. Call `lend` before another stream uses it.
+        """
         if self._stream is None:
             return host
         with self.beside():
@@ -95,16 +118,16 @@ class SideStream:
         return tensor
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Memory on the device that this stream may fill at once; for use within `beside`."""
+        """Return (num_bytes,) uint8 on the device, which this stream may fill; within `beside`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def host_buffer(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory, pinned where a device copies to or from it."""
+        """Return host memory that is not set, pinned where a GPU copies to or from it."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
 
 def lend(tensor: torch.Tensor) -> None:
-    """Tells the allocator that the caller's current stream uses memory of another stream."""
+    """Tell the allocator that the caller's current stream uses memory of another stream."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
@@ -112,7 +135,9 @@ def lend(tensor: torch.Tensor) -> None:
 class Readback:
     """A point of a device's current stream: its moment and a flag, read without stopping the queue.
 
-    `flag` is a bool tensor of one element; None: only the moment counts.
+    Args:
+        device: whose current stream it is on.
+        flag: bool tensor of one element, on the device; None: only the moment counts.
     """
 
     def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:
@@ -127,13 +152,17 @@ class Readback:
         self._at = time.monotonic()
 
     def wait(self) -> bool:
-        """Waits until the device has reached this point; the flag, True if there is none."""
+        """Block until the device has reached this point; return the flag, True without one."""
         if self._event is not None:
             self._event.synchronize()
         return self._host is None or bool(self._host)
 
     def seconds_since(self, before: Readback) -> float:
-        """Seconds of the device between two points that it has reached."""
+        """Return the seconds of the device from the point `before` to this one.
+
+        Args:
+            before: point of the same device; it must have reached both.
+        """
         if self._event is not None and before._event is not None:
             return float(before._event.elapsed_time(self._event)) / 1000
         return self._at - before._at

@@ -87,11 +87,16 @@ class Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class Transport:
-    """All links of one rank; received tensors end up on its `device`.
+    """All links of one rank.
 
-    `on_transfer` is called from the links' threads after each transfer of a clip. With `checksum`
-    payloads carry a crc32, which the receiver compares. `monotonic_ahead` are the seconds by which
-    this host's monotonic clock is ahead of rank 0's, by which times travel.
+    Args:
+        rank: its number.
+        device: where received tensors end up.
+        backend: `gloo` or `nccl`, of the process group that the rank has joined.
+        on_transfer: called from the links' threads after each transfer of a clip.
+        checksum: whether payloads carry a crc32, which the receiver compares.
+        monotonic_ahead: seconds by which this host's monotonic clock is ahead of rank 0's, by which
+            the times in packets are.
     """
 
     rank: int
@@ -127,8 +132,13 @@ class Transport:
         Where packets go both ways between two ranks, each direction has a process group: with one
         communicator, sends that cross would wait for each other.
 
-        `links` are, by channel, rounds of pairs (from, to), the same for all ranks; see
-        `plan.actions.connect_rounds`. `on_connecting` is called with the other end of each link.
+        Args:
+            links: by channel, rounds of pairs (from, to), the same for all ranks; see
+                `plan.actions.connect_rounds`.
+            on_connecting: called with the other end of each link before it opens.
+
+        Raises:
+            TransportError: a link could not be opened.
         """
         in_order = [
             (channel, *ends) for channel, rounds in links.items() for ends in chain(*rounds)
@@ -364,7 +374,7 @@ class _Link:
             raise
 
     def wait(self) -> None:
-        """Waits for the last work started; raises what it raised."""
+        """Wait for the last work started; raise what it raised."""
         if self._last is not None:
             self._last.result()
 
@@ -421,6 +431,7 @@ def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) ->
 
 def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> Exception:
     text = str(error).strip()
+    details["cause"] = first_line(error)
     cuda = _NCCL_CUDA.search(text)
     if is_out_of_memory(error):
         return OutOfMemoryError(
@@ -436,5 +447,6 @@ def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> E
         )
     _, _, last = text.partition("Last error:")  # of NCCL
     cause = f" (last error: {first_line(last)})" if last else ""
+    details["cause"] += cause
     message = f"could not {attempt}: {first_line(error)}{cause}"
     return BrokenLinkError(message, details=details)

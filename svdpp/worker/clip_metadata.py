@@ -34,7 +34,12 @@ _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-
 
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether each rank of a pair evaluates half of a batch, which may change the bits."""
+    """Whether each rank of a pair evaluates half of a batch, which may change the bits.
+
+    Args:
+        config: with `cfg_parallel` 2 if there are pairs.
+        checkpoint: of the model; None for the dummy, which has no batch.
+    """
     is_batch = checkpoint is not None and checkpoint.row.branches == "batch"
     return config.cfg_parallel > 1 and is_batch
 
@@ -46,9 +51,15 @@ def clip_metadata(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> dict[str, Any]:
-    """The request as a clip's JSON records it; the clip writer adds hashes and times.
+    """Return the request as a clip's JSON records it; the clip writer adds hashes and times.
 
-    Paths are relative to the JSON's folder or the user's home, to hide the user's name.
+    Args:
+        made_from: image, videos and prompts.
+        seed: of the noise.
+        output: file of the clip. Recorded paths are relative to its folder or the user's home, to
+            hide the user's name.
+        config: resolved.
+        checkpoint: of the model.
     """
     folder, photo, sampling = Path(output.path).parent, made_from.photo, config.sampling
     metadata = {
@@ -82,7 +93,13 @@ def _fields(values: object, *names: str) -> dict[str, Any]:
 
 
 def of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[str, Any]:
-    """`metadata` of another seed's clip, which differs in nothing else but the file's name."""
+    """Return the metadata of a clip with another seed and file name.
+
+    Args:
+        metadata: of a clip that differs in nothing else; see `clip_metadata`.
+        seed: of the other clip.
+        output: file of the other clip.
+    """
     other = {**metadata, "output": Path(output.path).name, "seed": seed}
     other["parameters_sha256"] = parameters_sha256(other)
     return other
@@ -116,7 +133,7 @@ def _model_name(checkpoint: Checkpoint) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of svdpp and of the libraries that a clip's bits depend on."""
+    """Return the versions of svdpp and of the libraries that a clip's bits depend on, by name."""
     return {"svdpp": __version__, **{name: version(name) for name in _LIBRARIES}}
 
 
@@ -201,19 +218,30 @@ _METADATA = {family: _of_family(family) for family in SAMPLING_CLASSES}
 
 
 def parse_clip_json(path: Path) -> Any:
-    """The value in a clip's JSON, unchecked."""
+    """Return the value in a clip's JSON, unchecked.
+
+    Raises:
+        InputError: the file cannot be read, is too large, or is not JSON.
+    """
     data = read_small_file(path, "clip's JSON")
     try:
         # pydantic's parser refuses the escapes in file names that are not UTF-8.
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is not a clip's JSON: {error}") from error
+        raise InputError(
+            f"{str(path)!r} is not a clip's JSON: {error}", details={"path": str(path)}
+        ) from error
 
 
 def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
-    """`values` as a clip's metadata, with types checked and defaults for missing fields.
+    """Check the types of a clip's metadata, and add defaults for fields that are missing.
 
-    The error message begins with `fault`.
+    Args:
+        values: untrusted value, such as `parse_clip_json` returns.
+        fault: beginning of the error's message.
+
+    Raises:
+        InputError: a field is missing, unknown, or of another type or range.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: it is not an object")
@@ -230,18 +258,22 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a clip's JSON that its video file also holds: all but the file's own hash."""
+    """Return the part of a clip's JSON that its file also holds: all but the file's own hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
 def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
-    """The sampling options in a clip's JSON."""
+    """Return the sampling parameters in a clip's metadata, which have been checked."""
     names = ("family", *sampling_fields(metadata["family"]))
     return sampling_from({name: metadata[name] for name in names})
 
 
 def weights_identity(checkpoint: Checkpoint) -> object:
-    """What the weights are now: the commit of a hub model, or the files of a folder."""
+    """Return what the weights are now: the commit of a hub model, or the files of a folder.
+
+    Returns:
+        The commit's hash; or path, bytes and time of change of each weight file, as JSON values.
+    """
     if checkpoint.revision:
         return checkpoint.revision
     folder = checkpoint.folder

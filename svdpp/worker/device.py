@@ -31,7 +31,16 @@ from svdpp.plan.actions import Action, Kind
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
-    """Chooses this rank's device, makes it the thread's current one, and applies the settings."""
+    """Choose this rank's device, make it the thread's current one, and apply the settings.
+
+    Args:
+        config: with the device by name, such as `cuda` (one for each rank of a host) or `cuda:0`.
+        world: the rank's place among those of its host.
+
+    Raises:
+        RequestError: there is no such device, or it cannot be used.
+        OutOfMemoryError: it has no memory for a context.
+    """
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
@@ -41,7 +50,9 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
         raise
     except (AssertionError, RuntimeError) as error:
         raise RequestError(
-            f"{name} cannot be used: {first_line(error)}", "svdpp doctor shows which devices work"
+            f"{name} cannot be used: {first_line(error)}",
+            "svdpp doctor shows which devices work",
+            details={"device": name, "rank": world.rank, "cause": first_line(error)},
         ) from error
     apply_settings(num_threads=config.num_threads, device=name, deterministic=config.deterministic)
     return device
@@ -50,7 +61,16 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """What a rank's bits depend on: must be equal on all ranks, and is recorded with every hash."""
+    """Return what a rank's bits depend on: equal on all ranks, and recorded with every hash.
+
+    Args:
+        config: of the pipeline.
+        checkpoint: of the model; None for the dummy.
+        device: name of the rank's device, which it has taken.
+
+    Returns:
+        JSON values by name: settings of torch, and of a GPU its model and library versions.
+    """
     known: dict[str, Any] = {
         "memory_format": "channels_last" if config.model.channels_last else "contiguous",
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -67,7 +87,7 @@ def conditions_of(
 
 
 def gpu_uuid(device: str) -> str | None:
-    """The UUID of this rank's GPU; None on the CPU."""
+    """Return the UUID of this rank's GPU, as torch writes it; None on the CPU."""
     if not device.startswith("cuda"):
         return None
     return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
@@ -110,9 +130,14 @@ class MemoryPressure:
 
 
 def peak_bytes(device: str) -> tuple[int | None, int]:
-    """The peak of this process on `device`: bytes in tensors, and bytes reserved.
+    """Return the peak of this process on a device, in bytes.
 
-    On the CPU the first is None, and the second is the resident set with libraries and weights.
+    Args:
+        device: name, such as `cuda:1`.
+
+    Returns:
+        On CUDA the peaks of bytes in tensors and of bytes that torch's allocator reserved. On the
+        CPU None, and the peak of the resident set, with libraries and weights.
     """
     if device.startswith("cuda"):
         return (
@@ -123,14 +148,14 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
 
 
 def bytes_in_use(device: str) -> int:
-    """What this process uses on `device` now: on CUDA in tensors, on the CPU its resident set."""
+    """Return the bytes that this process uses now: on CUDA in tensors, on the CPU resident."""
     if device.startswith("cuda"):
         return int(torch.cuda.memory_allocated(torch.device(device)))
     return status_bytes("VmRSS")
 
 
 def reset_peak() -> None:
-    """Frees the memory that an earlier run in this process left, and resets the peak."""
+    """Free the memory that an earlier run in this process left, and reset the peak."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -141,7 +166,11 @@ def reset_peak() -> None:
 
 
 def status_bytes(name: str) -> int:
-    """A size from /proc/self/status in bytes; see proc(5): VmRSS is current, VmHWM the peak."""
+    """Return a size from /proc/self/status in bytes.
+
+    Args:
+        name: as in proc(5): VmRSS is the current resident set, VmHWM its peak.
+    """
     text = Path("/proc/self/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
@@ -187,7 +216,7 @@ def out_of_memory_named(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
             raise
-        known = memory_details(error)
+        known = {"cause": first_line(error), **memory_details(error)}
         if device is not None:
             known["device"] = str(device)
         if rank is not None:
@@ -198,7 +227,7 @@ def out_of_memory_named(
             # The number matters less than the error, which a broken driver must not hide.
             with contextlib.suppress(SvdppError, OSError, RuntimeError):
                 known["free_bytes"] = _free_bytes(known["device"])
-        if isinstance(error, OutOfMemoryError):
+        if isinstance(error, OutOfMemoryError):  # such as of a load, with words of its own
             raise OutOfMemoryError(error.message, error.hint, details=known) from error
         kind = doing.kind if isinstance(doing, Action) else doing
         part, knob = _MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
@@ -211,11 +240,13 @@ def _free_bytes(device: str) -> int:
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
-    """Sets what the bits depend on in this process. Call it before any work on the device.
+    """Set what the bits depend on in this process. Call it before any work on the device.
 
-    By default torch keeps its own settings but the number of threads, which determines the order in
-    which sums are rounded. With `deterministic`, torch's strict mode, operations without a
-    deterministic kernel raise an error, and TF32 is off.
+    Args:
+        num_threads: of one operation on the CPU; the order in which sums are rounded depends on it.
+        device: name, such as `cuda:1`.
+        deterministic: torch's strict mode: operations without a deterministic kernel raise an
+            error, and TF32 is off. False: torch keeps its own settings.
     """
     torch.set_num_threads(num_threads)
     if not deterministic:
@@ -252,9 +283,13 @@ def _gpu_conditions(device: str) -> dict[str, Any]:
 
 
 class ClipProfiler:
-    """Profiles this rank's compute actions of one clip, and writes the trace.
+    """torch.profiler over this rank's compute actions of one clip.
 
-    Of the second clip that the rank denoises, if there is one: the first meets cold caches.
+    It takes the second clip that the rank denoises, if there is one: the first meets cold caches.
+
+    Args:
+        path: of the trace, which is written after the clip's last action.
+        device: name of the rank's device.
     """
 
     def __init__(self, path: Path, device: str) -> None:
@@ -267,7 +302,7 @@ class ClipProfiler:
         self._last: Action | None = None
 
     def expect(self, actions: Sequence[Action]) -> None:
-        """Chooses the clip among the coming actions; only the first choice counts."""
+        """Choose the clip among the coming actions; only the first choice counts."""
         clips = list(dict.fromkeys(a.clip for a in actions if a.kind is Kind.DENOISE))
         if self._first is None and clips:
             chosen = clips[min(1, len(clips) - 1)]
@@ -276,7 +311,11 @@ class ClipProfiler:
 
     @contextlib.contextmanager
     def over(self, action: Action) -> Iterator[None]:
-        """Profiles from the start of the clip's first action to the end of its last."""
+        """Profile from the start of the clip's first action to the end of its last.
+
+        Raises:
+            OutputError: the trace cannot be written.
+        """
         if action == self._first:
             self._profile.start()
         yield

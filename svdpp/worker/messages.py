@@ -37,7 +37,7 @@ class _Message(BaseModel):
 
 
 class ClipJob(_Message):
-    """What a rank needs to know of one clip."""
+    """Request and metadata of one clip, for the ranks that make it."""
 
     clip: int
     request: ClipRequest
@@ -47,7 +47,7 @@ class ClipJob(_Message):
 
 
 class Work(_Message):
-    """Parent to rank: further actions, and their clips.
+    """Message from the parent: further actions, and their clips.
 
     Without actions: only the images of the clips are prepared; the clips come later, as others.
     """
@@ -57,21 +57,21 @@ class Work(_Message):
 
 
 class Stop(_Message):
-    """Parent to rank: no more work follows; a second one: all ranks are finished, and may end."""
+    """Message from the parent: no more work follows; a second one: all ranks may end."""
 
 
 class Cancel(_Message):
-    """Parent to rank: skip what is left of a clip."""
+    """Message from the parent: skip what is left of a clip."""
 
     clip: int
 
 
 class Event(_Message):
-    """A rank to its parent."""
+    """Message of a rank to its parent."""
 
 
 class Started(Event):
-    """The rank has its device; sent before it loads the model."""
+    """Device and conditions of the rank, sent before it loads the model."""
 
     device: str
     uuid: str | None
@@ -81,7 +81,7 @@ class Started(Event):
 
 
 class Heartbeat(Event):
-    """Sent every second by a separate thread, whatever the rank is doing."""
+    """Sign of life, sent every second by a separate thread, whatever the rank is doing."""
 
     action: ActionField | None = None
     """The current action; None between actions."""
@@ -122,7 +122,7 @@ class RankStats(Event):
 
 
 class Joined(Event):
-    """The rank's links are open, and it is ready for work."""
+    """Report that the rank's links are open, and that it is ready for work."""
 
     device: str
     load_seconds: float
@@ -133,7 +133,7 @@ class Joined(Event):
 
 
 class StepDone(Event):
-    """One denoising step is done."""
+    """Time of one denoising step that is done."""
 
     clip: int
     step: int
@@ -141,7 +141,7 @@ class StepDone(Event):
 
 
 class ActionDone(Event):
-    """One ENCODE, DENOISE or DECODE is done. Times are by the machine's monotonic clock."""
+    """Times of one ENCODE, DENOISE or DECODE, by the machine's monotonic clock, in seconds."""
 
     action: ActionField
     start: float
@@ -153,7 +153,7 @@ class ActionDone(Event):
 
 
 class TransferDone(Event):
-    """One packet has been received or sent; see `comm.transport.Transfer`."""
+    """One packet that has been received or sent; see `comm.transport.Transfer`."""
 
     direction: Literal["recv", "send"]
     clip: int
@@ -166,7 +166,7 @@ class TransferDone(Event):
 
 
 class ClipDone(Event):
-    """A clip is finished, and its file, if requested, is written."""
+    """Metadata of a clip that is finished, and whose file, if requested, is written."""
 
     clip: int
     metadata: dict[str, Any]
@@ -175,7 +175,7 @@ class ClipDone(Event):
 
 
 class PromptCut(Event):
-    """A prompt is longer than the model reads."""
+    """End of a prompt that is longer than the model reads."""
 
     clip: int
     text: str
@@ -183,13 +183,16 @@ class PromptCut(Event):
 
 
 class CheckpointLost(Event):
-    """A rank cannot write latent checkpoints; its clips go on. Sent once until it can again."""
+    """Error of a rank that cannot write latent checkpoints, sent once until it can again.
+
+    Its clips go on.
+    """
 
     error: dict[str, Any]
 
 
 class StoredTensor(Event):
-    """A tensor to keep for verification, from a rank that may be on another host than rank 0."""
+    """Tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
     name: str
     """Of the file in the tensor store."""
@@ -197,27 +200,27 @@ class StoredTensor(Event):
 
 
 class ImageReady(Event):
-    """The rank has prepared, in `seconds`, the image of a clip that is submitted later."""
+    """Image of a clip that is submitted later, which the rank has prepared in `seconds`."""
 
     image: str | None
     seconds: float
 
 
 class ClipFailed(Event):
-    """A clip is lost; the rank goes on with the others."""
+    """Error of a clip that is lost; the rank goes on with the others."""
 
     clip: int
     error: dict[str, Any]
 
 
 class ClipDropped(Event):
-    """The last rank of a lost or cancelled clip has done with it, as all others have before."""
+    """Lost or cancelled clip with which its last rank has done, as all others have before."""
 
     clip: int
 
 
 class Failed(Event):
-    """The rank cannot go on and ends."""
+    """Error of a rank that cannot go on, and ends."""
 
     error: dict[str, Any]
     traceback: str
@@ -226,7 +229,7 @@ class Failed(Event):
 
 
 class Finished(Event):
-    """The rank has done all its work after `Stop`, and has received every packet sent to it.
+    """End of a rank's work after `Stop`: it has also received every packet sent to it.
 
     A rank that ends without it has failed.
     """
@@ -240,13 +243,23 @@ _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base._
 
 
 def parse(message: bytes) -> Any:
-    """A command or an event, as `to_bytes` wrote it."""
+    """Return the command or event that `to_bytes` wrote.
+
+    Raises:
+        ValueError: it is not JSON, or a field is missing, unknown or of another type.
+        KeyError: it names no message.
+    """
     values = json.loads(message)
     return _CLASSES[values.pop("kind")].model_validate(values)
 
 
 def describe_position(action: Action | None, step: int) -> str:
-    """A rank's position in words; empty outside of actions."""
+    """Return a rank's position in words; empty outside of actions.
+
+    Args:
+        action: that the rank performs; None: none.
+        step: that it does of a DENOISE; -1: none.
+    """
     if action is None:
         return ""
     at = f", step {step}" if step >= 0 else ""

@@ -68,7 +68,7 @@ _SIGNAL_REPORT_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What every rank gets before it starts. None for a folder or path: nothing is kept there."""
+    """Configuration of every rank. None for a folder or path: nothing is kept there."""
 
     config: PipelineConfig
     checkpoint: Checkpoint | None
@@ -78,11 +78,15 @@ class RankSetup:
     weights: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of each weight file of this host, by name; empty without latent checkpoints."""
     fault: Callable[[int], object] | None = None
-    """What a test does first in each rank, to damage it."""
+    """Function that a test calls first in each rank, to damage it."""
 
 
 def rank_main(context: RankContext, setup: RankSetup) -> None:
-    """Runs a rank of a pipeline to its end."""
+    """Run a rank of a pipeline to its end.
+
+    Raises:
+        SvdppError: what ended the rank, after it has been reported to the parent.
+    """
     if setup.fault is not None:
         setup.fault(context.world.rank)
 
@@ -99,9 +103,16 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
 def run_rank(
     context: RankContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
 ) -> None:
-    """Does `work`, which ends after the parent's first `Stop`, on this rank's device.
+    """Do a rank's work on its device, and report every error to the parent before raising it.
 
-    Reports every error to the parent before it raises it.
+    Args:
+        context: channel to the parent, and the rank's place in the world.
+        config: of the pipeline.
+        work: gets the device and the reporter; ends after the parent's first `Stop`.
+
+    Raises:
+        RequestError: the device cannot be used.
+        OutOfMemoryError: the device has no memory for a context.
     """
     reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
     reporter.start()
@@ -121,7 +132,7 @@ def run_rank(
 
 
 def wait_for_stop(channel: Channel) -> None:
-    """Waits until the parent says stop; cancellations before it are late."""
+    """Wait until the parent says stop; cancellations before it are late, and skipped."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
         message = channel.receive(_POLL_SECONDS)
@@ -207,7 +218,19 @@ def _connected_transport(
 def load_model(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str, roles: Roles, rank: int = 0
 ) -> VideoModel:
-    """The model's parts that `roles` need, on `device`; the dummy sleeps by the costs of `rank`."""
+    """Load the parts of a model that a rank needs.
+
+    Args:
+        config: model, sampling parameters and, for a dummy that sleeps, costs.
+        checkpoint: of the model; None for the dummy.
+        device: where the weights go.
+        roles: what the rank does; parts for other roles are not loaded.
+        rank: whose costs a dummy sleeps by.
+
+    Raises:
+        ModelError: the checkpoint is incomplete or damaged.
+        OutOfMemoryError: the device has too little memory.
+    """
     if checkpoint is None:
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         costs = config.costs if config.model.dummy_sleeps else None
@@ -217,23 +240,50 @@ def load_model(
     return model.load_model(checkpoint, config.model, config.sampling, device, roles)
 
 
+# RECV, DECODE and RETURN of a part of a clip's frames.
+_HELP_ACTIONS = 3
+
+
+def _is_help(action: Action) -> bool:
+    """Whether an action begins the decode of a part of a clip's frames for another rank."""
+    return action.kind is Kind.RECV and action.frames is not None
+
+
 class ActionQueue(deque[Action]):
     """One rank's actions, in the order in which it performs them.
 
-    A RECV at the start of a list moves before the work of the last clip, if that has not begun: so
-    clips that are submitted one at a time overlap like those of one list.
+    Clips that are submitted one at a time overlap like those of one list. A RECV at the start of a
+    list moves before the work of the last clip, if that has not begun. The part of the last clip's
+    frames that this rank decodes for another one comes after the steps of the new clip, if it has
+    not begun and the new clip is the next one: else the rank would wait until the clip has passed
+    the ranks between.
+
+    Only the next one, because the ranks get their lists at different times. So the decode of clip c
+    waits at most for steps of clip c + 1, and these at most for the decode of clip c on a rank
+    before: the ranks cannot wait for each other in a circle.
     """
 
     def holds(self, clip: int) -> bool:
-        """Whether actions of `clip` are left."""
+        """Whether actions of a clip are left."""
         return any(action.clip == clip for action in self)
 
     def add(self, actions: Sequence[Action]) -> None:
-        """Adds a list of further clips, in order."""
-        if self and actions and actions[0].kind is Kind.RECV:
-            self.insert(self._start_of_last_work(), actions[0])
-            actions = actions[1:]
-        self.extend(actions)
+        """Add a list of further clips, in order."""
+        help_of_last = self._take_help(actions[0].clip - 1) if actions else []
+        own = next((i for i, each in enumerate(actions) if _is_help(each)), len(actions))
+        visit, rest = actions[:own], actions[own:]
+        if self and visit and visit[0].kind is Kind.RECV:
+            self.insert(self._start_of_last_work(), visit[0])
+            visit = visit[1:]
+        for part in (visit, help_of_last, rest):
+            self.extend(part)
+
+    def _take_help(self, clip: int) -> list[Action]:
+        """Removes and returns the decode for another rank with which the queue ends, of `clip`."""
+        start = len(self) - _HELP_ACTIONS
+        if start < 0 or self[start].clip != clip or not _is_help(self[start]):
+            return []
+        return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
     def _start_of_last_work(self) -> int:
         """The index of the first action, other than its RECV, of the last clip in the queue."""
@@ -244,7 +294,7 @@ class ActionQueue(deque[Action]):
 
 
 class Inbox:
-    """Takes the parent's commands between actions and, for cancellations, between steps."""
+    """Receiver of the parent's commands, between actions and, for cancellations, between steps."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -255,9 +305,11 @@ class Inbox:
         self._is_stopped = False
 
     def actions(self, expect: Callable[[Work], None], rest: Callable[[], None]) -> Iterator[Action]:
-        """Yields this rank's actions until the parent says stop and none is left.
+        """Yield this rank's actions until the parent says stop and none is left.
 
-        `expect` is called with each work as it comes, `rest` while no action is left.
+        Args:
+            expect: called with each work as it comes.
+            rest: called each time that no action is left.
         """
         self._expect = expect
         while True:
@@ -276,7 +328,7 @@ class Inbox:
             self._receive(_POLL_SECONDS)
 
     def is_cancelled(self, clip: int) -> bool:
-        """Whether the parent has cancelled `clip`, which has actions left; does not wait."""
+        """Whether the parent has cancelled a clip that has actions left; does not wait."""
         self._receive_all()
         return clip in self._cancelled
 
@@ -314,10 +366,21 @@ def serve_joined(
     say: Callable[[str, bool], None],
     ignores_signals: bool = False,
 ) -> None:
-    """Runs `entry` as a rank other than 0 of a launcher's world; exits unless all work succeeded.
+    """Run a rank other than 0 of a launcher's world; end the process unless all work succeeded.
 
-    `observers` get this rank's events. For `say` see `Pipeline.serve`. With `ignores_signals` it
-    survives them: rank 0, which gets the same ones, ends the run in its own time.
+    Args:
+        entry: what the rank does, such as `rank_main`.
+        argument: second argument of `entry`.
+        terms: world, backend and deadlines; must equal those of rank 0.
+        device: name of the rank's device, for messages.
+        observers: called with this rank and each of its events.
+        say: see `Pipeline.serve`.
+        ignores_signals: whether it survives INT, TERM and HUP: rank 0, which gets the same ones,
+            ends the run in its own time.
+
+    Raises:
+        RankError: rank 0 cannot be reached, or does not answer in time.
+        RequestError: this rank's command line differs from that of rank 0.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -353,11 +416,22 @@ def _compared_clock(connection: Connection, seconds: float) -> Clock:
         return joined.compare_clocks(connection, time.monotonic() + seconds)
     except (OSError, EOFError) as error:
         hint = "check whether it has ended, is stopped, or its host is down"
-        raise RankError("rank 0 does not answer", hint, details={"peer": 0}) from error
+        raise RankError(
+            "rank 0 does not answer", hint, details={"peer": 0, "timeout_seconds": seconds}
+        ) from error
 
 
 def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Reports to rank 0 why this rank cannot start; returns whether rank 0 could be reached."""
+    """Report to rank 0 why this rank cannot start.
+
+    Args:
+        world: what the launcher says of this process.
+        error: as `errors.error_to_dict` returns it.
+        timeout: seconds to reach rank 0.
+
+    Returns:
+        Whether rank 0 could be reached.
+    """
     terms = Terms(world=world, start_timeout=timeout, peer_timeout=timeout)
     try:
         _, store = process_group.open_store(world, timeout)
@@ -426,7 +500,7 @@ class _ParentLink(Channel):
             own.detach()
 
     def report_signal(self, number: int) -> None:
-        """Reports the signal that ends this process to rank 0, if that succeeds at once."""
+        """Report the signal that ends this process to rank 0, if that succeeds at once."""
         if self._is_disconnected:
             return
         action, step = self._heartbeat.action, self._heartbeat.step

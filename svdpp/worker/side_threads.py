@@ -55,9 +55,11 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 class Reporter:
-    """Sends a rank's events to the parent; any thread may call it.
+    """Sender of a rank's events to the parent; any thread may call it.
 
-    `other_host` is the rank's host, named in the errors of clips, if it is not that of rank 0.
+    Args:
+        channel: to the parent.
+        other_host: name of the rank's host, for the errors of clips; empty on that of rank 0.
     """
 
     def __init__(self, channel: Channel, other_host: str = "") -> None:
@@ -74,7 +76,7 @@ class Reporter:
         self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Starts the heartbeats."""
+        """Start the heartbeats."""
         self._thread.start()
 
     def stop_sampling(self) -> None:
@@ -88,37 +90,52 @@ class Reporter:
         self._thread.join()
 
     def send(self, event: Event) -> None:
-        """Sends one event."""
+        """Send one event.
+
+        Raises:
+            OSError: the parent is gone.
+        """
         self._channel.send(event.to_bytes())
 
     def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Sets what heartbeats report; sends one at once if the action or the waiting changes."""
+        """Set what heartbeats report; send one at once if the action or the waiting changes.
+
+        Args:
+            action: that the rank performs; None: it has no work.
+            step: that it does of a DENOISE; -1: none.
+            waiting: whether it waits for a packet, an image or a disk.
+        """
         before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
         if (action, waiting) != (before.action, before.waiting):
             self.send(self._heartbeat())
 
     def phase(self, phase: str, peer: int = -1) -> None:
-        """Sets what heartbeats report before the rank has joined."""
+        """Set what heartbeats report before the rank has joined, and send one.
+
+        Args:
+            phase: in words, such as "loading the model".
+            peer: rank to which it opens a link; -1: none.
+        """
         self._now = Heartbeat(phase=phase, peer=peer)
         self.send(self._now)
 
     def transfer(self, transfer: Transfer) -> None:
-        """Reports a clip's packet that was received or sent."""
+        """Report a clip's packet that was received or sent."""
         self.send(TransferDone(**transfer._asdict()))
 
     def tensor(self, name: str, data: bytes) -> None:
-        """Sends a file of the tensor store to the parent, which keeps it."""
+        """Send a file of the tensor store to the parent, which keeps it by this name."""
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
     def clip_failed(self, clip: int, error: BaseException) -> None:
-        """Reports that `clip` alone is lost."""
+        """Report that one clip alone is lost, and why."""
         known = error_to_dict(error)
         if self._other_host:
             known["message"] = f"on {self._other_host}: {known['message']}"
         self.send(ClipFailed(clip=clip, error=known))
 
     def failed(self, error: BaseException) -> None:
-        """Reports the error that ends the rank, and what it was doing."""
+        """Report the error that ends the rank, and what it was doing."""
         self.send(
             Failed(
                 error=error_to_dict(error),
@@ -151,9 +168,14 @@ _MAX_WAITING = 2
 
 
 class BoundedExecutor:
-    """Makes calls in one thread, in order; the thread makes the rank's device its current one.
+    """One thread that makes calls in order; its current device is the rank's.
 
     An error that a call raises is reported as the rank's, and waiting for the call raises it.
+
+    Args:
+        name: of the thread.
+        device: of the rank.
+        reporter: gets the errors; its heartbeats say whether a call is queued.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
@@ -165,13 +187,17 @@ class BoundedExecutor:
         reporter.writers.append(self)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Queues one call; blocks while two others are queued."""
+        """Queue one call with its arguments; block while two others are queued.
+
+        Raises:
+            BaseException: what an earlier call raised.
+        """
         while len(self._waiting) >= _MAX_WAITING:
             self._finish_first()
         self._waiting.append(self._thread.submit(self._reported, work, *arguments))
 
     def finish(self) -> None:
-        """Waits for all calls."""
+        """Wait for all calls; raise what one of them raised."""
         while self._waiting:
             self._finish_first()
 
@@ -192,9 +218,14 @@ class BoundedExecutor:
 
 
 class ClipWriter(BoundedExecutor):
-    """Writes clips one at a time, in the order of `put`.
+    """Writer of clips, one at a time, in the order of `put`.
 
-    `host` is for each clip's JSON if a launcher has started the ranks.
+    Args:
+        reporter: gets `ClipDone` or the clip's error.
+        conditions: for each clip's JSON; see `worker.device.conditions_of`.
+        device: of the rank.
+        tensor_store: keeps frames and sound for verification; None: nothing is kept.
+        host: for each clip's JSON if a launcher has started the ranks; else empty.
     """
 
     def __init__(
@@ -218,7 +249,14 @@ class ClipWriter(BoundedExecutor):
         decoded: torch.Tensor | None = None,
         audio: Audio | None = None,
     ) -> None:
-        """Queues a clip, on the device or the host, with its frames, uint8 (F, H, W, 3), if any."""
+        """Queue a clip, whose tensors may be on the device and not yet complete.
+
+        Args:
+            job: request and metadata.
+            packet: of the clip after its last step.
+            decoded: frames, (F, H, W, 3) uint8 RGB; None: only the latent is hashed.
+            audio: sound; None: the model makes none.
+        """
         self.submit(self._write_or_lose, job, packet, decoded, audio, mark(self._device))
 
     def _write_or_lose(self, job: ClipJob, *clip: Any) -> None:
@@ -280,7 +318,13 @@ def _pressed(job: ClipJob, packet: Packet) -> dict[str, Any]:
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Writes latent checkpoints; reports the first that cannot be written, whose clip goes on."""
+    """Writer of latent checkpoints; the first that cannot be written is reported, its clip goes on.
+
+    Args:
+        folder: of the checkpoints.
+        device: of the rank.
+        reporter: gets `CheckpointLost`.
+    """
 
     def __init__(self, folder: LatentCheckpoints, device: torch.device, reporter: Reporter) -> None:
         super().__init__("checkpoints", device, reporter)
@@ -288,7 +332,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._is_losing = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queues a packet, whose tensors must not change any more."""
+        """Queue a packet, whose tensors must not change any more, under the key of its clip."""
         self.submit(self._save, key, packet, mark(self._device))
 
     def _save(self, key: str, packet: Packet, ready: Mark) -> None:
@@ -313,9 +357,11 @@ _Image = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class PhotoReader:
-    """Reads images in the order of `expect`, at most one ahead, and those of `prepare_early`.
+    """Reader of images in the order of `expect`, at most one ahead, and those of `prepare_early`.
 
-    `prepare` is called in the thread.
+    Args:
+        prepare: does what an encode needs no device for; called in the reader's threads.
+        device: of the rank.
     """
 
     def __init__(
@@ -330,21 +376,36 @@ class PhotoReader:
         self._early_thread = streams.one_thread("early photos", device)
 
     def expect(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
-        """Adds clips that `take` will be called for, in order."""
+        """Add clips, with their requests, that `take` will be called for, in order."""
         for clip, request in requests:
             self._upcoming.append((clip, request, self._early.pop(_image_of(request), None)))
         if not self._ahead:
             self._read_next()
 
     def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
-        """Prepares the image of a clip that `expect` gets later; `done` gets the seconds."""
+        """Prepare the image of a clip that `expect` gets later.
+
+        Args:
+            request: of the clip.
+            done: called with the seconds that it took, in another thread.
+        """
         start = time.monotonic()
         future = self._early_thread.submit(self._read, request)
         self._early = {_image_of(request): future}
         future.add_done_callback(lambda _: done(time.monotonic() - start))
 
     def take(self, clip: int) -> Prepared:
-        """The prepared image of `clip`, empty if it has none; starts reading the next."""
+        """Return the prepared image of a clip, and start to read the next one.
+
+        Args:
+            clip: the next of those that `expect` got.
+
+        Returns:
+            The image, or tensors of it; empty if the clip is made from text alone.
+
+        Raises:
+            InputError: the file is missing, damaged, or has changed since the request was checked.
+        """
         future = self._ahead.pop(clip)
         try:
             return future.result()
@@ -352,7 +413,7 @@ class PhotoReader:
             self._read_next()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._early_thread.shutdown(wait=False, cancel_futures=True)
 

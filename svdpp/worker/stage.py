@@ -57,19 +57,19 @@ from svdpp.worker.tensor_files import TensorStore, solver_history
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
 _MODELS_KEPT = 8
-# Of so many kinds of packets, tensors are compared with those of the first one.
+# Kinds of packets whose tensors are compared with those of the first one.
 _KINDS_KEPT = 256
 # Tensors that the encode of a prompt or an image returned: sizes may depend on these.
 _RECORD = "record."
 
 
 class NotWantedError(Exception):
-    """The clip was cancelled, or the other rank of the pair has dropped it."""
+    """End of a clip that was cancelled, or that the other rank of the pair has dropped."""
 
 
 @dataclass(kw_only=True)
 class RankTools:
-    """What all actions of a rank work with."""
+    """Objects that all actions of a rank work with."""
 
     rank: int
     device: torch.device
@@ -90,19 +90,26 @@ class RankTools:
         self._copies = streams.SideStream(self.device)
 
     def check_wanted(self, clip: int) -> None:
-        """Raises NotWantedError if the parent needs nothing more of `clip`."""
+        """Check that the parent still needs a clip.
+
+        Raises:
+            NotWantedError: it does not.
+        """
         if self.is_cancelled(clip):
             raise NotWantedError
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A complete copy in host memory."""
+        """Return a complete copy of a tensor, contiguous, in host memory."""
         return self._copies.to_host(tensor.contiguous(), streams.mark(self.device))
 
 
 class PipelineStage:
     """One rank's share of every clip; assumes nothing of its actions but their order.
 
-    `model` has the parts that they need; `sampling` is of the clips whose requests have none.
+    Args:
+        tools: transport, writers and reporter of the rank.
+        model: with the parts that the actions need.
+        sampling: parameters of the clips whose requests have none.
     """
 
     def __init__(self, tools: RankTools, model: VideoModel, sampling: SamplingConfig) -> None:
@@ -138,7 +145,7 @@ class PipelineStage:
         }
 
     def expect(self, work: Work) -> None:
-        """Prepares for the actions of `work`, which `perform` gets later."""
+        """Prepare for actions that `perform` gets later: take their jobs, begin to read images."""
         jobs = {job.clip: self._with_sampling(job) for job in work.jobs}
         if not work.actions:
             for job in jobs.values():
@@ -156,9 +163,16 @@ class PipelineStage:
             self._tools.profiler.expect(work.actions)
 
     def perform(self, action: Action) -> None:
-        """Performs one action; raises what concerns the rank, which cannot go on afterwards.
+        """Perform one action.
 
         An error that concerns one clip is reported, and a tombstone takes its packet's place.
+
+        Raises:
+            MismatchError: a packet is not the expected one.
+            TransportError: a packet could not be sent or received.
+            OutOfMemoryError: the device or the host has too little memory.
+            DeviceError: the GPU failed.
+            ModelError: the model does what no rank can divide.
         """
         self._reporter.at(action)
         profiler = self._tools.profiler
@@ -178,7 +192,11 @@ class PipelineStage:
         self._reporter.at(None)
 
     def finish(self) -> None:
-        """Waits until every packet has left and every clip is written."""
+        """Wait until every packet has left and every clip is written.
+
+        Raises:
+            TransportError: a packet could not be sent.
+        """
         with self._waiting(None):
             self._transport.drain()
             self._tools.clip_writer.finish()
@@ -444,7 +462,7 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
         raise InputError(
             f"clip {action.clip} cannot be encoded: {kind}: {first_line(error)}",
             "check its image and its prompt",
-            details={"clip": action.clip, "exception": kind},
+            details={"clip": action.clip, "exception": kind, "cause": first_line(error)},
         ) from error
 
 
@@ -466,7 +484,14 @@ def _channel_of(action: Action) -> Channel:
 class Denoising:
     """One DENOISE; if its action has a peer, the `Partner` of the model's call.
 
-    The ranks of a pair send each other one message at each step until one drops the clip.
+    The ranks of a pair send each other one message at each step until one drops the clip: then a
+    tombstone takes the place of its next prediction, because the other one has posted its receive.
+    Both post that receive before they evaluate their own branch, so the messages cross.
+
+    Args:
+        tools: of the rank.
+        action: the DENOISE.
+        packet: of the clip before its first step here.
     """
 
     def __init__(self, tools: RankTools, action: Action, packet: Packet) -> None:
@@ -476,7 +501,12 @@ class Denoising:
         self._next: int | None = action.start
 
     def run(self, model: VideoModel) -> None:
-        """Does the steps, each of them checked; the packet then has the result."""
+        """Do the steps, each of them checked; the packet then has the result.
+
+        Raises:
+            NotWantedError: the clip was cancelled, or dropped by the other rank of the pair.
+            NotFiniteError: a latent has become NaN or infinite.
+        """
         tools, action, packet = self._tools, self._action, self._packet
         tools.reporter.at(action, action.start)
         checks = StepChecks(tools.device, tools.rank, self._report_step)
@@ -495,7 +525,16 @@ class Denoising:
             self._keep_latent()
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """The other rank's prediction of `step`, for this rank's, which `evaluate` computes."""
+        """Send this rank's prediction of a step, and return the other rank's.
+
+        Args:
+            step: of the clip.
+            evaluate: computes this rank's prediction, by name.
+
+        Raises:
+            MismatchError: the other rank's prediction has another name, shape or dtype.
+            NotWantedError: the other rank has dropped the clip.
+        """
         tools, clip = self._tools, self._action.clip
         pending = self._expected(step)  # the receive is posted before this rank's own evaluation
         tensors = evaluate()
@@ -514,7 +553,7 @@ class Denoising:
         return packet.tensors
 
     def drop(self) -> None:
-        """Tells the other rank, in place of the next prediction, that this one drops the clip."""
+        """Tell the other rank, in place of the next prediction, that this one drops the clip."""
         if not self._is_paired or self._next is None or self._next == self._action.end:
             return
         pending = self._expected(self._next)
@@ -557,9 +596,12 @@ class Denoising:
 
 
 class StepChecks:
-    """Checks each step of one DENOISE; on CUDA one step late, so that the device never idles.
+    """Checks of each step of one DENOISE; on CUDA one step late, so that the device never idles.
 
-    `on_done` gets each step that passed, and its seconds on the device.
+    Args:
+        device: of the rank.
+        rank: its number, for the error.
+        on_done: called with each step that passed, and its seconds on the device.
     """
 
     def __init__(
@@ -572,14 +614,22 @@ class StepChecks:
         self._queued: deque[tuple[int, Readback, Readback]] = deque()
 
     def add(self, step: int, latent: torch.Tensor) -> None:
-        """Queues the check of the latent after `step`, and reads the checks that are due."""
+        """Queue the check of the latent after `step`, and read the checks that are due.
+
+        Raises:
+            NotFiniteError: the latent of a step that was due is NaN or infinite.
+        """
         now = Readback(self._device, torch.isfinite(latent).all())
         self._queued.append((step, self._last, now))
         self._last = now
         self._read(keep=1 if self._device.type == "cuda" else 0)
 
     def finish(self) -> None:
-        """Waits for all checks."""
+        """Wait for all checks.
+
+        Raises:
+            NotFiniteError: the latent of a step is NaN or infinite.
+        """
         self._read(keep=0)
 
     def _read(self, keep: int) -> None:

@@ -51,9 +51,15 @@ class LatentCheckpoints:
         self._weights = dict(weights or {})
 
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
-        """Writes `packet`, whose tensors are on the CPU; removes those of earlier steps.
+        """Write a packet, and remove those of earlier steps of the same clip.
 
-        `load` leaves the tensors named in `in_host_memory` there.
+        Args:
+            key: of the clip; see `config.pipeline.latents_key`.
+            packet: its tensors are on the CPU.
+            in_host_memory: names of the tensors that `load` leaves on the CPU.
+
+        Raises:
+            OutputError: the folder cannot be written.
         """
         metadata = {
             "schema_version": _SCHEMA_VERSION,
@@ -82,6 +88,11 @@ class LatentCheckpoints:
             raise OutputError(
                 f"no latent checkpoints in {str(self._folder)!r}: {reason}",
                 "clips go on without them, but cannot be resumed",
+                details={
+                    "folder": str(self._folder),
+                    "clip": packet.clip,
+                    "step": packet.next_step,
+                },
             ) from error
 
     def load(self, key: str, clip: int, step: int, device: torch.device, name: str = "") -> Packet:
@@ -134,24 +145,24 @@ class LatentCheckpoints:
 
 
 def path_of(folder: Path, key: str, step: int) -> Path:
-    """The file of the packet of `key` after `step` steps; it may not exist."""
+    """Return the path of a packet after `step` steps; the file may not exist."""
     assert _KEY.fullmatch(key), f"not a key: {key!r}"
     return folder / f"{key}_step{step}.safetensors"
 
 
 def saved(folder: Path) -> set[tuple[str, int]]:
-    """The keys and steps of all packets in `folder`."""
+    """Return keys and steps of all packets in a folder, which may not exist."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return {(match[1], int(match[2])) for match in map(_CHECKPOINT.fullmatch, names) if match}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
-    """The numbers of steps after which `folder` has a packet of `key`, ascending."""
+    """Return the numbers of steps after which a folder has a packet of `key`, ascending."""
     return sorted(step for other, step in saved(folder) if other == key)
 
 
 def prune(folder: Path, key: str) -> None:
-    """Removes every packet of `key`, whose clip is finished."""
+    """Remove every packet of `key`, whose clip is finished."""
     for step in saved_steps(folder, key):
         path_of(folder, key, step).unlink(missing_ok=True)
 
@@ -176,7 +187,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """The sha256 of a CPU tensor's contiguous little-endian bytes, in its dtype."""
+    """Return the SHA-256, in hex, of a CPU tensor's contiguous little-endian bytes."""
     return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
@@ -186,19 +197,26 @@ _STORED = re.compile(r"clip\d+_(step\d+(_branch\d)?|audio|frames)", re.ASCII)
 
 
 def audio_hashes(audio: Audio | None) -> dict[str, Any]:
-    """What a clip's metadata say of its sound, in host memory; nothing if it has none."""
+    """Return what a clip's metadata say of its sound; nothing for None.
+
+    Args:
+        audio: in host memory, (N, channels) int16; None: the clip has no sound.
+    """
     if audio is None:
         return {}
     return {"audio_sha256": tensor_sha256(audio.samples), "audio_sample_rate": audio.rate}
 
 
 class TensorStore:
-    """A folder with what a run keeps of each clip, in host memory, by name.
+    """Folder with what a run keeps of each clip, in host memory, by name.
 
     The names are `step7` (the latent after seven steps, and a multistep solver's history),
     `step7_branch0` (what step 7 predicts for a branch of the guidance), `frames` and `audio`.
 
-    `send`, if given, gets each file's name and content, for another process to pass to `put`.
+    Args:
+        folder: that exists.
+        send: gets each file's name and content, for another process to pass to `put`; None: files
+            are written here.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
@@ -206,40 +224,48 @@ class TensorStore:
         self._keep = self.put if send is None else send
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes a file that another process has sent; ValueError if its name is not valid."""
+        """Write a file that another process has sent.
+
+        Raises:
+            ValueError: `name` is not that of a tensor store's file.
+        """
         if not _STORED.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a tensor store's file")
         (self._folder / name).write_bytes(data)
 
     def keep(self, clip: int, name: str, tensors: Tensors) -> None:
-        """Keeps tensors of `clip`."""
+        """Keep tensors of a clip, which are on the CPU, by a name such as `step7`."""
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self._keep(f"clip{clip}_{name}", save(contiguous))
 
     def load(self, clip: int, name: str) -> Tensors:
-        """The kept tensors; FileNotFoundError if there are none."""
+        """Return the tensors that `keep` got.
+
+        Raises:
+            FileNotFoundError: there are none of this clip and name.
+        """
         tensors: Tensors = load_file(self._folder / f"clip{clip}_{name}")
         return tensors
 
     def has(self, clip: int, name: str) -> bool:
-        """Whether tensors of `clip` are kept by that name."""
+        """Whether tensors of a clip are kept by that name."""
         return (self._folder / f"clip{clip}_{name}").exists()
 
     def forget(self, clip: int, *names: str) -> None:
-        """Removes the kept tensors, if there are any."""
+        """Remove the kept tensors of these names, if there are any."""
         for name in names:
             (self._folder / f"clip{clip}_{name}").unlink(missing_ok=True)
 
 
 def keep_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
-    """Keeps the frames of `clip`, and its sound if it has any."""
+    """Keep the frames of a clip, (F, H, W, 3) uint8, and its sound if it has any."""
     store.keep(clip, "frames", {"frames": torch.from_numpy(frames)})
     if audio is not None:
         store.keep(clip, "audio", {"audio": audio.samples})
 
 
 def solver_history(tensors: Tensors) -> Tensors:
-    """Those tensors of a packet that hold earlier samples or outputs of a multistep solver."""
+    """Return the tensors of a packet that hold earlier samples or outputs of a multistep solver."""
     return {
         name: tensor
         for name, tensor in tensors.items()

@@ -209,6 +209,8 @@ Search for `cudaErrorIllegalAddress' in the documentation for more information.
 CUDA kernel errors might be asynchronously reported at some other API call."""
 NO_MEMORY = XID.replace("an illegal memory access was encountered", "out of memory")
 ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB"
+TRANSFER = "send clip 3 to rank 1", {"clip": 3, "from_rank": 0, "to_rank": 1}
+BOTH = {"sent_clip": 7, "expected_clip": 8}
 GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 
 
@@ -226,12 +228,16 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
         (torch.OutOfMemoryError(ALLOCATOR), OutOfMemoryError, "out of memory: "),
         (torch.AcceleratorError(NO_MEMORY), OutOfMemoryError, "out of memory: "),
         (torch.AcceleratorError(XID), DeviceError, "an illegal memory access was encountered"),
-        (BrokenLinkError("clip: sent 7, expected 8"), BrokenLinkError, "clip: sent 7, expected 8"),
+        (
+            BrokenLinkError("clip: sent 7, expected 8", details=BOTH),
+            BrokenLinkError,
+            "clip: sent 7, expected 8",
+        ),
     ],
 )
 def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: str) -> None:
     """The parent treats a `BrokenLinkError` as a consequence of another rank's failure."""
-    with pytest.raises(kind) as caught, translated_errors("send clip 3 to rank 1"):
+    with pytest.raises(kind) as caught, translated_errors(*TRANSFER):
         raise raised
     assert type(caught.value) is kind
     assert "could not send clip 3 to rank 1" in str(caught.value)

@@ -105,6 +105,7 @@ def test_a_load_without_memory_keeps_its_words_and_gets_the_rank() -> None:
     assert (caught.value.message, caught.value.hint) == (inner.message, inner.hint)
     details = caught.value.details
     assert details.pop("free_bytes") > 2**20
+    assert details.pop("cause") == inner.message
     assert details == {"requested_bytes": 7, "device": "cpu", "rank": 1}
 
 

@@ -51,6 +51,22 @@ def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: in
         assert tuple(queue) == together[rank]
 
 
+def test_clips_that_two_ranks_decode_together_overlap_also_one_at_a_time() -> None:
+    """A service submits them so: the first rank decodes its part after the next clip's steps."""
+    layout = Layout(num_steps=4, world_size=2, decode_ranks=2, chunks=(1, 1))
+    together, alone = layout.schedule(6), _one_by_one(layout, 6)
+    joined = []
+    for rank in range(2):
+        queue = ActionQueue()
+        for schedule in alone:
+            queue.add(schedule[rank])
+        assert Counter(queue) == Counter(together[rank])
+        joined.append(tuple(queue))
+    costs = Costs(step_seconds=1.0, decode_seconds=2.0, encode_seconds=0.0, transfer_seconds=0.0)
+    ends = [max(span.end for span in replay(each, costs)) for each in (together, tuple(joined))]
+    assert ends[0] == ends[1]
+
+
 @given(layouts(pairs=True), st.integers(1, 8), st.data())
 def test_lists_that_come_at_any_time_can_be_performed(
     layout: Layout, clips: int, data: st.DataObject
