@@ -15,7 +15,7 @@ _RETRY_SECONDS = 1.0
 
 
 class Background:
-    """Calls `turn` in a thread, again `seconds` after each end of it, or at once after `wake`.
+    """Thread that calls `turn` again and again: `seconds` after its end, or at once after `wake`.
 
     The first of several turns that fail is logged as `failure`, unless queue or store are away.
     When it is closed, it calls `last` instead, once; it also ends if the queue is closed.
@@ -37,18 +37,18 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._is_woken = threading.Event()
         self.is_closing = False
-        """Whether the turn should end."""
+        """Whether the turn should end soon."""
 
     def start(self) -> None:
-        """Begins the first turn."""
+        """Begin the first turn."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Has the next turn begin at once."""
+        """Begin the next turn at once."""
         self._is_woken.set()
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the thread, if it was started, and waits for the end of its turn."""
+        """End the thread, if it was started, and wait for its turn; seconds, None: without end."""
         self.is_closing = True
         self.wake()
         if self._thread.ident is not None:

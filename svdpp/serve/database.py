@@ -1,4 +1,4 @@
-"""The SQLite file that has the queue unless servers share a database.
+"""SQLite file that has the queue unless servers share a database.
 
 The statements of the queue are the same for both databases. `?` is a value, and `clock()` the time,
 which is the database's own: the servers of a fleet need not agree on it.
@@ -61,18 +61,27 @@ _RESERVE_BYTES = 4 * 2**20
 
 
 class AwayError(OutputError):
-    """The queue or the store is gone, or does not answer; whether a change was made is not known.
+    """Queue or store that is gone or does not answer; whether a change was made is unknown.
 
-    It is logged once where that is noticed: who tries again, or is answered, need not.
+    Logged once at the source; callers do not log it again.
     """
 
 
 class StorageAwayError(AwayError):
-    """The files of the queue cannot be reached: the folder is not mounted, or the store is down."""
+    """Files that cannot be reached: the folder is not mounted, or the store is down."""
 
 
 def check_own(folder: Path, own: set[str], restore: str) -> None:
-    """Refuses a folder that has other files than its `own`."""
+    """Refuse a folder that has files of others.
+
+    Args:
+        folder: Data folder, which need not exist.
+        own: Names that it may have.
+        restore: First half of the hint: how to get the queue back.
+
+    Raises:
+        RequestError: It has other files.
+    """
     names = set(os.listdir(folder)) - {LOCK, LOST, RESERVE, *own} if folder.exists() else set()
     if names:
         raise RequestError(
@@ -80,25 +89,30 @@ def check_own(folder: Path, own: set[str], restore: str) -> None:
             f"{min(names)!r}",
             f"{restore}, name another folder with --data, or add --adopt to use this one: files "
             "of a lost queue go to its lost+found, all others are left alone",
+            details={"file": min(names)},
         )
 
 
 def free_and_low(folder: Path) -> tuple[int, int]:
-    """Free bytes of the disk, and the mark below which they are low."""
+    """Return the free bytes of a folder's disk, and the mark in bytes below which it is low.
+
+    Raises:
+        OSError: The folder or its disk is gone.
+    """
     disk = os.statvfs(folder)
     size = disk.f_blocks * disk.f_frsize
     return disk.f_bavail * disk.f_frsize, min(_LOW_BYTES, size // _LOW_PART)
 
 
 class QueueFile:
-    """The SQLite file of a data folder, which one process uses at a time. Any thread may call it.
+    """SQLite file of a data folder, which one process uses at a time. Any thread may call it.
 
     Every method but `close` raises OutputError if it fails, and ClosedError after `close`. The
     folder is created; one that has other files and no queue is refused unless `adopts`.
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
-    """How a claim looks for its job, at first and then: the end of the query, and `alone`."""
+    """Ends of the query by which a claim finds its job, in the order of tries, with `alone`."""
 
     clock_name = "what it was when the server started"
     """Whose time `now` is, for messages."""
@@ -130,16 +144,21 @@ class QueueFile:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the file and release the folder; does nothing the second time."""
+        """Close the file and release the folder; do nothing the second time."""
         with self._writing, self._reading:
             self._is_closed = True
             self._opened.close()
 
     @contextlib.contextmanager
     def change(self, alone: str = "") -> Iterator[sqlite3.Connection]:  # noqa: ARG002  # all are
-        """A transaction: durable after the block, and nothing of it if the block raises.
+        """Run a transaction: durable after the block, and undone if the block raises.
 
-        No two that name the same `alone` run at the same time.
+        Args:
+            alone: Name of a lock: no two transactions with the same one run at the same time.
+
+        Raises:
+            AwayError: The file was removed or replaced.
+            OutputError: It cannot be used.
         """
         with self._errors(), _held(self._writing, _BUSY_SECONDS):
             self._keep_reserve()
@@ -157,7 +176,11 @@ class QueueFile:
                     self._writer.execute("ROLLBACK")
 
     def rows(self, query: str, *values: Any) -> list[Any]:
-        """The rows of a query, which does not wait for changes."""
+        """Return the rows of a query, which does not wait for changes.
+
+        Raises:
+            OutputError: The file cannot be used.
+        """
         with self._errors(), _held(self._reading, _READ_BUSY_SECONDS):
             return self._reader.execute(query, values).fetchall()
 
@@ -184,11 +207,11 @@ class QueueFile:
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
-        """Holds a lock during the block, unless another server does; whether it is held."""
+        """Hold a lock during the block, unless another server does; yield whether it is held."""
         return contextlib.nullcontext(True)
 
     def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
-        """What servers have said, as soon as one does, at most after so many seconds."""
+        """Return an empty list at once: no other server can say anything."""
         return []
 
     @property
@@ -209,7 +232,7 @@ class QueueFile:
                 output_files.remove(reserve)
 
     def _on_disk(self) -> list[int]:
-        """The inodes of the queue and of its log; empty if one is missing."""
+        """Return the inodes of the queue and of its log; empty if one is missing."""
         with contextlib.suppress(OSError):
             return [os.stat(f"{self._path}{end}").st_ino for end in ("", "-wal")]
         return []
@@ -233,7 +256,9 @@ class QueueFile:
                 )
             reason = output_files.reason(error)
             raise OutputError(
-                f"the queue {str(self._path)!r} cannot be used: {reason}", hint
+                f"the queue {str(self._path)!r} cannot be used: {reason}",
+                hint,
+                details={"reason": reason},
             ) from error
 
 
@@ -241,7 +266,7 @@ class QueueFile:
 def _held(lock: threading.Lock, seconds: float) -> Iterator[None]:
     """Hold a lock of this process during the block, unless others have it for too long."""
     if not lock.acquire(timeout=seconds):
-        error = sqlite3.OperationalError(f"others have used it for {seconds:g} s")
+        error = sqlite3.OperationalError("others have used it for too long")
         error.sqlite_errorcode = sqlite3.SQLITE_BUSY
         raise error
     try:

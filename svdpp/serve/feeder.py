@@ -1,4 +1,4 @@
-"""The way of jobs from the queue to the ranks and back, and the clips that are in the pipeline."""
+"""Dispatch of queued jobs to the ranks, and the record of their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SECONDS_PER_PIXEL = 6e-8
 
 
 class Feeder:
-    """Takes jobs from the queue as the ranks need them, and records what becomes of them.
+    """Dispatcher of jobs from the queue to the ranks, which records what becomes of them.
 
     `on_changed` is called with each job that has reached another state; `changed` is notified when
     there may be something to do; `seconds_left` are those until the end of the grace, infinite
@@ -64,38 +64,38 @@ class Feeder:
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
         self.latest: dict[int, Job] = {}
-        """The jobs of clips by their indices, also of those that have ended: ranks report late."""
+        """Jobs of clips by their indices, also of those that have ended: ranks report late."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
         self.preparing: RunningClip | None = None
-        """The clip whose large image the ranks prepare, while others go first."""
+        """Clip whose large image the ranks prepare, while others go first. None: there is none."""
         self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
         self.has_latents = True
         """Whether there may be latent checkpoints, perhaps of finished clips."""
         self.why_waits = ""
-        """Why no clip is begun or taken, such as a full disk."""
+        """Reason why no clip is begun or taken, such as a full disk; empty if there is none."""
         self.num_completed = 0
-        """Clips that the ranks have finished."""
+        """Number of clips that the ranks have finished."""
 
     # --- any thread -------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Says that the queue may have a job."""
+        """Wake the dispatcher: a job may have been queued."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
 
     def ask_to_cancel(self, job_id: str) -> None:
-        """Has the ranks asked to skip a job, which the queue has marked."""
+        """Ask the ranks to skip a job, which the queue has marked."""
         with self._changed:
             self._to_cancel.add(job_id)
             self._changed.notify_all()
 
     def lose(self, claims: Iterable[tuple[str, int]]) -> None:
-        """Stops the work of claims that have ended, by id and token; nothing of it is kept."""
+        """Stop the work of claims that have ended, by id and token; keep nothing of it."""
         for id, token in claims:
             clip = self.get(id)
             if clip is not None and clip.job.token == token:
@@ -104,7 +104,7 @@ class Feeder:
                 self.ask_to_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
-        """Tells of the job as it is now; returns it, None if it does not exist any more."""
+        """Report the job as it is now to `on_changed`; return it, None if it is gone."""
         job = self._queue.get(job_id)
         if job is not None:
             if job.state.is_final:
@@ -113,7 +113,7 @@ class Feeder:
         return job
 
     def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Takes an event of `rank`: perhaps it has prepared an image."""
+        """Take an event of `rank`: perhaps it has prepared an image."""
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
@@ -122,27 +122,27 @@ class Feeder:
 
     @property
     def num_free(self) -> int:
-        """How many jobs the pipeline can take."""
+        """Number of jobs that the pipeline can take."""
         num_waiting = sum(not clip.has_begun for clip in self.clips())
         return max(0, min(self._max_running - len(self._clips), self._max_waiting - num_waiting))
 
     def clips(self) -> list[RunningClip]:
-        """The clips in the pipeline, in the order in which the ranks take them."""
+        """Return the clips in the pipeline, in the order in which the ranks take them."""
         with self._changed:
             return list(self._clips.values())
 
     def get(self, job_id: str) -> RunningClip | None:
-        """The clip of a job that the ranks have, or whose image they prepare."""
+        """Return the clip of a job that the ranks have, or whose image they prepare; else None."""
         preparing = self.preparing
         is_preparing = preparing is not None and preparing.job.id == job_id
         return preparing if is_preparing else self._clips.get(job_id)
 
     def steps_done(self, job_id: str) -> int:
-        """How many steps of a job that the ranks have are done."""
+        """Return how many steps of a job are done; 0 if the ranks do not have it."""
         return 0 if (clip := self.get(job_id)) is None else clip.progress.steps_done
 
     def job_of(self, clip: int | None) -> str | None:
-        """The id of the job of a clip's index."""
+        """Return the id of the job of a clip's index; None if it is unknown."""
         job = None if clip is None else self.latest.get(clip)
         return None if job is None else job.id
 
@@ -173,13 +173,13 @@ class Feeder:
         )
 
     def begin(self) -> None:
-        """Begins with a new pipeline."""
+        """Begin with a new pipeline."""
         self._next_clip = 0
         self.latest.clear()
         self.preparing = None
 
     def turn(self, pipeline: Pipeline) -> None:
-        """Does what there is to do."""
+        """Do what there is to do: record results, cancel, and give jobs to the pipeline."""
         self.settle_all()
         self._pass_on_cancels()
         self._look_at_folder()
@@ -202,7 +202,7 @@ class Feeder:
             self.has_latents = False
 
     def _look_at_folder(self) -> None:
-        """Begins no clips without a queue, nor on a full disk, where no file can be written."""
+        """Stop beginning clips without a queue or files, or on a full disk; log the change."""
         before, self.why_waits = self.why_waits, self._queue.why_unusable
         if self.why_waits not in ("", before):
             logger.error("{}: no clip is begun or taken", self.why_waits)
@@ -210,7 +210,7 @@ class Feeder:
             logger.warning("the data folder can be used again: clips are made")
 
     def _begin(self, pipeline: Pipeline, job: Job) -> None:
-        """Gives a job that was claimed to the ranks, perhaps after they have prepared its image."""
+        """Give a job that was claimed to the ranks, perhaps after they have prepared its image."""
         if (old := self.get(job.id)) is not None:  # of a claim that ended without being noticed
             self.lose([(job.id, old.job.token)])
             self._put_back(job)
@@ -284,7 +284,7 @@ class Feeder:
                 clip.handle.cancel()
 
     def settle_all(self) -> None:
-        """Records the outcomes of the clips that have left the pipeline."""
+        """Record the outcomes of the clips that have left the pipeline."""
         while self._done:
             self._settle(*self._done[0])
             self._done.popleft()
@@ -327,9 +327,15 @@ class Feeder:
             self._to_request.forget(job)
 
     def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
-        """Puts the clips of ended ranks back into the queue; the `blamed` jobs count an attempt."""
+        """Put the clips of ended ranks back into the queue.
+
+        Args:
+            error: Reason of their end.
+            blamed: Ids of the jobs during which ranks died: it counts as an attempt.
+        """
         message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
         hint, details = getattr(error, "hint", ""), getattr(error, "details", {})
+        details = {**details, "attempts": MAX_ATTEMPTS}
         for clip in self.clips():
             is_blamed = clip.job.id in blamed
             if not (is_blamed and clip.job.attempts + 1 >= MAX_ATTEMPTS):
@@ -366,13 +372,17 @@ class Feeder:
         self._is_queue_empty = False
 
     def _record(self, job: Job, change: Callable[[], bool]) -> bool:
-        """Changes the state of a job, and tells of it; whether this server had it."""
+        """Change the state of a job, and report it; return whether this server had it."""
         is_changed = self._persist(change)
         self._persist(lambda: self.notify(job.id))
         return is_changed
 
     def _persist(self, change: Callable[[], _T]) -> _T:
-        """Asks or changes the queue, or puts files, however long the disk is full or these away."""
+        """Query or change the queue, or put files, however long these are away or the disk full.
+
+        Raises:
+            OutputError: They still are at the end of the grace.
+        """
         said = ""
         while True:
             try:

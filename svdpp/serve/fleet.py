@@ -1,4 +1,4 @@
-"""The servers that share a queue: what each says of itself, who makes what, and when it is done.
+"""Servers that share a queue: their registration and leases, and the ETAs of the jobs.
 
 There is no coordinator. Each server renews its own claims, and puts back those that nobody renews.
 """
@@ -49,12 +49,12 @@ _RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """When a clip will be finished."""
+    """Place and ETA of an open job."""
 
     place: int | None
     """Number of clips that begin before it; None once it has begun."""
     eta_seconds: float | None
-    """None before the first steps are measured."""
+    """Seconds until the clip is finished. None before the first steps are measured."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class _Pace:
     decode: float
 
     def left(self, sampling: SamplingConfig, steps_done: int = 0) -> float:
-        """Seconds of work that is left of a clip."""
+        """Return the seconds of work that is left of a clip after some steps."""
         steps = sampling.num_inference_steps - steps_done
         seconds = steps * self.step + self.decode + (0.0 if steps_done else self.encode)
         return seconds * _volume(sampling)
 
     def left_of(self, clip: RunningClip) -> float:
-        """The same of a clip at work, without what has passed since its last event."""
+        """Return the seconds left of a clip at work, less those since its last event."""
         sampling, done = clip.job.sampling, clip.progress.steps_done
         left = self.left(sampling, done)
         next_left = self.left(sampling, done + 1) if done < sampling.num_inference_steps else 0.0
@@ -99,7 +99,7 @@ class Estimates:
         self._latest: dict[str, Estimate] = {}
 
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Takes an event of `rank`."""
+        """Take an event of `rank`."""
         match event:
             case StepDone():
                 self._add("step", event.clip, event.seconds)
@@ -114,21 +114,21 @@ class Estimates:
             self._samples[kind].append(seconds / _volume(job.sampling))
 
     def of(self, job_id: str) -> Estimate | None:
-        """The estimate of an open job; None if it is not open."""
+        """Return the estimate of an open job; None if it is not open."""
         return self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
 
     def elsewhere(self, job: Job) -> float | None:
-        """Seconds until a clip of another server is finished."""
+        """Return the seconds until a clip of another server is finished. None: unknown yet."""
         pace = self._pace()
         return None if pace is None else pace.left(job.sampling, job.step)
 
     def seconds_until_room(self) -> float:
-        """Seconds until the next clip is finished: when a full queue is worth another request."""
+        """Return the seconds until the next clip is finished, and a full queue has room."""
         etas = [clip.eta_seconds for clip in self.all().values()]
         return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
-        """The estimate of each open job, by its id; at most `max_age` seconds old."""
+        """Return the estimate of each open job, by its id; at most `max_age` seconds old."""
         oldest = time.monotonic() - max_age
         with self._lock:
             if self._made_at <= oldest:
@@ -157,14 +157,14 @@ class Estimates:
         return {id: Estimate(places.get(id), eta if known else None) for id, eta in etas.items()}
 
     def _until_free(self, pace: _Pace, latest: RunningClip) -> float:
-        """Seconds until the first rank has done its part of the clip that was begun last."""
+        """Return the seconds until the first rank has done its part of the latest clip."""
         of_others = pace.left(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, pace.left_of(latest) - of_others)
 
     def _in_order(
         self, clips: list[RunningClip], waiting: list[tuple[str, SamplingConfig]]
     ) -> Iterator[tuple[str, SamplingConfig, int]]:
-        """Id, parameters and done steps of the open jobs of this server, in the order of begin."""
+        """Yield id, parameters and done steps of the open jobs, in the order of their begin."""
         for clip in clips:
             yield clip.job.id, clip.job.sampling, clip.progress.steps_done
         # Others go before a large image until it is prepared.
@@ -174,7 +174,7 @@ class Estimates:
             yield id, sampling, 0
 
     def _pace(self) -> _Pace | None:
-        """None before the first step."""
+        """Return the medians of the latest work; None before the first step."""
         if not self._samples["step"]:
             return None
         encode, step, decode = (
@@ -184,12 +184,12 @@ class Estimates:
 
 
 def _volume(sampling: SamplingConfig) -> int:
-    """What the time of a step is taken to be proportional to."""
+    """Return the number of pixels that the time of a step is taken to be proportional to."""
     return sampling.height * sampling.width * sampling.frames * (2 if sampling.guided else 1)
 
 
 class Fleet:
-    """This server among those that share its queue; alone if nobody shares it."""
+    """Server among those that share its queue; alone if nobody shares it."""
 
     def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
         self._queue = queue
@@ -206,14 +206,14 @@ class Fleet:
         self._recover_at = time.monotonic() + queue.lease_seconds
         failure = "the server cannot look after its claims"
         self.background = Background("fleet", self._turn, 0.0, failure=failure, last=queue.release)
-        """The thread, which at its end hands back what the ranks have not finished."""
+        """Thread that renews the claims, and at its end hands back what is not finished."""
 
     def servers(self) -> list[dict[str, Any]]:
-        """This server, then the others as each has described itself `seen_seconds` ago."""
+        """Return this server, then the others as each has described itself `seen_seconds` ago."""
         return [self._own(), *self._others]
 
     def others_of(self, kind: str | None) -> list[dict[str, Any]]:
-        """The other live servers that make the clips of a kind."""
+        """Return the other live servers that make the clips of a kind (`Job.kind`)."""
         live = (other for other in self._others if other["is_live"])
         return [other for other in live if (other["weights"] or other["model"]) == kind]
 

@@ -1,4 +1,4 @@
-"""What the queue stores: jobs, each one requested clip, and its tables."""
+"""Jobs, each one requested clip, and the tables that store them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Proof = Literal["none", "running", "equal", "different", "failed"]
 
 
 class JobState(StrEnum):
-    """The states of a job."""
+    """State of a job."""
 
     QUEUED = "queued"
     IN_PROGRESS = "in_progress"
@@ -38,7 +38,7 @@ class JobState(StrEnum):
 
 
 class UnreadableJobError(OutputError):
-    """A row that this svdpp cannot read, because a newer one has written it.
+    """Row that this svdpp cannot read, because a newer one has written it.
 
     Its details have `id`.
     """
@@ -46,7 +46,7 @@ class UnreadableJobError(OutputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One requested clip. Times are unix seconds.
+    """Requested clip. Times are unix seconds by the queue's clock.
 
     Args:
         model: that makes it, by the name that clients know.
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """Equal for jobs that the same servers can make."""
+        """Key that is equal for jobs that the same servers can make."""
         return self.weights or self.model
 
     @property
@@ -115,7 +115,7 @@ class Job:
         return self.photo_pixels > LARGE_MEGAPIXELS * 10**6
 
     def clip_in(self, folder: Path) -> Path:
-        """The file in a data folder that its claim writes, if any; its JSON has the suffix `.json`.
+        """Return the mp4 in a data folder that its claim writes; its JSON has the suffix `.json`.
 
         So the transaction that completes the job also publishes the file, which is on the disk by
         then.
@@ -123,15 +123,15 @@ class Job:
         return folder / CLIPS / (f"{self.id}-{self.token}.mp4" if self.token else f"{self.id}.mp4")
 
     def photo_in(self, folder: Path) -> Path | None:
-        """The image's file in a data folder; it may not exist."""
+        """Return the image's file in a data folder, which may not exist; None: from text alone."""
         return folder / PHOTOS / self.photo if self.photo else None
 
     def videos_in(self, folder: Path) -> dict[str, Path]:
-        """The files of its further videos, by name."""
+        """Return the files of its further videos in a data folder, by name."""
         return {name: folder / PHOTOS / f"{self.id}.{name}" for name in self.videos}
 
     def uploads_in(self, folder: Path) -> list[Path]:
-        """The files of the image and the videos."""
+        """Return the files of image and videos in a data folder."""
         photo = self.photo_in(folder)
         return [*([photo] if photo else []), *self.videos_in(folder).values()]
 
@@ -141,7 +141,7 @@ COLUMNS = tuple(column.name for column in fields(Job))
 
 
 def row_of(job: Job) -> dict[str, Any]:
-    """The columns of a job, by name."""
+    """Return the columns of a job, by name."""
     values = {name: getattr(job, name) for name in COLUMNS}
     values |= {name: to_json(values[name]) for name in ("error", "metadata", "videos")}
     return {**values, "sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
@@ -161,35 +161,39 @@ def job_of(row: tuple[Any, ...]) -> Job:
         raise UnreadableJobError(
             f"this svdpp cannot read {values['id']}: {error}",
             "a newer svdpp has accepted it: upgrade this server",
-            details={"id": values["id"]},
+            details={"id": values["id"], "reason": str(error)},
         ) from error
     values |= {name: bool(values[name]) for name in ("cancel_asked", "remove_asked")}
     return Job(**values)
 
 
 def to_json(value: dict[str, Any] | None) -> str | None:
-    """A value of a column."""
+    """Return a dictionary as JSON for a column; None stays None."""
     return None if value is None else json.dumps(value, default=str)
 
 
 def _of_json(text: str | None) -> Any:
-    """Numbers that are not finite are read as None, because no answer can have them."""
+    """Return the value of a JSON column, with None for numbers that are not finite."""
     return None if text is None else json.loads(text, parse_constant=lambda _: None)
 
 
 @functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
 def sampling_of(text: str) -> SamplingConfig:
-    """The parameters in a row."""
+    """Return the parameters in a row's JSON.
+
+    Raises:
+        RequestError: A newer svdpp has written them.
+    """
     return sampling_from(json.loads(text))
 
 
 def new_id() -> str:
-    """A new job's id, which cannot be guessed."""
+    """Return the id of a new job, which cannot be guessed."""
     return f"video_{secrets.token_hex(16)}"
 
 
 def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> int:
-    """The requested seed, else a drawn one; the same one for the same idempotency key."""
+    """Return the requested seed, else a drawn one: 32 bits, equal for an idempotency key."""
     if requested is None and idempotency_key is not None:
         digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()
         return int.from_bytes(digest[:4])
@@ -274,14 +278,20 @@ CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
 
 
 def upgrade(version: int, serial: str) -> str:
-    """The statements that make the newest tables of those of a version; 0: there are none.
+    """Return the statements that make the newest tables from those of a version.
 
-    `serial` is the type of a key that counts up.
+    Args:
+        version: Version of the tables; 0: there are none.
+        serial: SQL type of a key that counts up.
+
+    Raises:
+        RequestError: The tables are of a version that this svdpp does not know.
     """
     if version not in (0, *(number - 1 for number in _ADDED), VERSION):
         raise RequestError(
             f"the queue has version {version}, and this svdpp reads version {VERSION}",
             "use the svdpp that wrote it, or name another --data or --queue",
+            details={"version": version, "supported_version": VERSION},
         )
     added = [text for number, text in sorted(_ADDED.items()) if number > version]
     return "".join([*([] if version else [_SCHEMA.format(serial=serial)]), *added])

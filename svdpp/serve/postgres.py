@@ -93,7 +93,7 @@ def address_of(url: str) -> str:
 
 
 class QueueServer:
-    """A queue in the database of `url`, for servers that share the files of `store`.
+    """Queue in the database of `url`, for servers that share the files of `store`.
 
     The tables are created if they do not exist. The store then has a mark, by which a server that
     sees another one is refused. The methods are those of `QueueFile`.
@@ -130,7 +130,7 @@ class QueueServer:
             raise
 
     def close(self) -> None:
-        """End the connections; does nothing the second time."""
+        """End the connections; do nothing the second time."""
         self._is_closed = True
         for use, lock in self._locks.items():
             with lock:
@@ -179,7 +179,7 @@ class QueueServer:
         """Do nothing: PostgreSQL maintains itself."""
 
     def now(self) -> float:
-        """Return the unix time of the database, which is that of all servers."""
+        """Return the unix time of the database in seconds, which is that of all servers."""
         ((now,),) = self.rows("SELECT clock()")
         return float(now)
 
@@ -191,7 +191,15 @@ class QueueServer:
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
-        """Holds a lock during the block, perhaps after others; it ends with the connection."""
+        """Hold a lock of the database during the block; it ends with the connection.
+
+        Args:
+            name: Name of the lock.
+            waits: Whether to wait for servers that hold it.
+
+        Yields:
+            Whether it is held.
+        """
         key = "hashtext(current_schema), hashtext(?)"
         function = "pg_advisory_lock" if waits else "pg_try_advisory_lock"
         ((answer,),) = self.rows(f"SELECT {function}({key})", name)
@@ -204,14 +212,18 @@ class QueueServer:
                     self.rows(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
-        """Return what servers have said, as soon as one does, at most after so many seconds."""
+        """Return what servers have said, as soon as one does, at most after so many seconds.
+
+        Raises:
+            AwayError: The database does not answer, or takes no changes.
+        """
         with self._use("listen"):
             connection = self._open.get("listen") or self._connect("listen", "LISTEN svdpp")
             notes = connection.raw.notifies(timeout=seconds, stop_after=1)
             return [note.payload for note in notes]
 
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Opens the queue, or makes the tables of a new one, which its store is marked for."""
+        """Open the queue, or make the tables of a new one, which its store is marked for."""
         ((is_there,),) = self.rows("SELECT to_regclass('queue') IS NOT NULL")
         version, id = self.rows("SELECT version, id FROM queue")[0] if is_there else (0, "")
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")
@@ -238,7 +250,7 @@ class QueueServer:
         self._store.belong_to(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:
-        """Refuses a folder or a store that other servers do not see, or that is of others."""
+        """Refuse a folder or a store that other servers do not see, or that is of others."""
         store = self._store
         if adopts:
             return
@@ -320,18 +332,21 @@ class QueueServer:
             if isinstance(error, _AWAY):
                 self._drop(use)
                 raise self._away_error(reason) from error
-            raise OutputError(f"the queue {self._place!r} cannot be used: {reason}") from error
+            raise OutputError(
+                f"the queue {self._place!r} cannot be used: {reason}",
+                details={"queue": self._place, "reason": reason},
+            ) from error
 
     def _away_error(self, reason: str) -> AwayError:
         return AwayError(
             f"the queue {self._place!r} does not answer: {reason}",
             "check that PostgreSQL runs there, takes this user, and is not read-only",
-            details={"queue": self._place},
+            details={"queue": self._place, "reason": reason, "timeout_seconds": _CALL_SECONDS},
         )
 
 
 class Connection:
-    """A connection that takes the statements of the queue, each of which has a deadline."""
+    """Connection that takes the statements of the queue, each of which has a deadline."""
 
     def __init__(self, url: str, watchdog: _Watchdog) -> None:
         self.raw = psycopg.connect(url, autocommit=True, **_NETWORK)
@@ -355,7 +370,7 @@ class Connection:
             return self.raw.execute(_translated(query), values or None)
         except psycopg.Error as error:
             if self.is_overdue:
-                text = f"no answer within {_CALL_SECONDS:g} s"
+                text = "no answer in time"
                 raise psycopg.OperationalError(text) from error
             raise
         finally:
@@ -371,7 +386,7 @@ class Connection:
 
 
 class _Watchdog:
-    """A thread that ends the connections whose statements have no answer in time."""
+    """Thread that ends the connections whose statements have no answer in time."""
 
     def __init__(self) -> None:
         self.deadlines: dict[Connection, float] = {}

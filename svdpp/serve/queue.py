@@ -1,4 +1,4 @@
-"""The queue of jobs: each change of a job's state, which is durable at once, and each question.
+"""Queue of jobs: each change of a job's state, which is durable at once, and each query.
 
 Every change names the states that it may start from, so a late one changes nothing. Owners take
 turns: next is the owner whose last job was taken longest ago. An owner's `turn` is 0 before the
@@ -118,6 +118,7 @@ RETURNING state, turn, owner
 _LOST = RankError(
     f"{MAX_LOST} servers died, hung or lost the queue while they had this clip",
     "their logs say why; request it again if the clip is not what ended them",
+    details={"lost_claims": MAX_LOST},
 )
 # One statement each, because every server asks them all the time.
 _RENEW = """
@@ -156,18 +157,21 @@ WHERE id = ? AND callback_attempts = ? RETURNING id
 
 
 class QueueFullError(SvdppError):
-    """The queue, or one owner's share of it, has as many open jobs as it may have.
+    """Refusal of a job, because the queue or one owner's share of it is full.
 
     Its details are `open` and `limit`, and `owner` if the limit is the owner's.
     """
 
 
 class _CannotMakeError(Exception):
-    """This server's ranks cannot make the job that comes next; its argument is its `sampling`."""
+    """Job that this server's ranks cannot make; the argument is the `sampling` of its row."""
 
 
 class JobQueue:
-    """The jobs of a server. Any thread may call any method; each is durable before it returns.
+    """Jobs of a server. Any thread may call any method; each change is durable before it returns.
+
+    Every method but `close` raises OutputError if the queue cannot be used; its subclass AwayError
+    if the queue does not answer, and then it is unknown whether the change was made.
 
     The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`. The data
     `folder` has the queue and all files, unless there is the `url` of a PostgreSQL database, and a
@@ -185,9 +189,9 @@ class JobQueue:
         lease_seconds: float = 30.0,
     ) -> None:
         self.store = store or FileStore(folder)
-        """The files of the jobs."""
+        """Files of the jobs."""
         self.database: QueueFile | QueueServer
-        """What the queue is stored in."""
+        """Database that has the rows."""
         if url is None:
             self.database = QueueFile(folder, adopts=adopts)
             self.store.belong_to_file(lambda: self.database.is_there)
@@ -201,11 +205,11 @@ class JobQueue:
         """Whether other servers may take its jobs, too."""
         self.lease_seconds = lease_seconds if self.is_shared else 0.0
         self.server = secrets.token_hex(8)
-        """The id of this server."""
+        """Random id of this server."""
         self.kind: str | None = None
-        """The kind of the jobs that this server takes; None: it takes all."""
+        """Kind of the jobs that this server takes (`Job.kind`). None: it takes all."""
         self.why_not: Callable[[SamplingConfig], str | None] = lambda _: None
-        """Why this server cannot make a job of its kind, by its parameters; None: it can."""
+        """Reason why the ranks cannot make a job with these parameters. None: they can."""
         # Ids and tokens of what this server has claimed and does not end now.
         self._claims: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
@@ -231,12 +235,12 @@ class JobQueue:
             )
 
     def close(self) -> None:
-        """Does nothing the second time."""
+        """Close the database; do nothing the second time."""
         self.database.close()
 
     @property
     def why_unusable(self) -> str:
-        """Why no clip can be stored or begun, besides a store that is away; empty if it can."""
+        """Reason why no clip can be stored or begun, except a store that is away; empty: it can."""
         if not self.database.is_there:
             return "the queue was removed or replaced"
         if not self.store.is_mounted:
@@ -281,7 +285,7 @@ class JobQueue:
 
     @property
     def _own(self) -> tuple[str, list[str]]:
-        """The condition of the jobs that this server can make, and its values.
+        """SQL condition of the jobs that this server can make, and its values.
 
         All others are held: they keep their places, and wait for a server that can make them.
         """
@@ -292,7 +296,7 @@ class JobQueue:
 
     @property
     def _open(self) -> tuple[str, list[str]]:
-        """The condition of the jobs in progress and those that wait for this server, as `_own`."""
+        """SQL condition of the jobs in progress or waiting for this server, and its values."""
         own, values = self._own
         return f"(state = 'in_progress' OR state = 'queued' AND {own})", values
 
@@ -306,10 +310,20 @@ class JobQueue:
         *,
         until: float = math.inf,
     ) -> Job:
-        """Store a new job, or find the one that the same request has created before.
+        """Store a new job, or return the one that the same request has created before.
 
-        QueueFullError: a limit is reached. After `until`, by `clock.uptime`, it is refused, because
-        others may have removed its image.
+        Args:
+            job: The new job.
+            max_open: Number of jobs that may be open in the whole queue. None: no limit.
+            max_open_of_owner: Number of open jobs of its owner. None: no limit.
+            until: Seconds by `clock.uptime` after which the job is refused, because other servers
+                may have removed its image.
+
+        Raises:
+            QueueFullError: A limit is reached.
+            RequestError: The idempotency key was used for another request.
+            UnreadableJobError: A newer svdpp has stored the job of that idempotency key.
+            OutputError: It is later than `until`, or the queue cannot be used.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.database.change(alone="add") as database:
@@ -336,9 +350,13 @@ class JobQueue:
             raise QueueFullError(f"the queue of the key {owner!r} is full", details=details)
 
     def take_next(self, *, large: bool = True) -> Job | None:
-        """QUEUED to IN_PROGRESS for the next job that is not held; None if there is none.
+        """Claim the next job that this server can make: QUEUED to IN_PROGRESS.
 
-        Without `large`, jobs with large images are passed over.
+        Args:
+            large: Whether to take jobs with large images, too.
+
+        Returns:
+            The job with the token of this claim; None if there is none.
         """
         for _ in range(_MAX_TRIES):
             own, known = self._own
@@ -376,10 +394,18 @@ class JobQueue:
     def put_back(
         self, id: str, token: int = 0, *, counts: bool = False, is_lost: bool = False
     ) -> bool:
-        """IN_PROGRESS to QUEUED, at the place that the job had; CANCELLED if that was asked for.
+        """Put a claimed job back: IN_PROGRESS to QUEUED, at the place that it had.
 
-        It `counts` as an attempt if ranks died during it. A claim that `is_lost` has ended because
-        nobody renewed it; else nothing changes.
+        It becomes CANCELLED if that was asked for, and FAILED after its last lost claim.
+
+        Args:
+            id: Id of the job.
+            token: Token of the claim; with another one, nothing changes.
+            counts: Whether ranks died during it, which counts as an attempt.
+            is_lost: Whether nobody has renewed the claim; nothing changes if somebody has.
+
+        Returns:
+            Whether the job was changed.
         """
         condition = _EXPIRED if is_lost else "true"
         statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
@@ -394,15 +420,15 @@ class JobQueue:
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
-        """IN_PROGRESS to COMPLETED, with the clip's JSON."""
+        """Complete a claimed job with the clip's JSON; return whether this claim still had it."""
         return self._end(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
     def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
-        """IN_PROGRESS to FAILED."""
+        """Fail a claimed job with an error; return whether this claim still had it."""
         return self._end(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
 
     def cancel_waiting(self, id: str) -> bool:
-        """QUEUED to CANCELLED."""
+        """Cancel a job that is queued; return whether it was."""
         return self._change(id, [JobState.QUEUED], state=JobState.CANCELLED)
 
     def ask_to_cancel(self, id: str, *, removes: bool = False) -> bool:
@@ -428,19 +454,22 @@ class JobQueue:
         return self._ids(f"remove_asked AND {_FINAL} ORDER BY seq")
 
     def cancelled(self, id: str, token: int = 0) -> bool:
-        """IN_PROGRESS to CANCELLED, once the ranks have let go of the job."""
+        """Cancel a claimed job that the ranks have let go of; return whether this claim had it."""
         return self._end(id, token, JobState.CANCELLED)
 
     def set_proof(self, id: str, proof: Proof, reason: str | None = None) -> bool:
-        """Set the proof of a completed job, and its reason."""
+        """Set the proof of a completed job, and its reason; return whether there is such a job."""
         return self._change(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Set the ETA that the client was given."""
+        """Set the ETA in seconds that the client was given; return whether there is such a job."""
         return self._change(id, JobState, promised_seconds=seconds)
 
     def take_callback(self, seconds: float) -> Job | None:
-        """The next job whose webhook is due, which is not due again for so many seconds."""
+        """Return the next job whose webhook is due, and make it due again after so many seconds.
+
+        Rows that this svdpp cannot read stay as they are. None: nothing is due.
+        """
         for _ in range(_MAX_TRIES):
             skipped = list(self._unreadable)
             others = f"id NOT IN ({_marks(skipped)})" if skipped else "true"
@@ -454,15 +483,24 @@ class JobQueue:
         return None
 
     def set_callback(self, job: Job, seconds: float | None, error: str | None) -> bool:
-        """Set the outcome of a try: after how long to try next, None: never, and what went wrong.
+        """Store the outcome of a try to send a webhook.
 
-        It changes nothing once a later try has begun.
+        Args:
+            job: The job as `take_callback` returned it.
+            seconds: Time until the next try. None: there is none.
+            error: Reason of the failure. None: it was delivered.
+
+        Returns:
+            Whether it was stored; False once a later try has begun.
         """
         values = seconds, error, job.id, job.callback_attempts
         return bool(self._rows_of(_SET_CALLBACK, *values))
 
     def remove(self, id: str) -> bool:
-        """Remove the row of a job in a final state; `store.remove_job` also removes files."""
+        """Remove the row of a job in a final state; return whether there was one.
+
+        `store.remove_job` also removes its files.
+        """
         return bool(self._rows_of(f"DELETE FROM jobs WHERE id = ? AND {_FINAL} RETURNING id", id))
 
     def recover(self) -> list[Job]:
@@ -480,14 +518,14 @@ class JobQueue:
         return [job for id in ids if (job := self.get(id)) is not None]
 
     def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
-        """Ends a job in progress that this server has claimed; whether it has."""
+        """End a job in progress that this server has claimed; return whether it has."""
         self._claims.discard((id, token))  # before it ends: a renewal must not take it for lost
         return self._change(id, [JobState.IN_PROGRESS], token, state=state, **values)
 
     def _change(
         self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
     ) -> bool:
-        """Sets columns of a row if its state is one of `states`, and its token `token`."""
+        """Set columns of a row if its state is one of `states`, and its token `token`."""
         columns = ", ".join(f"{name} = ?" for name in values)
         if (state := values.get("state")) is not None and JobState(state).is_final:
             columns += f", finished_at = {_END}"
@@ -505,7 +543,11 @@ class JobQueue:
     def renew(self, step_of: Callable[[str], int]) -> tuple[list[tuple[str, int]], list[str]]:
         """Renew this server's claims, and store the steps that are done of each.
 
-        Returns id and token of the lost ones, and the ids of those to cancel.
+        Args:
+            step_of: Function that returns the number of finished steps of a job, by its id.
+
+        Returns:
+            Ids and tokens of the claims that are lost, and ids of the jobs to cancel.
         """
         claims = list(self._claims)
         if not claims:
@@ -518,22 +560,22 @@ class JobQueue:
         return list(lost), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
-        """At the end of a server: put back what it has claimed, and strike it off."""
+        """Put back all claims of this server, and remove it from the list, as it ends."""
         for job in self.claimed():  # also claims whose answers were lost with a connection
             self.put_back(job.id, job.token)
         self._rows_of("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
     def register(self, about: Mapping[str, Any]) -> None:
-        """Say that this server lives, and what it can make."""
+        """Store that this server lives, with what it says of itself: JSON values."""
         self.database.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
 
     def servers(self) -> list[dict[str, Any]]:
-        """What each server has said, with its `id` and `seen_seconds`."""
+        """Return what each server has said of itself, with its `id` and `seen_seconds`."""
         rows = self.database.rows("SELECT id, about, clock() - seen_at FROM servers ORDER BY id")
         return [{**json.loads(about), "id": id, "seen_seconds": seen} for id, about, seen in rows]
 
     def _tell(self, database: Statements, what: str) -> None:
-        """Says something to all servers, if the transaction succeeds."""
+        """Notify all servers, if the transaction succeeds."""
         if self.is_shared:
             database.execute("SELECT pg_notify('svdpp', ?)", (what,))
 
@@ -558,7 +600,7 @@ class JobQueue:
         order: Literal["asc", "desc"] = "desc",
         states: Sequence[JobState] = (),
     ) -> list[Job]:
-        """Jobs by the time of request: of one owner, in some states, after the job of an id.
+        """Return jobs by the time of request: of one owner, in some states, after the job of an id.
 
         Jobs that their owner has removed are left out.
         """
@@ -581,7 +623,7 @@ class JobQueue:
         return found[:limit]
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
-        """Id and parameters of the queued jobs that are not held, in the order of `take_next`."""
+        """Return id and parameters of the jobs that wait for this server, in their order."""
         own, values = self._own
         waiting = []
         for id, text in self.database.rows(_IN_TURN.format(own), *values):
@@ -590,11 +632,11 @@ class JobQueue:
         return waiting
 
     def running(self) -> list[Job]:
-        """The jobs in progress, in the order in which they were taken."""
+        """Return the jobs in progress, in the order of their claims."""
         return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
 
     def claimed(self) -> list[Job]:
-        """Those of them that this server has taken."""
+        """Return the jobs in progress that this server has claimed, in that order."""
         own = "WHERE state = 'in_progress' AND server = ? ORDER BY started_at, turn, seq"
         return self._jobs(own, self.server)
 
@@ -604,31 +646,31 @@ class JobQueue:
         return bool(self.database.rows(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
 
     def counts(self) -> dict[JobState, int]:
-        """The number of jobs in each state; without queued ones that this server cannot make."""
+        """Return the number of jobs by state, without queued ones that this server cannot make."""
         own, values = self._own
         query = f"SELECT state, count(*) FROM jobs WHERE state != 'queued' OR {own} GROUP BY state"
         numbers = dict(self.database.rows(query, *values))
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
-        """The number of jobs that are queued, and not held, or in progress."""
+        """Return the number of jobs that are in progress, or queued and not held."""
         is_open, values = self._open
         return int(self.database.rows(f"SELECT count(*) FROM jobs WHERE {is_open}", *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
-        """The time of the oldest request that is queued and not held; None if there is none."""
+        """Return the unix time of the oldest request that waits for this server; None: none."""
         own, values = self._own
         query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {own}"
         ((oldest,),) = self.database.rows(query, *values)
         return None if oldest is None else float(oldest)
 
     def to_prove(self) -> list[str]:
-        """The ids of the jobs whose proof is `running`, or was when a server ended."""
+        """Return the ids of the jobs whose proof is `running`, or was when a server ended."""
         own, values = self._provable
         return self._ids(f"{own} AND proof = 'running' ORDER BY seq", *values)
 
     def unproved(self) -> list[str]:
-        """The ids of the completed clips with files that are not verified, the newest first."""
+        """Return the ids of the completed clips with files that are not verified, newest first."""
         has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
         own, values = self._provable
         unproved = f"{own} AND state = 'completed' AND proof = 'none' AND {has_file}"
@@ -636,18 +678,21 @@ class JobQueue:
 
     @property
     def _provable(self) -> tuple[str, list[str]]:
-        """As `_own` for proofs: a fleet leaves those of another model to its servers."""
+        """SQL condition of the jobs that this server can verify, and its values."""
         if not self.is_shared or self.kind is None:
             return "true", []
         return f"{_KIND} = ?", [self.kind]
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
-        """When the jobs in final states ended that are not being proved, the first one first."""
+        """Return the unix times at which jobs ended, by id, the first one first.
+
+        Only those that ended before a unix time, and that are not being verified.
+        """
         where = f"{_FINAL} AND proof != 'running' AND finished_at < ? ORDER BY finished_at, seq"
         return dict(self.database.rows(f"SELECT id, finished_at FROM jobs WHERE {where}", before))
 
     def clips(self) -> dict[str, int | None]:
-        """The token of the claim that each job's clip is of, by id; None: it has no clip now."""
+        """Return the token of the claim that made each job's clip, by id; None: it has no clip."""
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
         return dict(self.database.rows(f"SELECT id, {token} FROM jobs"))
 
@@ -670,7 +715,11 @@ def _insert(database: Statements, job: Job) -> None:
 
 
 def _same_request(known: Job, job: Job) -> Job:
-    """`known`, if `job` asks for the same clip."""
+    """Return `known` if `job` asks for the same clip.
+
+    Raises:
+        RequestError: It asks for another one.
+    """
     names = ("photo_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
     for name in (*names, "callback_url"):
         if getattr(known, name) != getattr(job, name):

@@ -1,4 +1,4 @@
-"""The files of the jobs: where they are, in a folder or in a bucket, and when they go.
+"""Files of the jobs: where they are, in a folder or in a bucket, and when they are removed.
 
 Servers that share no folder have a bucket, the store, and each works in a data folder of its own.
 An object has the name that its file has there. It is put before a row of the queue names it, and no
@@ -49,7 +49,7 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """The files of all servers: in the store of a URL, or without one in the folder alone.
+    """Files of all servers: in the store of a URL, or without one in the folder alone.
 
     Any thread may call any method. After a failure all raise AwayError at once, until `look` finds
     that the store answers again.
@@ -59,14 +59,14 @@ class FileStore:
         self.folder = folder.absolute()
         self.is_remote = url is not None
         self.why_away = ""
-        """Why the store cannot be used now; empty if it can."""
+        """Reason why the store cannot be used now; empty if it can."""
         self._queue_id = ""
         self._is_file_there: Callable[[], bool] = lambda: True
         self._using = threading.Lock()
         self._look_at = 0.0
         place = str(self.folder) if url is None else redact(url).partition("?")[0]
         self.name = f"the {'data folder' if url is None else 'store'} {place!r}"
-        """In messages."""
+        """Name of folder or store in messages."""
         if url is not None:
             self._system, self._root = _open(url)
 
@@ -112,7 +112,7 @@ class FileStore:
             temporary.unlink(missing_ok=True)
 
     def evict(self, path: Path, unused_since: float) -> None:
-        """Removes a file from the folder alone, unless it has been fetched since then."""
+        """Remove a file from the folder alone, unless it was fetched after a unix time."""
         with self._using, contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime <= unused_since:
                 path.unlink()
@@ -129,19 +129,30 @@ class FileStore:
         self.remove_object(path)
 
     def discard(self, path: Path) -> None:
-        """Removes a file that nobody needs; what cannot be removed now is a leftover."""
+        """Remove a file that nobody needs; what cannot be removed now is a leftover."""
         output_files.remove(path)
         with contextlib.suppress(AwayError):
             self.remove_object(path)
 
     def remove_object(self, path: Path) -> None:
-        """Removes an object alone, if it exists."""
+        """Remove an object alone, if it exists.
+
+        Raises:
+            StorageAwayError: The store does not answer.
+        """
         if self.is_remote:
             with contextlib.suppress(FileNotFoundError), self._errors():
                 self._system.rm_file(self._at(path))
 
     def objects(self, folder: str = "") -> dict[str, tuple[int, float]]:
-        """Bytes and unix time of every object in a folder of the store, or of all, by name."""
+        """Return size in bytes and unix time of each object, by its name, such as `clips/x.mp4`.
+
+        Args:
+            folder: Folder of the store to look in; empty: all.
+
+        Raises:
+            StorageAwayError: The store does not answer.
+        """
         if not self.is_remote:
             return {}
         with self._errors():
@@ -150,11 +161,15 @@ class FileStore:
         return {name[start:]: (about["size"], _time_of(about)) for name, about in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
-        """The same of all that servers share: the objects, or the files of the folder."""
+        """Return size and time of all files that servers share, as `objects` does."""
         return self.objects() if self.is_remote else self.local_files()
 
     def local_files(self) -> dict[str, tuple[int, float]]:
-        """The same of the files of the folder."""
+        """Return size and time of the files of the folder, as `objects` does.
+
+        Raises:
+            OutputError: The folder cannot be read.
+        """
         found = {}
         with self.errors():
             for folder in (self.folder / name for name in (PHOTOS, CLIPS, LATENTS)):
@@ -172,11 +187,15 @@ class FileStore:
         return [name for name, own in found if own and own["clip"] and name.endswith(".mp4")]
 
     def errors(self) -> AbstractContextManager[None]:
-        """Has an error of the folder's disk raised as OutputError."""
+        """Translate errors of the folder's disk to OutputError during the block."""
         return output_files.disk_errors(f"cannot read or write the files in {str(self.folder)!r}")
 
     def mark(self) -> str:
-        """The id of the queue that the files belong to; empty if there is no mark."""
+        """Return the id of the queue that the files belong to; empty if there is no mark.
+
+        Raises:
+            StorageAwayError: The store does not answer.
+        """
         if not self.is_remote:
             with contextlib.suppress(OSError):
                 return (self.folder / MARK).read_text()
@@ -187,18 +206,22 @@ class FileStore:
         return ""
 
     def set_mark(self, queue_id: str) -> None:
-        """Says that the files belong to a queue."""
+        """Mark the files as those of a queue.
+
+        Raises:
+            OutputError: The mark cannot be written.
+        """
         output_files.write_text(self.folder / MARK, queue_id)
         if self.is_remote:
             self.put(self.folder / MARK)
             (self.folder / MARK).unlink()
 
     def belong_to(self, queue_id: str) -> None:
-        """From now on, a store without the mark of this queue counts as away."""
+        """Treat a store without the mark of this queue as away from now on."""
         self._queue_id = queue_id
 
     def belong_to_file(self, is_there: Callable[[], bool]) -> None:
-        """From now on, the folder counts as away unless `is_there`: it has the queue's file."""
+        """Treat the folder as away while `is_there` says that it lacks the queue's file."""
         self._is_file_there = is_there
 
     @property
@@ -232,7 +255,11 @@ class FileStore:
             )
 
     def look(self) -> None:
-        """Looks from time to time whether the store answers, and at each call while it does not."""
+        """Check now and then that the store answers, and at each call while it does not.
+
+        Raises:
+            StorageAwayError: It does not, or has no mark of the queue.
+        """
         if self.why_away or time.monotonic() >= self._look_at:
             self._look()
 
@@ -246,7 +273,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, looks: bool = False) -> Iterator[None]:
-        """Refuses a use while the store is away, unless it `looks` whether it is."""
+        """Refuse a use while the store is away, unless it `looks` whether it is."""
         if not looks:
             self.check()
         try:
@@ -264,10 +291,12 @@ class FileStore:
         if not self.why_away:
             logger.error("{}: no clip is begun or taken", text)
         self.why_away = text
-        return StorageAwayError(text, "check --files, and the credentials for it")
+        return StorageAwayError(
+            text, "check --files, and the credentials for it", details={"reason": redact(reason)}
+        )
 
     def _at(self, path: Path) -> str:
-        """Where the object of a file is, or the objects of a folder."""
+        """Return the path of the object of a file, or of the objects of a folder."""
         name = path.absolute().relative_to(self.folder).as_posix()
         return self._root if name == "." else f"{self._root}/{name}"
 
@@ -288,7 +317,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _time_of(about: Mapping[str, Any]) -> float:
-    """When an object was put; never, if the backend does not say so as that of S3 does."""
+    """Return the unix time of an object; infinity if the backend does not say so as S3 does."""
     put_at = about.get("LastModified")
     return float(put_at.timestamp()) if put_at else math.inf
 
@@ -372,7 +401,7 @@ def _sizes(queue: JobQueue) -> Counter[str]:
 
 
 def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()) -> Seen:
-    """Remove what no job needs, and no job did at the look before; returns what this look sees.
+    """Remove what no job needs, and no job did at the look before; return what this look sees.
 
     That is what servers that do not live any more have left: images of requests that have stored no
     job, clips that are not of their job's last claim, unfinished files. What is unchanged since the
@@ -434,7 +463,7 @@ def _is_leftover(
 
 
 def set_strangers_aside(queue: JobQueue) -> list[Path]:
-    """At the start of a server, move old images and clips of no job to `lost+found`.
+    """Move old images and clips of no job to `lost+found`, at the start of a server.
 
     They are there if the queue's file was lost, or replaced by an older one. What was written
     within the last hour may be of a request, unless the queue is new. Only regular files with the

@@ -49,7 +49,7 @@ _UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
 class Webhooks:
-    """Sends the webhooks of a queue, in a thread. Any thread may call it.
+    """Sender of the webhooks of a queue, in a thread. Any thread may call it.
 
     They go to `hosts`, each as in a URL, with its port unless that is the scheme's. Each of the
     `secrets` signs every webhook, so that a receiver can go from an old one to a new one.
@@ -77,10 +77,14 @@ class Webhooks:
         self.background = Background(
             "webhooks", self._send_due, _POLL_SECONDS, failure="webhooks wait", last=self._send_due
         )
-        """The thread, which at its end sends what is due, each once."""
+        """Thread that sends what is due; at its end each once."""
 
     def check(self, url: str) -> None:
-        """Refuses a URL of a host that is not allowed; one with a user name has no such host."""
+        """Refuse a URL of a host that is not allowed; one with a user name has no such host.
+
+        Raises:
+            ApiError: 422, `callback_refused`.
+        """
         with suppress(ValueError):  # it is no URL
             if urlsplit(url).netloc.lower() in self._hosts:
                 return
@@ -91,7 +95,7 @@ class Webhooks:
     # --- the thread -------------------------------------------------------------------------------
 
     def _send_due(self) -> None:
-        """Tries what is due, some at the same time; the next ones wait until these have ended."""
+        """Try what is due, some at the same time; the next ones wait until these have ended."""
         end = time.monotonic() + _LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
@@ -105,7 +109,7 @@ class Webhooks:
                     self._note(job, error)
 
     def _note(self, job: Job, error: str | None) -> None:
-        """Stores the outcome of a try; one that is not stored is tried again."""
+        """Store the outcome of a try; one that is not stored is tried again."""
         seconds = None
         if error is not None and job.callback_attempts < MAX_ATTEMPTS:
             seconds = _FIRST_RETRY_SECONDS * 4 ** (job.callback_attempts - 1)
@@ -119,7 +123,7 @@ class Webhooks:
         return await asyncio.gather(*map(self._error_of, jobs))
 
     async def _error_of(self, job: Job) -> str | None:
-        """Tries once; what went wrong."""
+        """Try once; return what went wrong, or None."""
         try:
             async with asyncio.timeout(ATTEMPT_SECONDS):
                 status = await self._post(job)
@@ -130,7 +134,7 @@ class Webhooks:
         return None if 200 <= status < 300 else f"the answer was {status}"
 
     async def _post(self, job: Job) -> int:
-        """The status of the answer, whose body is not read; a redirect is not followed."""
+        """Return the status of the answer, whose body is not read; follow no redirect."""
         assert job.callback_url is not None
         self.check(job.callback_url)  # an earlier server may have allowed another host
         url = urlsplit(job.callback_url)
@@ -157,7 +161,7 @@ class Webhooks:
             return answer.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """The address to connect to, another one with each attempt; all are checked."""
+        """Return the address to connect to, another one with each attempt; all are checked."""
         addresses = await self._look_up(host, port)
         for address in addresses:
             if not _is_public(address) and address != host:
@@ -208,7 +212,14 @@ class Webhooks:
 
 
 def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
-    """The headers of Standard Webhooks, with one signature for each secret."""
+    """Return the headers of Standard Webhooks (https://www.standardwebhooks.com).
+
+    Args:
+        id: Id of the event, the same in each try.
+        timestamp: Unix time of the try, in seconds.
+        body: Body of the request.
+        secrets: Keys of HMAC-SHA256; there is one signature for each.
+    """
     content = f"{id}.{timestamp}.".encode() + body
     digests = (hmac.digest(secret, content, hashlib.sha256) for secret in secrets)
     return {
@@ -219,7 +230,7 @@ def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> di
 
 
 def _event(id: str, job: Job, video: Video) -> bytes:
-    """The body, in the shape of OpenAI's webhooks, with the whole video as data."""
+    """Return the body, in the shape of OpenAI's webhooks, with the whole video as data."""
     about = {
         "id": id,
         "object": "event",
