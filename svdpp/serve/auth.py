@@ -88,7 +88,10 @@ def _hash(key: str) -> str:
 def add_key(path: Path, name: str) -> str:
     """Creates a key, which is stored nowhere, and appends its hash to the file; maybe a new one."""
     if _NAME.fullmatch(name) is None:
-        raise RequestError(f"--new-key {name!r}: the name must be 1 to 64 letters, digits or ._@-")
+        raise RequestError(
+            f"--new-key {name!r}: the name must be 1 to 64 letters, digits or ._@-",
+            details={"name": name, "min_length": 1, "max_length": 64},
+        )
     key, sha256 = new_key()
     if path.exists() and path.stat().st_size:
         read_keys(path)
@@ -113,7 +116,8 @@ def read_keys(path: Path) -> Keys:
     lines = [line.groups() for line in _read(path, "API key file", _KEY_LINE, form)]
     names = {(sha256, name) for name, sha256, _ in lines}
     if len(names) > len({sha256 for sha256, _ in names}):
-        raise InputError(f"API key file {str(path)!r} has one hash under two names")
+        text = f"API key file {str(path)!r} has one hash under two names"
+        raise InputError(text, details={"path": str(path)})
     limits = {name: int(limit) for name, _, limit in lines if limit}
     return Keys({sha256: Owner(name, limits.get(name)) for name, sha256, _ in lines})
 
@@ -136,14 +140,16 @@ def _read(
         raise RequestError(
             f"{file} is open to other users: its mode is {stat.S_IMODE(mode):04o}",
             f"chmod 600 {str(path)!r}",
+            details={"path": str(path), "mode": f"{stat.S_IMODE(mode):04o}"},
         )
     lines = []
     for number, text in enumerate(content.decode("ascii", "replace").splitlines(), start=1):
         if re.match(r"\s*(#|$)", text):
             continue
         if (match := line.fullmatch(text.strip())) is None:
-            raise InputError(f"{file}, line {number}: it is not {form}", hint)
+            details = {"path": str(path), "line": number, "format": form}
+            raise InputError(f"{file}, line {number}: it is not {form}", hint, details=details)
         lines.append(match)
     if not lines:
-        raise InputError(f"{file} has no entries", hint)
+        raise InputError(f"{file} has no entries", hint, details={"path": str(path)})
     return lines

@@ -77,7 +77,7 @@ class Admission:
             field, hint = "steps", f"use {own} steps"
             if sampling.num_inference_steps == own:
                 field, hint = "flow_shift", "leave flow_shift out"
-            return RequestError(error.message, hint, details={"field": field})
+            return RequestError(error.message, hint, details={**error.details, "field": field})
         return None
 
     def _check_memory(self, sampling: SamplingConfig) -> None:
@@ -94,12 +94,11 @@ class Admission:
             config = resolved_for(sampling, self._config, self._checkpoint)
             check_memory(config, self._checkpoint, self._config.layout.roles)
             return
-        if problem := self._problem(_shape_only(sampling)):
-            hint = "request fewer frames or a smaller size"
-            raise OutOfMemoryError(problem, hint, details={"device": "cuda"})
+        if (error := self._problem(_shape_only(sampling))) is not None:
+            raise OutOfMemoryError(error.message, error.hint, details=error.details)
 
-    def _new_problem(self, sampling: SamplingConfig) -> str:
-        """Why a clip does not fit on the GPUs; empty if it does."""
+    def _new_problem(self, sampling: SamplingConfig) -> OutOfMemoryError | None:
+        """Return why a clip does not fit on the GPUs; None if it does."""
         needs, has = memory_of_devices(
             self._config.model,
             sampling,
@@ -111,11 +110,19 @@ class Admission:
         for roles, gib in zip(self._config.layout.roles, has, strict=True):
             need = costs.peak_gib(roles)
             if need is not None and need > gib:
-                return (
-                    f"a clip of {sampling.frames} frames of {sampling.width}x{sampling.height} "
-                    f"needs {need:.1f} GiB on a GPU that has {gib:.1f} GiB"
+                width, height, frames = sampling.width, sampling.height, sampling.frames
+                return OutOfMemoryError(
+                    f"a clip of {frames} frames of {width}x{height} needs {need:.1f} GiB on a GPU "
+                    f"that has {gib:.1f} GiB",
+                    "request fewer frames or a smaller size",
+                    details={
+                        "requested_bytes": int(need * 2**30),
+                        "free_bytes": int(gib * 2**30),
+                        "device": "cuda",
+                        **{"frames": frames, "width": width, "height": height},
+                    },
                 )
-        return ""
+        return None
 
 
 #: What memory depends on, beside guidance.

@@ -1,4 +1,4 @@
-"""What clients may request: the form of the server's model, and the parameters that it becomes.
+"""Form of a request for the server's model, and the parameters that it becomes.
 
 A server's form has only its own model's fields, so that its OpenAPI document says what it takes.
 """
@@ -6,6 +6,7 @@ A server's form has only its own model's fields, so that its OpenAPI document sa
 from __future__ import annotations
 
 import base64
+import binascii
 import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from pydantic_core import from_json
 
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
+from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, Use
 from svdpp.serve.views import (
     IMAGE_FIELD,
@@ -36,6 +38,15 @@ from svdpp.serve.views import (
     params_view,
     size_of,
 )
+
+#: Fields of vLLM-Omni's clients that have no effect here, and what has one instead.
+_UNSUPPORTED = {
+    "extra_params": "send each parameter as a field of its own; /v1/models lists them",
+    "lora": "the server's LoRAs are chosen at its start, by --lora",
+    "video_reference": "the video is the field input_reference, for a model that takes one",
+    "boundary_ratio": "the checkpoint has it",
+    "guidance_rescale": "this model has none",
+}
 
 MAX_PRIORITY = 9
 MAX_URL_CHARACTERS = 2000
@@ -47,27 +58,62 @@ _IMAGE_NAMES = AliasChoices(IMAGE_FIELD, "image_reference", f"{IMAGE_FIELD}[imag
 
 
 def _photo_of(value: Any) -> Any:
-    """The image as a file, also if it is text: base64, a data URL, or one as `image_url`."""
+    """Return the image as a file, also if it is text: base64, a data URL, or one as `image_url`.
+
+    Args:
+        value: a file; text; or an object as clients of OpenAI's APIs send it, `{"image_url": ...}`
+            or `{"image_url": {"url": ...}}`, also as text.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value is None or hasattr(value, "filename"):
+        return value
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = from_json(value)
-    if isinstance(value, dict) and value.keys() == {"image_url"}:
-        value = value["image_url"]
+    for name in ("image_url", "url"):
+        if isinstance(value, dict) and name in value:
+            value = value[name]
     if not isinstance(value, str):
-        return value
-    if "://" in value[:20]:
+        raise ValueError('send a file, base64, a data URL, or {"image_url": "data:..."}')
+    content = _content_of(value)
+    return UploadFile(io.BytesIO(content), size=len(content))
+
+
+def _content_of(text: str) -> bytes:
+    if not text.isascii():
+        # A file as a part without `filename` (curl's `<`): bytes that are no UTF-8 come as latin-1.
+        try:
+            return text.encode("latin-1")
+        except UnicodeEncodeError:
+            raise ValueError("it is a text: send a file, as curl -F name=@file does") from None
+    if "://" in text[:20]:
         raise ValueError("no URLs are fetched: send the image itself, or a data URL of it")
-    head, is_url, text = value.partition(",")
+    head, is_url, encoded = text.partition(",")
     if is_url and not (head.startswith("data:") and head.endswith(";base64")):
         raise ValueError("a data URL must be in base64")
-    content = base64.b64decode(text if is_url else value, validate=True)
-    return UploadFile(io.BytesIO(content), size=len(content))
+    try:  # `base64` and MIME break lines at 76 columns
+        return base64.b64decode("".join((encoded if is_url else text).split()), validate=True)
+    except binascii.Error as error:
+        text = f"it is no base64 ({error}): send a file, as curl -F name=@file does"
+        raise ValueError(text) from None
+
+
+def _no_bool(value: Any) -> Any:
+    """Refuse true and false, which Python would take for the numbers 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"it must be a number, got {str(value).lower()}")
+    return value
+
+
+_NUMBER = BeforeValidator(_no_bool)
 
 
 _PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
 
 
 class VideoRequest(BaseModel):
-    """The body of `POST /v1/videos`. What is left out has the model's default.
+    """Body of `POST /v1/videos`. What is left out has the model's default.
 
     Also taken: `num_frames`, `num_inference_steps`, `max_sequence_length`, `image_reference`, and
     `width` with `height`, as vLLM-Omni's clients send them.
@@ -78,22 +124,28 @@ class VideoRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Empty fields are left out, as in a browser's form; width and height are the size."""
+        """Leave out empty fields, as of a browser's form, and make width and height the size."""
         named = {name: value for name, value in given.items() if value != ""}
         if named.keys() & {"width", "height"} and "size" not in named:
             named["size"] = f"{named.pop('width', '')}x{named.pop('height', '')}"
         return named
 
     model: Annotated[str | None, Field(description="The id in `/v1/models`, or nothing.")] = None
-    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="By default drawn.")] = None
+    seed: Annotated[
+        int | None, _NUMBER, Field(ge=0, le=MAX_SEED, description="By default drawn.")
+    ] = None
     seconds: Annotated[
-        float | None, Field(gt=0, le=MAX_FRAMES, description="Length, instead of `frames`.")
+        float | None, _NUMBER, Field(gt=0, le=MAX_FRAMES, description="Instead of `frames`.")
     ] = None
     size: Annotated[
         str | None, Field(pattern=_SIZE, description="One of `sizes` in `/v1/models`.")
     ] = None
+    user: Annotated[
+        str | None,
+        Field(max_length=1000, description="Is ignored; OpenAI's clients name their users by it."),
+    ] = None
     priority: Annotated[
-        int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
+        int, _NUMBER, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
     ] = 0
     callback_url: Annotated[
         str | None,
@@ -157,7 +209,8 @@ def _param_field(param: Param, highest: float) -> Any:
         "description": f"{param.help}{default}",
     }
     names = AliasChoices(*dict.fromkeys((param.field, param.name)))
-    return (param.kind | None, Field(None, validation_alias=names, **about))
+    kind: Any = Annotated[param.kind | None, _NUMBER]
+    return (kind, Field(None, validation_alias=names, **about))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +257,10 @@ class Capabilities:
         """As that of the jobs that are made by its model; see `Job.kind`."""
         return self.weights or self.model
 
+    @property
+    def _params(self) -> dict[str, Param]:
+        return params_by_field(type(self.sampling))
+
     @cached_property
     def form(self) -> type[VideoRequest]:
         """The form of a request."""
@@ -230,7 +287,7 @@ class Capabilities:
             "negative_prompt": "refused" if self.prompt == "refused" else "optional",
             **dict.fromkeys(self.sampling.videos, "needed"),
         }
-        left_out = {"model", *inputs, *self.unused}
+        left_out = {"model", "user", *inputs, *self.unused}
         schemas = self.form.model_json_schema()["properties"]
         fields = {name: _field(each) for name, each in schemas.items() if name not in left_out}
         defaults = params_view(self.sampling)
@@ -259,11 +316,24 @@ class Capabilities:
             raise ApiError(404, "model_not_found", text, field="model", model=self.model)
 
     def checked(self, given: Mapping[str, Any]) -> VideoRequest:
-        """The fields of a request."""
+        """Return the fields of a request.
+
+        Args:
+            given: fields of a form or of a JSON object, by name.
+
+        Raises:
+            ApiError: a field is unknown, missing or wrong; the hint names the nearest known one.
+        """
         try:
             return self.form.model_validate(given)
         except ValidationError as error:
-            raise invalid_request(error.errors(include_url=False)) from None
+            faults = error.errors(include_url=False)
+            unknown = [str(each["loc"][0]) for each in faults if each["type"] == "extra_forbidden"]
+            known = {*self.form.model_fields, *(param.name for param in self._params.values())}
+            hint = ""
+            if unknown:
+                hint = _UNSUPPORTED.get(unknown[0]) or nearest(unknown[0], known)
+            raise invalid_request(faults, hint) from None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """The parameters of the requested clip."""
@@ -271,7 +341,7 @@ class Capabilities:
         if self.prompt == "refused" and request.value("prompt"):
             text = "Stable Video Diffusion takes no prompt"
             raise ApiError(422, "no_prompt", text, "leave prompt empty", field="prompt")
-        params = params_by_field(type(self.sampling))
+        params = self._params
         given = {param.name: request.value(field) for field, param in params.items()}
         given["fit"] = request.value("fit")
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -288,7 +358,10 @@ class Capabilities:
         known = {size_of(*size): size for size in self.sizes}
         if text not in known:
             why = f"this server makes clips of {', '.join(known)}, not {text}"
-            raise ApiError(422, "wrong_size", why, field="size")
+            width, height = map(int, text.split("x"))
+            near = min(self.sizes, key=lambda size: abs(size[0] - width) + abs(size[1] - height))
+            hint = f"nearest: {size_of(*near)}"
+            raise ApiError(422, "wrong_size", why, hint, field="size", size=text, sizes=[*known])
         return known[text]
 
     def _frames(self, request: VideoRequest) -> int:
@@ -305,7 +378,17 @@ class Capabilities:
                 f"{request.seconds:g} seconds of {fps} frames are {frames} frames, and this server "
                 f"makes {self.max_frames} at most"
             )
-            raise ApiError(422, "too_many_frames", text, field="seconds")
+            raise ApiError(
+                422,
+                "too_many_frames",
+                text,
+                f"nearest: {self.max_frames / fps:.2f} seconds",
+                field="seconds",
+                seconds=request.seconds,
+                fps=fps,
+                frames=frames,
+                limit=self.max_frames,
+            )
         return frames
 
 

@@ -180,7 +180,8 @@ def _parsed(output: bytes, code: int) -> dict[str, Any]:
         if isinstance(answer, dict):
             return answer
     tail = output[-2000:].decode(errors="replace")
-    return _failure(SvdppError(f"its process ended with code {code} without an answer: {tail}"))
+    text = f"its process ended with code {code} without an answer: {tail}"
+    return _failure(SvdppError(text, details={"exit_code": code, "output": tail}))
 
 
 # --- the process ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -126,7 +127,10 @@ def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
 async def _requested(request: Request, service: Service, owner: Owner, key: str | None) -> Video:
     if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_KEY}}}", key):
         text = f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces"
-        raise ApiError(400, "invalid_idempotency_key", text)
+        hint = "use a UUID"
+        raise ApiError(
+            400, "invalid_idempotency_key", text, hint, min_length=1, max_length=_MAX_KEY
+        )
     try:
         if request.headers["content-type"].lower().startswith(JSON):
             return await _in_thread(_create, service, await request.body(), owner, key)
@@ -143,12 +147,23 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
 
 def _malformed(code: str, why: str) -> ApiError:
     text = "the body must be a JSON object, or a form as multipart/form-data"
-    return ApiError(400, code, f"{text}: {why}")
+    return ApiError(400, code, f"{text}: {why}", reason=why)
+
+
+def _fields(form: FormData) -> dict[str, Any]:
+    """Return the fields of a form; one that is sent twice has no value that can be chosen."""
+    numbers = Counter(name for name, _ in form.multi_items())
+    if repeated := [name for name, number in numbers.items() if number > 1]:
+        name, times = repeated[0], numbers[repeated[0]]
+        text = f"the field {name[:60]!r} is sent {times} times"
+        hint = "send each field once"
+        raise ApiError(422, "repeated_field", text, hint, field=name[:60], times=times)
+    return dict(form)
 
 
 def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
     try:
-        given = from_json(body) if isinstance(body, bytes) else dict(body)
+        given = from_json(body) if isinstance(body, bytes) else _fields(body)
         if not isinstance(given, dict):
             raise ValueError("it is JSON, but no object")
     except ValueError as error:
@@ -179,7 +194,8 @@ def _made(service: Service, id: str, owner: Owner) -> Response:
     answer = get_content(id, service, owner)
     answer.headers["X-Request-Id"] = id
     answer.headers["X-Model"] = service.capabilities.model
-    seconds = (job.finished_at or 0.0) - (job.started_at or 0.0)
+    # Of two servers of a fleet the clocks may differ.
+    seconds = max(0.0, (job.finished_at or 0.0) - (job.started_at or 0.0))
     answer.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
     return answer
 

@@ -269,6 +269,7 @@ def list_models(service: Served) -> dict[str, Any]:
         max_megapixels=settings.max_pixels // 10**6,
         max_open=settings.max_open,
     )
+    model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -122,6 +123,8 @@ class Service:
         self.queue = queue
         self.settings = settings
         self.folder = settings.folder.absolute()
+        self.started_at = time.time()
+        """Unix seconds of the start of the server."""
         self.is_closing = False
         """Whether new jobs are refused, because the server ends."""
         for name in (PHOTOS, CLIPS, LATENTS):

@@ -64,7 +64,7 @@ IMAGE_FIELD = "input_reference"
 
 #: The fields of all servers' forms.
 FIELDS = frozenset(
-    {"model", "seed", "seconds", "size", "priority", "callback_url"}
+    {"model", "seed", "seconds", "size", "user", "priority", "callback_url"}
     | {IMAGE_FIELD, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
@@ -315,14 +315,19 @@ def _field_at_fault(error: SvdppError) -> dict[str, str]:
     return {}
 
 
-def invalid_request(faults: Iterable[Mapping[str, Any]]) -> ApiError:
-    """The answer for what pydantic has found."""
+def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiError:
+    """Return the refusal of a request for what pydantic has found.
+
+    Args:
+        faults: entries of pydantic's `errors()`.
+        hint: the fix, if there is one.
+    """
     told = [
         {"field": ".".join(map(str, fault["loc"])) or "body", "reason": describe_fault(fault)}
         for fault in faults
     ]
     message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in told[:5])
-    return ApiError(422, "invalid_request", message, faults=told[:20])
+    return ApiError(422, "invalid_request", message, hint, faults=told[:20])
 
 
 def install_error_handlers(app: FastAPI) -> None:

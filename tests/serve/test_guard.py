@@ -289,7 +289,8 @@ def test_an_error_names_no_folder_of_the_server_and_no_secret(
 
 
 def test_messages_name_fields_of_requests_and_no_options() -> None:
-    error = as_api_error(RequestError("--param flow_shift is 0", "use --steps 4"))
+    numbers = {"flow_shift": 0, "steps": 7}
+    error = as_api_error(RequestError("--param flow_shift is 0", "use --steps 4", details=numbers))
     assert (error.message, error.hint) == ("flow_shift is 0", "use steps 4")
     # What only whoever starts the server can do.
-    assert as_api_error(RequestError("7 steps", "use --split balanced")).hint == ""
+    assert as_api_error(RequestError("7 steps", "use --split balanced", details=numbers)).hint == ""

@@ -1,0 +1,94 @@
+"""Form of a request, without a server: what clients send, and how errors are told to them."""
+
+from __future__ import annotations
+
+import textwrap
+from base64 import b64encode
+from typing import Any
+
+import pytest
+from starlette.datastructures import FormData
+
+from svdpp.config import WanSampling
+from svdpp.media.inputs import example_photos
+from svdpp.serve.form import Capabilities
+from svdpp.serve.routes import _fields
+from svdpp.serve.views import ApiError, as_api_error
+
+PHOTO = example_photos()[0].read_bytes()
+BASE64 = b64encode(PHOTO).decode()
+URL = f"data:image/jpeg;base64,{BASE64}"
+
+WAN = Capabilities(
+    model="wan",
+    sampling=WanSampling(num_frames=81, height=480, width=832),
+    sizes=((832, 480), (480, 832)),
+    photo="optional",
+    prompt="needed",
+)
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(Exception) as refused:  # noqa: PT011  # RequestError, too
+        WAN.sampling_of(WAN.checked({"prompt": "the sea", **fields}))
+    return as_api_error(refused.value)  # type: ignore[arg-type]
+
+
+def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> None:
+    error = refusal(num_frames="80")
+    assert (error.status, error.hint) == (422, "nearest: frames 77 or frames 81")
+    error = refusal(width="854", height="480")
+    assert (error.status, error.code, error.hint) == (422, "wrong_size", "nearest: 832x480")
+    for name, words in (
+        ("extra_params", "a field of its own"),
+        ("lora", "--lora"),
+        ("video_reference", "input_reference"),
+        ("boundary_ratio", "the checkpoint"),
+        ("num_inference_step", "did you mean"),
+    ):
+        error = refusal(**{name: '{"a": 1}'})
+        assert (error.status, error.details["faults"][0]["field"]) == (422, name)
+        assert words in error.hint
+
+
+def test_a_user_is_ignored() -> None:
+    sampling = WAN.sampling_of(WAN.checked({"prompt": "the sea", "user": "ann"}))
+    assert sampling == WAN.sampling_of(WAN.checked({"prompt": "the sea"}))
+    assert "user" not in WAN.to_json()["fields"]
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        {"image_url": {"url": URL}},
+        f'{{"image_url": {{"url": "{URL}"}}}}',
+        "\n".join(textwrap.wrap(BASE64, 76)) + "\n",
+        f"data:image/jpeg;base64,{textwrap.fill(BASE64, 76)}",
+        PHOTO.decode("latin-1"),  # what a form's part without `filename` becomes
+    ],
+    ids=["object", "text of an object", "wrapped", "wrapped data URL", "no filename"],
+)
+def test_an_image_is_understood_as_people_send_it(image: Any) -> None:
+    request = WAN.checked({"prompt": "the sea", "input_reference": image})
+    assert request.files["input_reference"].file.read() == PHOTO
+
+
+@pytest.mark.parametrize("image", [{"file_id": "x"}, 7, ["a"], "a 夜 text", {"image_url": 7}])
+def test_what_is_no_image_is_told_in_words(image: Any) -> None:
+    error = refusal(input_reference=image)
+    assert {fault["field"] for fault in error.details["faults"]} == {"input_reference"}
+    assert "UploadFile" not in error.message
+    assert "send a file" in error.message
+
+
+@pytest.mark.parametrize("name", ["seed", "steps", "seconds", "priority", "guidance_scale", "fps"])
+def test_true_is_no_number(name: str) -> None:
+    error = refusal(**{name: True})
+    assert error.message == f"{name} is refused: it must be a number, got true"
+
+
+def test_a_field_that_is_sent_twice_is_refused() -> None:
+    with pytest.raises(ApiError, match="'seed' is sent 2 times") as refused:
+        _fields(FormData([("seed", "1"), ("steps", "4"), ("seed", "2")]))
+    assert refused.value.details == {"field": "seed", "times": 2}
+    assert _fields(FormData([("seed", "1"), ("steps", "4")])) == {"seed": "1", "steps": "4"}
