@@ -57,7 +57,15 @@ class Ratio:
 def ratio(
     name: str, a: Sequence[float], b: Sequence[float], *, drift: float = 0.0, **more: bool
 ) -> Ratio:
-    """B over A, from one value above 0 for each round of both; `drift` is a logarithm."""
+    """Return the ratio of one figure, B over A, with its range.
+
+    Args:
+        name: Name of the figure.
+        a: Value above 0 of each round of A.
+        b: The same of B.
+        drift: Logarithm of the machine's own change between the two, by which the range is widened.
+        more: Further fields of the ratio.
+    """
     means = statistics.geometric_mean(a), statistics.geometric_mean(b)
     low = high = None
     if (rounds := min(len(a), len(b))) > 1:
@@ -99,7 +107,7 @@ class Comparison:
         return f"different: {', '.join(beyond)}" if beyond else "equal: every difference is noise"
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as plain values."""
+        """Return the comparison as plain values."""
         return {
             "schema_version": 1,
             **asdict(self),
@@ -110,7 +118,15 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compares the bench in folder `b` with that in folder `a`."""
+    """Compare two finished benchmarks.
+
+    Args:
+        a: Folder of the results that count as 1.
+        b: Folder of the results that are compared with them.
+
+    Raises:
+        InputError: A folder holds no benchmark that can be compared.
+    """
     one, other = _read(a / SUMMARY), _read(b / SUMMARY)
     try:
         for summary in (one, other):
@@ -150,14 +166,14 @@ def _read(path: Path) -> Any:
 
 
 def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Libraries and hardware; without svdpp and its commit, which a comparison may be about."""
+    """Return libraries and hardware; a comparison may be about svdpp and its commit."""
     versions = {name: version for name, version in facts["versions"].items() if name != "svdpp"}
     host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
     return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
 
 
 def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
-    """Ratios to other cases of the same rounds come first: machine drift cancels out in them."""
+    """Yield ratios to other cases of the same rounds first: machine drift cancels out in them."""
     for case in (ONE_DEVICE, DATA_PARALLEL):
         if case in a["speedups"] and case in b["speedups"]:
             rounds = a["speedups"][case]["rounds"], b["speedups"][case]["rounds"]
@@ -174,7 +190,7 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
 
 
 def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
-    """A figure of a case in each round; empty if it was not measured."""
+    """Return a figure of a case in each round; empty if it was not measured."""
     rounds = summary["cases"].get(case, {"rounds": []})["rounds"]
     values = [figures.get(name) for figures in rounds]
     return [] if None in values else values

@@ -59,7 +59,7 @@ class Model(Section):
     memory_opt: bool = False
     channels_last: bool = False
     latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
-    """Of the dummy model: B, C, F, H, W."""
+    """Shape of the dummy model's latents: (B, C, F, H, W)."""
 
 
 class Ranks(Section):
@@ -88,7 +88,7 @@ class Ranks(Section):
 
 
 def _parameters() -> dict[str, Any]:
-    """The sampling parameters of every family; None: the model's default."""
+    """Return the sampling parameters of every family; None: the model's default."""
     short = {"num_inference_steps": "steps", "num_frames": "frames"}
     kinds: dict[type, Any] = {int: Annotated[int, Field(ge=0)], float: Number}
     return {
@@ -110,7 +110,7 @@ class Workload(_Sampled):  # type: ignore[misc]
     """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
     model that also makes clips from text."""
     prompts: list[str] | None = Field(default=None, min_length=1)
-    """For a model that takes prompts: each is combined with each image. None: an example."""
+    """Prompts for a model that takes them, each combined with each image. None: an example."""
     negative_prompt: str | None = None
     decode_chunk_size: Positive | None = None
     fit: Fit = "stretch"
@@ -137,7 +137,7 @@ def _no_amp(precision: object) -> object:
 
 
 class BenchConfig(Section):
-    """What a bench measures."""
+    """Configuration of a benchmark."""
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
     """Name of the folder for its results."""
@@ -145,7 +145,7 @@ class BenchConfig(Section):
     pipeline: Ranks = Ranks()
     workload: Workload = Workload()
     precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, BeforeValidator(_no_amp)] = None
-    """None: the default of --dtype."""
+    """Dtype of every case. None: the default of --dtype."""
     measure: Measure = Measure()
     profile: bool = False
     """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
@@ -153,7 +153,11 @@ class BenchConfig(Section):
     """Bounds by the name of a figure, such as `tflops: {min: 100}`."""
 
     def resolved(self, config: PipelineConfig) -> BenchConfig:
-        """A copy with the values that depend on the machine, the model and its defaults."""
+        """Return a copy with the values that depend on the machine, the model and its defaults.
+
+        Args:
+            config: Resolved configuration of the pipeline.
+        """
         sampling, model = config.sampling, config.model
         names = set(Workload.model_fields) & {each.name for each in fields(sampling)}
         chosen = {name: getattr(sampling, name) for name in names}
@@ -181,7 +185,7 @@ class BenchConfig(Section):
 
 
 def shipped() -> list[str]:
-    """The names of the configurations that come with svdpp."""
+    """Return the names of the configurations that come with svdpp."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
@@ -230,7 +234,7 @@ def _find(name: str) -> Path:
 
 
 def _parsed(text: str | bytes) -> Any:
-    """A YAML value without aliases, a few of which, nested, could exhaust the memory."""
+    """Parse a YAML value without aliases, a few of which, nested, could exhaust the memory."""
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
         raise yaml.YAMLError("aliases are not taken: write the value out")
     return yaml.safe_load(text)
@@ -271,7 +275,7 @@ def _override(content: dict[str, Any], text: str) -> None:
 
 
 def _known(where: str) -> str:
-    """A hint: a field of the same name elsewhere, a similar one, or the sections."""
+    """Return a hint: a field of the same name elsewhere, a similar one, or the sections."""
     names, last = list(BenchConfig.model_fields), where.rpartition(".")[2]
     for section, about in BenchConfig.model_fields.items():
         names += [f"{section}.{name}" for name in getattr(about.annotation, "model_fields", ())]

@@ -46,7 +46,14 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Append a round's figures and spans, which stay if the benchmark fails later."""
+        """Append a round's figures and spans, which stay if the benchmark fails later.
+
+        Args:
+            done: The round.
+
+        Raises:
+            OutputError: The files cannot be written.
+        """
         about = {"case": done.case, "round": done.number}
         self._append(ROUNDS, [{**about, "measured": done.figures.to_json()}])
         self._append(SPANS, ({**about, **span} for span in spans_of(done.trace)))
@@ -199,7 +206,7 @@ def _figures(bench: Bench, done: Round) -> dict[str, Any]:
 
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """The pipeline's clips per minute over those of each other case in the same round."""
+    """Return the pipeline's clips per minute over those of each other case in the same round."""
     ours = {figures["round"]: figures[RATE] for figures in cases[PIPELINE]["rounds"]}
     result = {}
     for case, about in cases.items():

@@ -42,11 +42,11 @@ class Round:
 
     case: str
     number: int
-    """Of the round, from 0."""
+    """Number of the round, from 0."""
     trace: Trace
     figures: RunFigures
     sha256: list[tuple[str, str | None]]
-    """Of latents and frames, by clip."""
+    """SHA-256 of latents and frames of each clip."""
 
 
 @dataclass
@@ -86,7 +86,11 @@ class Bench:
         )
 
     def rounds_of(self, case: str) -> list[Round]:
-        """The measured rounds of one case."""
+        """Return the measured rounds of one case.
+
+        Args:
+            case: Name of the case.
+        """
         return [done for done in self.rounds if done.case == case]
 
     def run(
@@ -167,7 +171,12 @@ class Bench:
 
 
 def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, case) in the order of measurement; each round begins with another case."""
+    """Yield (round, case) in the order of measurement; each round begins with another case.
+
+    Args:
+        cases: Names of the cases.
+        repeats: Number of rounds.
+    """
     names = list(cases)
     for number, turn in product(range(repeats), range(len(names))):
         yield number, names[(number + turn) % len(names)]
@@ -192,7 +201,12 @@ def launched_pipelines(asked: BenchConfig, config: PipelineConfig) -> Iterator[P
 
 
 def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
-    """The pipeline and its baselines; a pipeline that is data parallel itself has only one."""
+    """Return the pipeline and its baselines by name, with their configurations.
+
+    Args:
+        config: Configuration of the pipeline. One that is data parallel itself has no such
+            baseline.
+    """
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
         cases[DATA_PARALLEL] = config.data_parallel()
@@ -224,7 +238,11 @@ def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
 
 
 def differing(rounds: Sequence[Round]) -> list[str]:
-    """The cases, rounds and clips whose bits differ from the others'; empty if none do."""
+    """Return the cases, rounds and clips whose bits differ from diffusers'; empty if none do.
+
+    Args:
+        rounds: Rounds of all cases, at least one. Without one of diffusers the first round counts.
+    """
     first = next((done for done in rounds if done.case == ONE_DEVICE), rounds[0])
     return [
         f"{done.case}, round {done.number + 1}, clip {clip}"

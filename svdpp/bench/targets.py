@@ -52,7 +52,11 @@ class Bound(BaseModel):
         return ", ".join(f"{sign} {end:g}" for sign, end in ends if end is not None)
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is within the bound."""
+        """Whether a value is within the bound.
+
+        Args:
+            value: Figure, in its own unit.
+        """
         return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
 
 
@@ -81,6 +85,9 @@ def split_name(name: str) -> tuple[str, str]:
 
 def check_name(name: str) -> None:
     """Check that a target's name is that of a figure or of a speed-up.
+
+    Args:
+        name: Name as the configuration has it.
 
     Raises:
         RequestError: It is neither; the hint has the nearest name.
@@ -140,6 +147,9 @@ def outcomes(targets: Mapping[str, Bound], summary: Mapping[str, Any]) -> list[O
 
 def check_met(found: Sequence[Outcome]) -> None:
     """Check that every target is met.
+
+    Args:
+        found: Outcomes of all targets.
 
     Raises:
         TargetMissedError: One is not; the error names each that is not, with bound and figure.

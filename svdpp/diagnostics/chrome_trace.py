@@ -48,7 +48,7 @@ class TraceFile:
         self._error: OSError | None = None
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Writes what `event` completes. A full disk does not end the run: `close` reports it."""
+        """Write what `event` completes. A full disk does not end the run: `close` reports it."""
         if self._error is not None:
             return
         self._unwritten += self._events(rank, event)
@@ -60,7 +60,11 @@ class TraceFile:
                 self._error = error
 
     def close(self) -> None:
-        """Completes the file; there is none if no work was done."""
+        """Complete the file; there is none if no work was done.
+
+        Raises:
+            OutputError: The file could not be written, now or earlier.
+        """
         with output_files.disk_errors(f"{str(self._path)!r} cannot be written"):
             if self._file is not None:
                 with self._file:
@@ -111,7 +115,7 @@ class TraceFile:
                 yield from self._transfer(placed)
 
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
-        """A transfer at one of its ends, and that end of the arrow to the other."""
+        """Yield a transfer at one of its ends, and that end of the arrow to the other."""
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
         if link not in self._tracks:  # transfers of one link never overlap
@@ -149,6 +153,6 @@ def _event(phase: str, rank: int, track: int, name: str, **fields: Any) -> _Trac
 
 
 def _track(rank: int, track: int, name: str) -> Iterator[_TraceEvent]:
-    """The name of a track, and its place among those of its rank."""
+    """Yield the name of a track, and its place among those of its rank."""
     yield _event("M", rank, track, "thread_name", args={"name": name})
     yield _event("M", rank, track, "thread_sort_index", args={"sort_index": track})

@@ -59,7 +59,7 @@ class RankFigures:
     end: Count = 0
     """The steps that it does of a clip: the earliest, and the latest (exclusive)."""
     wall: Amount
-    """From the first start to the last end of any rank's work."""
+    """Seconds from the first start to the last end of any rank's work."""
     compute: Amount
     wait: Amount = 0.0
     """Blocked without a transfer: by a neighbour, or by an image or file that is not ready."""
@@ -97,13 +97,13 @@ class RankFigures:
 
     @property
     def unaccounted(self) -> float:
-        """What is in none of the four parts of `wall`, each of which is measured on its own."""
+        """Seconds in none of the four parts of `wall`, each of which is measured on its own."""
         return self.wall - self.compute - self.wait - self.transfer - self.idle
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What a run measured."""
+    """Measurements of a run."""
 
     schema_version: Literal[1] = 1
     ranks: Annotated[tuple[RankFigures, ...], Field(min_length=1)]
@@ -113,7 +113,7 @@ class RunFigures:
     cfg_parallel: AtLeastOne = 1
     decodes: bool = True
     start_seconds: Amount = 0.0
-    """From the start of the ranks until the last of them was ready."""
+    """Seconds from the start of the ranks until the last of them was ready."""
     makespan: Annotated[Amount, Field(gt=0)]
     first_clip: Amount
     seconds_per_clip: Amount
@@ -125,7 +125,7 @@ class RunFigures:
     costs: Costs | None = None
     """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
     forecast_seconds: Amount | None = None
-    """What the same actions take at these costs; None if that is unknown."""
+    """Seconds of the same actions at these costs; None if that is unknown."""
     model: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Model and sampling parameters of the clips, by which their FLOPs are counted; empty in the
@@ -137,16 +137,22 @@ class RunFigures:
         return len(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as plain values, with the costs as in a costs file."""
+        """Return the figures as plain values, with the costs as in a costs file."""
         return {**rounded(asdict(self)), "costs": rounded(self.costs and self.costs.to_json())}
 
 
 def measured_figures(
     trace: Trace, config: PipelineConfig, schedule: Schedule | None = None
 ) -> RunFigures | None:
-    """The figures of the clips in `trace`; None if no rank has done an action.
+    """Return the figures of the clips in a trace.
 
-    `schedule` is what the ranks did for these clips, for a forecast; None if it is unknown.
+    Args:
+        trace: Measurements of the run.
+        config: Resolved configuration of the run.
+        schedule: Actions of the ranks for these clips, for a forecast; None: unknown.
+
+    Returns:
+        The figures; None if no rank has done an action.
     """
     if not trace.spans:
         return None
@@ -175,7 +181,15 @@ def measured_figures(
 
 
 def figures_of_run(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunFigures | None:
-    """The figures of `requests` in a pipeline; without a forecast if some clips are lost."""
+    """Return the figures of a pipeline's clips; without a forecast if some clips are lost.
+
+    Args:
+        pipeline: A pipeline that has ended.
+        requests: Its clips, in order; the last ones count if its trace keeps no more.
+
+    Returns:
+        The figures; None if no rank has done an action.
+    """
     kept = requests[-(pipeline.trace.last_clips or 0) :]
     made = {span.clip for span in pipeline.trace.spans}
     is_whole = len(made) == len(kept) and not pipeline.failures
@@ -233,7 +247,7 @@ def _sampled(reported: Reported) -> dict[str, Any]:
 
 
 def _parts_of_time(trace: Trace, rank: int) -> dict[str, Any]:
-    """Seconds of a rank, each measured on its own, from the first start to the last end of any."""
+    """Return the parts of a rank's time by name, each measured on its own, in seconds."""
     begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
     end = max(span.end for span in trace.spans)
     waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]
@@ -272,7 +286,7 @@ def _work(seconds: Iterable[float]) -> WorkFigures:
 
 
 def _whole(span: Span) -> float:
-    """Seconds for a whole clip, also if the rank decodes a part of it."""
+    """Return the seconds for a whole clip, also if the rank decodes a part of it."""
     return (span.end - span.start) / span.action.fraction
 
 
@@ -344,7 +358,18 @@ _FIGURES = TypeAdapter(RunFigures)
 
 
 def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
-    """The figures in a run's manifest; None if the run has left none."""
+    """Return the figures in a run's manifest.
+
+    Args:
+        manifest: Content of a `run.json`.
+        where: Its path, for errors.
+
+    Returns:
+        The figures; None if the run has left none.
+
+    Raises:
+        InputError: They are damaged.
+    """
     values = manifest.get("measured")
     if values is None:
         return None
@@ -360,5 +385,9 @@ def figures_of(manifest: Mapping[str, Any], where: str) -> RunFigures | None:
 
 
 def rounded(value: Any) -> Any:
-    """Plain values with numbers of six significant digits, which keeps the file small."""
+    """Return plain values with numbers of six significant digits, which keeps files small.
+
+    Args:
+        value: A JSON value.
+    """
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))

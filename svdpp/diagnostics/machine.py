@@ -68,10 +68,11 @@ _COMMAND_SECONDS = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Everything that a result depends on besides its request, for `svdpp env` and `env.json`.
+    """Return what a result depends on besides its request, for `svdpp env` and `env.json`.
 
-    The user's home is shown as `~`; only variables of a fixed list are shown. A fact that is
-    missing or unknown is None.
+    Returns:
+        Plain values. The user's home is shown as `~`; only variables of a fixed list are shown. A
+        fact that is missing or unknown is None.
     """
     facts = {
         "schema_version": 1,
@@ -124,7 +125,7 @@ def _clock_mhz() -> dict[str, float] | None:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -181,7 +182,7 @@ def _ffmpeg_version() -> dict[str, Any] | None:
 
 
 def _output(*command: str) -> str | None:
-    """The output of a command, stripped; None if it fails."""
+    """Return the output of a command, stripped; None if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True
@@ -216,7 +217,12 @@ class _Skipped(Exception):
 
 
 def examine(config: PipelineConfig, out: Path) -> Iterator[Check]:
-    """Tries everything that a run needs, one thing after the other, and yields each result."""
+    """Try everything that a run needs, one thing after the other, and yield each result.
+
+    Args:
+        config: Configuration of a run like those that are meant.
+        out: Folder for its clips.
+    """
     passed = set()
     for name, (check, needed) in _CHECKS.items():
         try:
@@ -242,7 +248,7 @@ def _devices(config: PipelineConfig, _: Path) -> str:
 
 
 def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
-    """Encodes some frames; the writer reads them back and counts them."""
+    """Encode some frames; the writer reads them back and counts them."""
     find_ffmpeg()
     frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), np.uint8)
     frames[:, :, :, 0] = np.arange(_SIDE)
@@ -396,9 +402,12 @@ def profile(
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
-    """`config` with the steps of the measurement: a few for each rank.
+    """Return a configuration with the steps of the measurement: a few for each rank.
 
     One rank of a model with prompts does more, so that each of two experts has a step.
+
+    Args:
+        config: Configuration whose other fields stay.
     """
     shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
     steps = _STEPS_PER_RANK * shares

@@ -33,11 +33,11 @@ class Finding(NamedTuple):
 
     kind: str
     text: str
-    """At most 68 characters, for a line of a terminal."""
+    """Sentence of at most 68 characters, for a line of a terminal."""
     rank: int | None = None
     """The rank that limits the others; None if it is not one rank."""
     lost_seconds: float = 0.0
-    """What it costs: an estimate of how much shorter the run would be without it."""
+    """Estimate of how much shorter the run would be without it."""
 
 
 # The form of an option of a command.
@@ -54,17 +54,17 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the figures of a run, or of one round of a bench, say."""
+    """Findings in the figures of a run, or of one round of a benchmark."""
 
     figures: RunFigures
     findings: tuple[Finding, ...]
     """The costliest first."""
     advice: Advice | None
-    """None if no layout is faster by more than noise."""
+    """Layout to try; None if none is faster by more than noise."""
 
     @property
     def lines(self) -> list[str]:
-        """What limits the ranks and what to try, for the end of a run."""
+        """Lines for the end of a run: what limits the ranks, and what to try."""
         lines = [f"limited by: {self.findings[0].text}"]
         if self.advice is not None:
             lines += [f"try: {self.advice.text}", f"  {self.advice.options}"]
@@ -81,7 +81,7 @@ class Diagnosis:
         return figures.makespan / seconds - 1 if seconds and is_long else None
 
     def to_json(self) -> dict[str, Any]:
-        """The diagnosis as plain values."""
+        """Return the diagnosis as plain values."""
         return {
             "headline": self.findings[0].text,
             "findings": [finding._asdict() for finding in self.findings],
@@ -92,7 +92,7 @@ class Diagnosis:
 
 
 def _limits(figures: RunFigures) -> list[Finding]:
-    """What limits the run, the costliest first; `balanced` if no rank does.
+    """Return what limits the run, the costliest first; `balanced` if no rank does.
 
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
     of all ranks, and what keeps it from working.
@@ -106,12 +106,12 @@ def _limits(figures: RunFigures) -> list[Finding]:
 
 
 def _busiest(figures: RunFigures) -> RankFigures:
-    """The rank that works longest, or waits for something that is no other rank's fault."""
+    """Return the rank that works longest, or waits for something that is no other rank's fault."""
     return max(figures.ranks, key=lambda rank: rank.compute + rank.image_wait + rank.writer_wait)
 
 
 def _imbalance(figures: RunFigures) -> Iterator[Finding]:
-    """Why the busiest rank is busier than the others."""
+    """Yield why the busiest rank is busier than the others."""
     limit = _busiest(figures)
     others = [rank for rank in figures.ranks if rank is not limit]
     excess = limit.compute - statistics.fmean(rank.compute for rank in figures.ranks)
@@ -142,7 +142,7 @@ def _imbalance(figures: RunFigures) -> Iterator[Finding]:
 
 
 def _waits(figures: RunFigures) -> Iterator[Finding]:
-    """What keeps ranks from working."""
+    """Yield what keeps ranks from working."""
     rank = max(figures.ranks, key=lambda rank: rank.image_wait)
     text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
     yield Finding("images", text, rank.rank, rank.image_wait)
@@ -169,7 +169,7 @@ def _waits(figures: RunFigures) -> Iterator[Finding]:
 
 
 def diagnose(figures: RunFigures, costs: Path, option: str = _OF_COMMANDS) -> Diagnosis:
-    """The diagnosis of `figures`.
+    """Return the diagnosis of a run's figures.
 
     Args:
         figures: of the finished run.
@@ -215,9 +215,17 @@ def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], Diagnosis | None]:
-    """The report on the run whose manifest is at `path`, or in that folder, and its diagnosis.
+    """Read the report on a run, and its diagnosis.
 
-    There is no diagnosis if the run was killed, made no clip, or is of an earlier version.
+    Args:
+        path: The run's manifest, or its folder.
+
+    Returns:
+        The report as plain values, and the diagnosis; None if the run was killed, made no clip, or
+        is of an earlier version.
+
+    Raises:
+        InputError: The manifest is missing, damaged, or of another kind.
     """
     manifest = _find_manifest(path)
     content = read_manifest(manifest)

@@ -22,9 +22,9 @@ class DevicePeak(NamedTuple):
     pattern: str
     """Pattern of the device's whole name, as NVML gives it."""
     half: float
-    """In fp16 and bf16, accumulated in fp32."""
+    """Peak in fp16 and bf16, accumulated in fp32."""
     single: float
-    """In fp32: as TF32, which torch lets cuDNN use; on cards without TF32, of the plain cores."""
+    """Peak in fp32, as TF32, which torch lets cuDNN use; on older cards that of the plain cores."""
     source: str
     has_bf16: bool = True
 
@@ -157,7 +157,7 @@ class Speeds:
     ranks: tuple[Speed, ...] = ()
     """Speed of each rank while it computes, in order."""
     note: str = ""
-    """Why FLOPs or peaks are unknown; empty if they are known, or the ranks are CPUs."""
+    """Reason why FLOPs or peaks are unknown; empty if they are known, or the ranks are CPUs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the speeds as plain values."""

@@ -38,7 +38,7 @@ class FrameRange(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Of all frames."""
+        """Fraction of the clip's frames, 0 to 1."""
         return (self.end - self.first) / self.total
 
 
@@ -67,12 +67,27 @@ class Action(NamedTuple):
     def at(
         kind: Kind, clip: int, step: int, peer: int = -1, frames: FrameRange | None = None
     ) -> Action:
-        """An action of `clip` with `step` steps done, which does none itself."""
+        """Return an action that does no steps.
+
+        Args:
+            kind: Any kind but DENOISE.
+            clip: Index of the clip.
+            step: Steps of the clip that are done.
+            peer: The other rank of a transfer; -1: none.
+            frames: Frames that it decodes or transfers; None: all.
+        """
         return Action(kind, clip, step, step, peer, frames)
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Parse the output of `str()`."""
+        """Parse the output of `str()`.
+
+        Args:
+            text: Such as `DENOISE c3 7:14` or `SEND c3 @14 >2`.
+
+        Raises:
+            ValueError: The text is not of this form.
+        """
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(f"not an action: {text!r}")
@@ -93,7 +108,7 @@ class Action(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Of a decode: the part of the clip's frames that it makes."""
+        """Fraction of the clip's frames that a DECODE makes; 1 for other actions."""
         return 1.0 if self.frames is None else self.frames.fraction
 
     @property
@@ -159,19 +174,33 @@ class Route:
         return {(writer, rank) for rank in helpers} | {(rank, writer) for rank in helpers}
 
     def has_latent(self, rank: int) -> bool:
-        """Whether `rank` has done the last steps as the second of a pair."""
+        """Whether a rank has done the last steps as the second of a pair.
+
+        Args:
+            rank: A rank of the layout; it need not be one of the route.
+        """
         last = self.ranges[-1]
         return self.paired and last.num_steps > 0 and rank == last.rank + 1
 
     def stages_after(self, rank: int) -> int:
-        """The number of its ranges after that of `rank`, or of the pair; 0 if that has none."""
+        """Return the number of stages of the route that come after a rank's own.
+
+        Args:
+            rank: A rank of the layout, of a pair either one.
+
+        Returns:
+            The number of ranges behind it; 0 for a rank without one.
+        """
         units = [range(part.rank, part.rank + 1 + self.paired) for part in reversed(self.ranges)]
         return next((after for after, unit in enumerate(units) if rank in unit), 0)
 
     def resumed(self, at: int) -> Route:
-        """The rest of the route after `at` steps, from the rank that does step `at`.
+        """Return the rest of the route, from the rank that does step `at`.
 
         The last rank always stays, because it finishes the clip.
+
+        Args:
+            at: Steps that an earlier run has done.
         """
         *before, last = self.ranges
         left = [part._replace(start=max(part.start, at)) for part in before if part.end > at]
@@ -185,13 +214,24 @@ class _Visit:
 
 
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
-    """Each rank's action list: clips in the order of `routes`, each receive posted one clip ahead.
+    """Return each rank's action list, with each receive posted one clip ahead.
 
     So the transfer overlaps with the work on this clip, and at most two packets are in flight to a
-    rank: the posted one, and one that its sender still holds. A rank that helps to decode a clip
-    does so after its steps of the next clips that keep it busy until the clip has passed the ranks
-    between. Where clips skip different ranks, it does so before the next clip: otherwise ranks
-    could wait for each other in a circle.
+    rank: the posted one, and one that its sender still holds. Two clips on two ranks, N = 4:
+
+        rank 0   ENCODE c0 @0   DENOISE c0 0:2   SEND c0 @2 >1   ENCODE c1 @0   DENOISE c1 0:2 ...
+        rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
+
+    A rank that helps to decode a clip does so after its steps of the next clips that keep it busy
+    until the clip has passed the ranks between. Where clips skip different ranks, it does so before
+    the next clip: otherwise ranks could wait for each other in a circle.
+
+    Args:
+        routes: Route of each clip, in the order in which the clips are made.
+        world_size: Number of ranks W.
+
+    Returns:
+        W lists, by rank; a rank that no route visits has an empty one.
     """
     paths: defaultdict[int, set[tuple[tuple[int, bool], ...]]] = defaultdict(set)
     for route in routes:
@@ -295,6 +335,12 @@ def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int
 
     This is a greedy edge colouring: a pipeline of any length takes 2 rounds, and no graph takes
     more than twice the largest number of links at one rank, minus 1.
+
+    Args:
+        links: Pairs (from, to) of ranks.
+
+    Returns:
+        The rounds, in the order in which all ranks open them.
     """
     rounds: list[list[tuple[int, int]]] = []
     for link in sorted(links):

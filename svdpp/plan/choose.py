@@ -44,15 +44,24 @@ def choose_layout(
     sooner: bool = False,
     **counts: Any,
 ) -> Choice:
-    """The best layout by forecast of those that fit in memory.
+    """Choose by forecast the best layout of those that fit in memory.
 
-    That is the one that finishes `num_clips` clips first; with `sooner` the one whose clips take
-    the least time each, of those whose rate is at least 0.9 of the best. If some rank has room for
-    both experts of a model, layouts in which a rank holds both count as well.
+    That is the one that finishes all clips first. If some rank has room for both experts of a
+    model, layouts in which a rank holds both count as well.
 
-    `memory_gib` is what each of the W ranks has; empty: unknown. With `pairs`, layouts of pairs are
-    candidates too. `fixed` are the fields of the only layout; what is left to choose is then
-    whether its ranks are pairs. `counts` are the other fields of all layouts.
+    Args:
+        num_clips: Number of clips that the forecasts are of.
+        memory_gib: Memory of each of the W ranks, GiB; empty: unknown, and everything fits.
+        pairs: Whether layouts of pairs are candidates too.
+        fixed: Fields of the only layout; what is left to choose is then whether its ranks are
+            pairs.
+            None: all layouts are candidates.
+        sooner: Whether to choose the one whose clips take the least time each, of those whose rate
+            is at least 0.9 of the best.
+        counts: The other fields of all layouts, such as `num_steps`, `world_size` and `costs`.
+
+    Raises:
+        RequestError: No layout is possible, or none fits in memory.
     """
     units = counts["world_size"] // max(1, counts.get("cfg_parallel", 1))
     data_parallel = Layout(**counts, replicas=max(1, units))
@@ -176,8 +185,12 @@ class _Search:
             "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
             "--memory-opt",
             details={
-                **{"world_size": layouts[0].world_size, "asked": least},
-                **{"free": min(self.memory_gib), "free_most": max(self.memory_gib)},
+                "world_size": layouts[0].world_size,
+                "requested_gib": least,
+                "free_gib": min(self.memory_gib),
+                "most_free_gib": max(self.memory_gib),
+                "requested_bytes": round(least * 2**30),
+                "free_bytes": round(min(self.memory_gib) * 2**30),
             },
         )
 
@@ -207,7 +220,13 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
 
 
 def decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:
-    """The least number of decoders whose decodes fit in an equal share of the work."""
+    """Return the least number of decoders whose decodes fit in an equal share of the work.
+
+    Args:
+        num_steps: Steps N of a clip.
+        replica_size: Ranks of a replica.
+        costs: Seconds of each kind of work; of ranks that differ, the mean counts.
+    """
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
     share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size
     return max(1, math.ceil(decode / share))
@@ -245,9 +264,20 @@ def compare_layouts(
     sooner: bool = False,
     **counts: Any,
 ) -> list[Row]:
-    """The layouts that `plan --compare` shows, by the arguments of `choose_layout`.
+    """Return the layouts that `plan --compare` shows.
 
-    They are one replica with each split, one with several decoders, `auto`, and data parallel.
+    They are one replica with each split, one with several decoders, `auto`, data parallel and, for
+    an even number of ranks, pairs.
+
+    Args:
+        num_clips: As for `choose_layout`, like all arguments.
+        memory_gib: Memory of each rank, GiB; a layout that needs more says so in its note.
+        pairs: Whether `auto` may choose pairs.
+        sooner: Whether `auto` chooses the least time of a clip.
+        counts: The other fields of all layouts.
+
+    Raises:
+        RequestError: The counts are out of their limits, or the costs do not fit them.
     """
     num_steps, world_size, costs = (counts[key] for key in ("num_steps", "world_size", "costs"))
     check_counts(num_steps, world_size)

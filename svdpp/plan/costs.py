@@ -43,7 +43,7 @@ class Costs:
     ranks_per_host: int | None = None
     """Ranks on each host, in rank order; None: all ranks are on one host."""
     inter_host_transfer_seconds: float | None = None
-    """As `transfer_seconds`, to a rank on another host; None: unknown."""
+    """One transfer to a rank on another host. None: unknown."""
     encode_weights_gib: float | None = None
     denoise_weights_gib: float | None = None
     decode_weights_gib: float | None = None
@@ -54,7 +54,7 @@ class Costs:
     decode_work_gib: float | None = None
     """Peak memory of the part at work, GiB, without any weights."""
     name: str = ""
-    """What the costs describe, such as a model."""
+    """Subject of the costs, such as a model and a size."""
     source: str = ""
     """Where they come from: a publication, or the way they were measured."""
     device: str = ""
@@ -69,11 +69,23 @@ class Costs:
                 )
 
     def host_of(self, rank: int) -> int:
-        """The host that `rank` is on, counted from 0."""
+        """Return the host of a rank, counted from 0.
+
+        Args:
+            rank: The rank; hosts hold consecutive ranks.
+        """
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
     def transfer(self, source: int, target: int) -> float:
-        """Seconds of one transfer from rank `source` to rank `target`."""
+        """Return the seconds of one transfer of a clip's packet between two ranks.
+
+        Args:
+            source: The sender.
+            target: The receiver, on the same host or another.
+
+        Raises:
+            RequestError: They are on different hosts, and the costs have no time for that.
+        """
         if self.host_of(source) == self.host_of(target):
             return self.transfer_seconds
         if self.inter_host_transfer_seconds is None:
@@ -91,24 +103,42 @@ class Costs:
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int, other: int = -1) -> float:
-        """Seconds of one step on `rank`, or on the pair with `other`: the slower half, a transfer.
+        """Return the seconds of one step on a rank or a pair.
 
-        That counts a whole packet, so it is an upper bound for a prediction.
+        A pair takes as long as its slower half, plus a transfer. That counts a whole packet, so it
+        is an upper bound for the exchange of a prediction.
+
+        Args:
+            rank: The rank, or the first of a pair.
+            other: The second rank of the pair; below 0: `rank` works alone.
         """
         if other < 0:
             return _on(self.step_seconds, rank)
         return max(self.step_on(rank), self.step_on(other)) / 2 + self.transfer(rank, other)
 
     def encode_on(self, rank: int) -> float:
-        """Seconds of one clip's encode on `rank`."""
+        """Return the seconds of one clip's encode on a rank.
+
+        Args:
+            rank: The rank that encodes.
+        """
         return _on(self.encode_seconds, rank)
 
     def decode_on(self, rank: int) -> float:
-        """Seconds of one clip's decode on `rank`."""
+        """Return the seconds of the decode of all frames of one clip on a rank.
+
+        Args:
+            rank: The rank that decodes.
+        """
         return _on(self.decode_seconds, rank)
 
     def of(self, action: Action, rank: int) -> float:
-        """Seconds for which `action` keeps the device of `rank` busy."""
+        """Return the seconds for which an action keeps a rank's device busy; 0 for transfers.
+
+        Args:
+            action: The action.
+            rank: The rank that performs it.
+        """
         if action.kind is Kind.DENOISE:
             return (action.end - action.start) * self.step_on(rank, action.peer)
         if action.kind is Kind.ENCODE:
@@ -116,22 +146,38 @@ class Costs:
         return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
 
     def peak_gib(self, roles: Roles) -> float | None:
-        """Peak memory of a rank with these roles, GiB; None if a value is unknown.
+        """Return the peak memory of a rank in GiB: the weights of its parts, and the largest work.
 
-        The sum of the weights of all its parts and the largest work of one part. Shared weights
-        (encode and decode use one VAE) count twice, so it is an upper bound.
+        Shared weights (encode and decode use one VAE) count twice, so it is an upper bound.
+
+        Args:
+            roles: Parts of the model that the rank uses.
+
+        Returns:
+            The peak; None if the costs lack a value.
         """
         weights = [getattr(self, f"{part}_weights_gib") for part in roles.held]
         work = [getattr(self, f"{part}_work_gib") for part in roles.held]
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> Costs:
-        """For `simulate`, whose transfers are real: device work takes `pace` times as long."""
+        """Return costs for a rehearsal, whose transfers are real and cost nothing extra.
+
+        Args:
+            pace: Factor for all device work.
+        """
         times: dict[str, Any] = {name: _times(getattr(self, name), pace) for name in _PER_RANK}
         return replace(self, **times, transfer_seconds=0.0, inter_host_transfer_seconds=0.0)
 
     def check_world(self, world_size: int) -> None:
-        """Check that costs given for each rank fit `world_size` ranks."""
+        """Check that costs given for each rank, and the size of hosts, fit a number of ranks.
+
+        Args:
+            world_size: Number of ranks W.
+
+        Raises:
+            RequestError: They do not.
+        """
         per_host = self.ranks_per_host
         if per_host and world_size % per_host:
             raise RequestError(
@@ -149,12 +195,21 @@ class Costs:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `costs.json`: every field, None if unknown."""
+        """Return the content of `costs.json`: every field, None if unknown."""
         return {"schema_version": SCHEMA_VERSION, **vars(self)}
 
     @staticmethod
     def from_json(content: object, where: str) -> Costs:
-        """Costs from the output of `to_json`; only `step_seconds` is required."""
+        """Return the costs in the output of `to_json`.
+
+        Args:
+            content: A JSON value; only `schema_version` and `step_seconds` are required.
+            where: Name of the file, for errors.
+
+        Raises:
+            RequestError: It is no object, of another version, or has an unknown key or a wrong
+                value.
+        """
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
         values = dict(content)
@@ -184,14 +239,24 @@ class Costs:
 
 
 def step_from_pair(seconds: float, transfer: float) -> float:
-    """Seconds of a step on one rank, from those on a pair; see `Costs.step_on`."""
+    """Return the seconds of a step on one rank from those on a pair, as `Costs.step_on` inverted.
+
+    Args:
+        seconds: Measured seconds of a step on a pair.
+        transfer: Seconds of one transfer of a packet, which is longer than that of a prediction. So
+            the step counts as at least as long as the pair's, and at most twice.
+    """
     return 2 * max(seconds - transfer, seconds / 2)
 
 
 def measured_costs(seconds: Mapping[str, float], assumed: Costs, *, in_pairs: bool) -> Costs:
-    """Costs by the measured seconds of a "step", of `ENCODE`, of `DECODE` and of a "transfer".
+    """Return costs from measured means.
 
-    A transfer that was not measured takes none; all else is scaled from `assumed` by the step.
+    Args:
+        seconds: Means of a "step", of `ENCODE`, of `DECODE` and of a "transfer"; "step" is
+            required. A transfer that was not measured takes none.
+        assumed: Costs that give encode and decode where they were not measured, scaled by the step.
+        in_pairs: Whether the steps were done by pairs of ranks.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
     step = step_from_pair(step, transfer) if in_pairs else step
@@ -238,13 +303,17 @@ class MemoryEstimate(NamedTuple):
     """The VAE's decoder, for `decode_chunk_size` frames at a time."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
-        """Memory of a rank with these roles: the sum of the weights, the largest activations."""
+        """Return the memory of a rank: the sum of its parts' weights, and the largest activations.
+
+        Args:
+            roles: Parts of the model that the rank uses.
+        """
         held = [getattr(self, part) for part in roles.held]
         activations = (part.activation_bytes for part in held)
         return PartMemory(sum(part.weight_bytes for part in held), max(activations, default=0))
 
     def as_costs(self) -> dict[str, float]:
-        """The memory fields of `Costs` by name, in GiB."""
+        """Return the memory fields of `Costs` by name, in GiB."""
         return {
             f"{name}_{kind}_gib": size / 2**30
             for name, part in self._asdict().items()
@@ -291,7 +360,7 @@ _STABILITY = (
 
 
 def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> Costs:
-    """Costs from a column of the table: milliseconds of 25 UNet calls and of each other part."""
+    """Return a column of the table: milliseconds of 25 UNet calls and of each other part."""
     return Costs(
         step_seconds=unet / 25 / 1000,
         encode_seconds=(clip + encoder) / 1000,

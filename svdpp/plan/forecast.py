@@ -47,7 +47,7 @@ class Forecast:
 
     clips: int
     makespan: float
-    """From the start of the first action, or the first arrival, to the end of the last action."""
+    """Seconds from the first action's start, or the first arrival, to the last action's end."""
     first_clip: float
     """Until the first clip is finished."""
     seconds_per_clip: float
@@ -64,7 +64,7 @@ class Forecast:
     """Fraction of the time of all ranks in which they are idle, 0 to 1."""
 
     def to_json(self) -> dict[str, float]:
-        """Its main times, and the bubble."""
+        """Return the main times in seconds, and the bubble."""
         return {
             "makespan_seconds": self.makespan,
             "first_clip_seconds": self.first_clip,
@@ -177,12 +177,32 @@ class _Replay:
 
 
 def replay(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Forecast when each rank does its actions but transfers, in no order of ranks."""
+    """Forecast when each rank does its actions, transfers excepted.
+
+    Args:
+        schedule: Action list of each rank.
+        costs: Seconds of each kind of work.
+
+    Returns:
+        The spans, in no order of ranks.
+
+    Raises:
+        DeadlockError: Each rank with work left waits for another, or two ends of a transfer differ.
+        RequestError: The costs lack the time of a transfer between hosts.
+    """
     return _Replay(schedule, costs).run()
 
 
 def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
-    """Sum up spans, forecast or measured."""
+    """Sum up spans, forecast or measured.
+
+    Args:
+        spans: Work of all ranks, in any order.
+        world_size: Number of ranks W.
+
+    Raises:
+        ValueError: There are no spans.
+    """
     # A span that takes no time comes after the one at whose end it starts.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
@@ -201,7 +221,15 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
 def sum_up(
     clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
 ) -> Forecast:
-    """As `summarise`, from each clip's first action or arrival and its end, in order."""
+    """Sum up clips as `summarise` does spans.
+
+    Args:
+        clips: Start and end of each clip in seconds, in order; the start is that of its first
+            action, or its arrival.
+        busy: Seconds of work of all ranks together.
+        world_size: Number of ranks W.
+        num_finishers: Number of ranks that finish clips, by which clips come in groups.
+    """
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
     makespan = in_order[-1]
@@ -225,10 +253,18 @@ def sum_up(
 
 
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
-    """Forecast `num_clips` clips in `layout` with the costs of the layout.
+    """Forecast clips in a layout, by the costs of the layout.
 
     The result equals a replay of the action lists. It takes about a microsecond for each visit of a
     clip at a rank, and computes one replica only if all replicas are alike.
+
+    Args:
+        layout: The layout.
+        num_clips: Number of clips, all there from the start.
+
+    Raises:
+        RequestError: They are too many to forecast, or the costs lack the time of a transfer
+            between hosts.
     """
     if layout.decode_ranks > layout.cfg_parallel:
         return summarise(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
@@ -273,9 +309,14 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
 
 
 def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
-    """Seconds until all clips are finished, and the mean of one clip from its start.
+    """Return the seconds until all clips are finished, and the mean of one clip from its start.
 
-    Beyond a sample the time per clip is constant.
+    Args:
+        layout: The layout, with its costs.
+        num_clips: Number of clips. Beyond a sample the time per clip counts as constant.
+
+    Raises:
+        RequestError: As for `forecast_layout`.
     """
     many = min(_QUEUED_PER_RANK * layout.world_size, _LARGE_SAMPLE)
     sample = min(num_clips, max(2 * layout.world_size, many))
@@ -285,16 +326,26 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
 
 
 def steady_seconds_per_clip(layout: Layout) -> float:
-    """Mean time between finished clips in a queue so long that its ends matter little."""
+    """Return the mean seconds between finished clips in a queue whose ends matter little.
+
+    Args:
+        layout: The layout, with its costs.
+    """
     most = max(layout.replicas, MAX_VISITS // layout.num_stages // 10)
     num_clips = min(_QUEUED_PER_RANK * layout.world_size, most)
     return forecast_layout(layout, num_clips).seconds_per_clip
 
 
 def way_of(route: Route, costs: Costs) -> Way:
-    """The ranks of a route, each with the seconds of work on the clip.
+    """Return the ranks of a route, each with the seconds of its work on the clip.
 
-    Of a pair it is the first rank; before its steps it waits until the second has the packet.
+    Args:
+        route: Route of one clip.
+        costs: Seconds of each kind of work.
+
+    Returns:
+        Pairs (rank, seconds), in order. A pair of ranks is its first one, which before its steps
+        waits until the second has the packet.
     """
     seconds = _step_seconds(route, costs)
     if not route.start:
@@ -338,12 +389,16 @@ def _busy(route: Route, costs: Costs) -> float:
 def clip_times(
     ways: Iterable[Way], transfer: Callable[[int, int], float]
 ) -> Iterator[tuple[float, float]]:
-    """Yield the start and end of each clip.
+    """Yield the start and end of each clip, in seconds.
 
     A visit waits only for earlier clips, or for its own clip at the previous rank, so clips can be
     computed one after the other. A transfer waits for its receive, which the target posts at the
     start of the visit before this one, and for the previous transfer on its link, as its sender
     does.
+
+    Args:
+        ways: Way of each clip, in order.
+        transfer: Seconds of a transfer, by sender and receiver.
     """
     free: defaultdict[int, float] = defaultdict(float)  # when the rank is free for its next visit
     before: defaultdict[int, float] = defaultdict(float)  # and for the visit before that
@@ -366,7 +421,7 @@ def clip_times(
 
 _IDLE = "."
 _ENDS = {Kind.ENCODE: "<", Kind.DECODE: ">"}
-#: Of the clips; they repeat after 62.
+#: Signs of the clips, which repeat after 62.
 _CLIP_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -377,11 +432,18 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """One line for each rank; each column shows what the rank did for most of its time.
+    """Return one line for each rank; each column shows what the rank did for most of its time.
 
-    A step shows the clip's sign, encode `<`, decode `>`, idle `.`. Fewer than `width` columns are
-    drawn if the run is shorter than that many steps. `marks` are remarks behind the lines of ranks,
-    such as `died here`.
+    A step shows the clip's sign, encode `<`, decode `>`, idle `.`:
+
+        rank 0 |000111222......|
+        rank 1 |...000>111>222>|
+
+    Args:
+        spans: Work of all ranks, forecast or measured.
+        world_size: Number of ranks W.
+        width: Most columns; fewer are drawn if the run is shorter than that many steps.
+        marks: Remarks behind the lines of ranks, such as `died here`.
     """
     begin = min((span.start for span in spans), default=0.0)
     total = max((span.end for span in spans), default=0.0) - begin

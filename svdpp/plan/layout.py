@@ -30,7 +30,11 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 def present_split(split: Any) -> Any:
-    """A split that a user or a file names: `dithered` was the name of `alternating`."""
+    """Return today's name of a split: `dithered` was the name of `alternating`.
+
+    Args:
+        split: Name that a user or a file gives; it need not be one.
+    """
     return "alternating" if split == "dithered" else split
 
 
@@ -49,18 +53,18 @@ class Roles:
             object.__setattr__(self, "experts", frozenset({0}))
 
     def split(self) -> list[Roles]:
-        """One for each part that the rank uses; each expert is a part."""
+        """Return roles of one part each, for the rank's parts; each expert is a part."""
         experts = [Roles(denoise=True, experts=frozenset({each})) for each in sorted(self.experts)]
         return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
 
     @property
     def held(self) -> list[str]:
-        """The names of its parts: `encode`, `denoise` once for each expert, `decode`."""
+        """Names of the rank's parts: `encode`, `denoise` once for each expert, `decode`."""
         return ["encode"] * self.encode + ["denoise"] * len(self.experts) + ["decode"] * self.decode
 
 
 class StepShare(NamedTuple):
-    """The steps that one rank does of each clip that visits it: earliest, latest, mean number."""
+    """Steps that one rank does of each clip that visits it: earliest, latest, mean number."""
 
     rank: int
     start: int
@@ -77,6 +81,16 @@ class Layout:
     increasing order, so action lists made from these routes cannot deadlock. With two experts, all
     clips are cut at the boundary, and each stage of a replica holds one of them, unless it is the
     only one or `share_experts` is set.
+
+    Eight ranks, N = 28; a row is a replica, its ranks and the steps of each:
+
+        replicas=1                  0  1  2  3  4  5  6  7     3 or 4 each, by `balanced`
+        replicas=2                  0  1  2  3                 7 each: clips 0, 2, 4 ...
+                                    4  5  6  7                 7 each: clips 1, 3, 5 ...
+        replicas=8                  0                          28: clips 0, 8, 16 ...
+        replicas=2, cfg_parallel=2  0+1  2+3                   14 each; a pair halves each step
+                                    4+5  6+7
+        decoders=2                  0  1  2  3  4  5  {6|7}    6 finishes even clips, 7 odd ones
     """
 
     num_steps: int
@@ -87,7 +101,7 @@ class Layout:
     decoders: int = 1
     """Ranks, or pairs, at the end of each replica that finish its clips alternately."""
     costs: Costs = field(default_factory=Costs)
-    """By which `balanced` and `alternating` cut, and stages are divided between experts."""
+    """Cost model of the balanced and alternating splits, and of the division between experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
@@ -185,7 +199,7 @@ class Layout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks of each replica; a pair counts as one."""
+        """Number of ranks of each replica; a pair counts as one."""
         return self.world_size // self.cfg_parallel // self.replicas
 
     @cached_property
@@ -198,7 +212,11 @@ class Layout:
         return tuple(tuple(unit * size for unit in units) for units in of_units)
 
     def is_second(self, rank: int) -> bool:
-        """Whether `rank` is the second of a pair."""
+        """Whether a rank is the second of a pair.
+
+        Args:
+            rank: A rank of the layout.
+        """
         return rank % self.cfg_parallel == 1
 
     @property
@@ -220,7 +238,11 @@ class Layout:
         return has_two and not self.share_experts and self.replica_size > 1
 
     def experts_of(self, part: StepRange) -> frozenset[int]:
-        """The experts that these steps need; none if there are no steps."""
+        """Return the experts that some steps need, by index in `EXPERTS`.
+
+        Args:
+            part: The steps; none need no expert.
+        """
         boundary = self.num_steps if self.expert_boundary is None else self.expert_boundary
         needs = part.start < min(part.end, boundary), max(part.start, boundary) < part.end
         return frozenset(expert for expert, is_needed in enumerate(needs) if is_needed)
@@ -231,16 +253,29 @@ class Layout:
         return self.replica_size - self.decoders + 1
 
     def route(self, clip: int, *, all_stages: bool = False) -> Route:
-        """The route of the clip with this index; it does not depend on other clips."""
+        """Return the route of a clip, which does not depend on other clips.
+
+        Args:
+            clip: Index of the clip.
+            all_stages: Whether stages without steps of this clip are visited as well.
+        """
         replica, index = clip % self.replicas, clip // self.replicas
         return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 
     def cuts(self, clip: int) -> Cuts:
-        """The cuts of the clip with this index: 0, then the steps done after each stage."""
+        """Return the cuts of a clip: 0, then the steps done after each stage.
+
+        Args:
+            clip: Index of the clip.
+        """
         return self._cuts_of(clip % self.replicas).cuts(clip // self.replicas)
 
     def schedule(self, num_clips: int) -> Schedule:
-        """Each rank's actions for that many clips."""
+        """Return each rank's action list.
+
+        Args:
+            num_clips: Number of clips, made in order.
+        """
         return build_schedule([self.route(clip) for clip in range(num_clips)], self.world_size)
 
     @cached_property
@@ -250,7 +285,7 @@ class Layout:
 
     @cached_property
     def decode_links(self) -> tuple[tuple[int, int], ...]:
-        """As `links`, for final latents and frames of clips that several ranks decode."""
+        """All pairs (from, to) for final latents and frames of clips that several ranks decode."""
         routes = self._kinds_of_route()
         return tuple(sorted({link for route in routes for link in route.decode_links}))
 
@@ -292,7 +327,11 @@ class Layout:
         return tuple(sorted(shares))
 
     def stages(self, replica: int) -> list[Stage]:
-        """The stages of replica `replica`, in the order in which clips visit them."""
+        """Return the stages of a replica, in the order in which clips visit them.
+
+        Args:
+            replica: Index of the replica.
+        """
         ranks = self.replica_ranks[replica]
         body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
         return [
@@ -325,7 +364,7 @@ class Layout:
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """By the rank that finishes a clip, the frames that each rank decodes of it.
+        """The frames that each rank decodes of a clip, by the rank that finishes the clip.
 
         Its own come first, then those of the other rank of its pair and of the ranks before them.
         """
@@ -377,10 +416,18 @@ class Layout:
 def assign_replicas(
     world_size: int, replica_size: int, ranks_per_host: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each replica; as many replicas as possible are within one host.
+    """Return the ranks of each replica; as many replicas as possible are within one host.
 
-    The ranks of all hosts that form no whole replica form the others, in order. `replica_size` and
-    `ranks_per_host` divide `world_size`; None: all ranks are on one host.
+    The ranks of all hosts that form no whole replica form the others, in order. Of replicas of 2
+    ranks on 2 hosts with 3 ranks each, one crosses hosts:
+
+        host 0: ranks 0 1 2      replicas (0, 1), (2, 5), (3, 4)
+        host 1: ranks 3 4 5
+
+    Args:
+        world_size: Number of ranks W.
+        replica_size: Ranks of each replica; divides W.
+        ranks_per_host: Ranks of each host; divides W. None: all ranks are on one host.
     """
     on_host = ranks_per_host or world_size
     whole = on_host // replica_size * replica_size
@@ -391,12 +438,25 @@ def assign_replicas(
 
 
 def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
-    """The frames of each chunk of a clip whose frames are decoded `size` at a time."""
+    """Return the frames of each chunk of a clip.
+
+    Args:
+        num_frames: Frames of the clip.
+        size: Frames that are decoded at a time, `decode_chunk_size`.
+    """
     return tuple(min(size, num_frames - first) for first in range(0, num_frames, size))
 
 
 def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
-    """RequestError if a clip has fewer chunks of frames than ranks that decode it together."""
+    """Check that each rank that decodes a clip together with others has a chunk of frames.
+
+    Args:
+        decode_ranks: Number of ranks that decode each clip.
+        chunks: Frames of each chunk.
+
+    Raises:
+        RequestError: There are fewer chunks than ranks.
+    """
     if decode_ranks > len(chunks):
         raise RequestError(
             f"--decode-ranks {decode_ranks} needs as many chunks of frames, and a clip of "

@@ -64,15 +64,23 @@ class Stage:
     fixed_seconds: tuple[float, ...]
 
     def seconds(self, num_steps: int) -> float:
-        """Seconds for each clip of the replica if the stage does `num_steps` of it.
+        """Return the seconds that the stage takes for each clip of the replica.
 
         The slowest rank counts. A rank that does every k-th clip has k times as long for it.
+
+        Args:
+            num_steps: Steps of each clip that the stage does.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, most: int) -> list[float]:
-        """Steps, not rounded, that each rank can do if the stage has `seconds` for each clip."""
+        """Return the steps, not rounded, that each rank of the stage can do.
+
+        Args:
+            seconds: Time of the stage for each clip of the replica.
+            most: Upper limit, the steps of a clip.
+        """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         left = seconds * len(self.ranks)
         return [min(most, max(0.0, (left - fixed) / step)) for fixed, step in turns]
@@ -86,14 +94,22 @@ class Part:
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Seconds for each clip of the slowest stage that does steps, if `cuts` cut the steps."""
+        """Return the seconds for each clip of the slowest stage that does steps.
+
+        Args:
+            cuts: Cuts of the part, counted from 0.
+        """
         counts = (after - before for before, after in pairwise(cuts))
         pairs = zip(self.stages, counts, strict=True)
         return max(stage.seconds(count) for stage, count in pairs if count)
 
 
 def join_cuts(each: Iterable[Cuts]) -> Cuts:
-    """The cuts of successive parts, each counted from 0, as cuts of the whole clip."""
+    """Return the cuts of successive parts as cuts of the whole clip.
+
+    Args:
+        each: Cuts of each part, counted from its own 0.
+    """
     whole = [0]
     for cuts in each:
         done = whole[-1]
@@ -102,7 +118,16 @@ def join_cuts(each: Iterable[Cuts]) -> Cuts:
 
 
 def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
-    """Checks that the steps can be split evenly over the stages, each of one rank or several."""
+    """Check that the steps of a clip can be split evenly over the stages.
+
+    Args:
+        num_steps: Steps N of a clip.
+        num_stages: Stages of a replica, each of one rank or of several that alternate.
+        world_size: Number of ranks W; if it is that of the stages, the error speaks of ranks.
+
+    Raises:
+        RequestError: N is not divisible; it names the nearest counts that are.
+    """
     if num_steps % num_stages == 0:
         return
     below = num_steps // num_stages * num_stages
@@ -121,7 +146,15 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
-    """Check that the counts are positive and within the limits of a plan."""
+    """Check that the counts are positive and within the limits of a plan.
+
+    Args:
+        num_steps: Steps N of a clip.
+        world_size: Number of ranks W.
+
+    Raises:
+        RequestError: One is not.
+    """
     counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
     for name, count, most in counts:
         if not 1 <= count <= most:
@@ -132,27 +165,48 @@ def check_counts(num_steps: int, world_size: int) -> None:
 
 
 def largest_world(num_steps: int, at_most: int) -> int:
-    """The largest number of ranks, 1 to `at_most`, that divides `num_steps`."""
+    """Return the largest number of ranks that divides the steps of a clip.
+
+    Args:
+        num_steps: Steps N of a clip.
+        at_most: Upper limit, 1 or more.
+    """
     return max(world for world in range(1, at_most + 1) if num_steps % world == 0)
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of `number`, in increasing order."""
+    """Return all divisors of a number, in increasing order.
+
+    Args:
+        number: 1 or more.
+    """
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def uniform_cuts(part: Part) -> Cuts:
-    """Cuts, the same for every clip, that give each stage as many steps; they must divide."""
+    """Return cuts, the same for every clip, that give each stage as many steps.
+
+    Args:
+        part: Steps and stages; the number of stages divides that of the steps.
+    """
     count = part.num_steps // len(part.stages)
     return tuple(range(0, part.num_steps + 1, count))
 
 
 def balanced_cuts(part: Part) -> Cuts:
-    """Cuts, the same for every clip, that make the slowest stage as fast as possible.
+    """Return cuts, the same for every clip, that make the slowest stage as fast as possible.
 
     Each step goes to the stage that would finish first with it. This greedy rule is optimal: the
     slowest stage got its last step because every other stage would have been at least as slow with
-    it. A stage can have no steps.
+    it. A stage can have no steps. With 10 steps on 3 ranks, where the last one also decodes for as
+    long as 2 steps take:
+
+        rank 0 |0000|        steps 0:4
+        rank 1 |0000|        steps 4:8
+        rank 2 |00>>|        steps 8:10, decode
+
+    Args:
+        part: Steps and stages.
     """
     stages = part.stages
     counts = [0] * len(stages)
@@ -175,14 +229,18 @@ class ClipCuts:
     """
 
     positions: tuple[Cuts, ...]
-    """In units of 2^-64 steps, for each turn in the replica's last stage."""
+    """Positions in units of 2^-64 steps, for each turn in the replica's last stage."""
 
     def cuts(self, index: int) -> Cuts:
-        """The cuts of clip `index` of the replica; those of clip 0 are rounded to nearest."""
+        """Return the cuts of a clip; those of clip 0 are rounded to nearest.
+
+        Args:
+            index: Index of the clip among those of its replica.
+        """
         return self._rounded(index % len(self.positions), index * _GOLDEN + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Every pair (turn, cuts) that a clip can have."""
+        """Return every pair (turn, cuts) that a clip can have."""
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
@@ -191,7 +249,13 @@ class ClipCuts:
         ]
 
     def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
-        """Mean number of steps in stage `place`, over all clips whose turn there is `turn`."""
+        """Return the mean number of steps that a clip has in a stage.
+
+        Args:
+            place: Index of the stage.
+            turn: Index of a rank of the stage; only its clips count.
+            num_turns: Number of ranks of the stage.
+        """
         own = self.positions[turn::num_turns]
         return sum(each[place + 1] - each[place] for each in own) / len(own) / _UNIT
 
@@ -201,9 +265,20 @@ class ClipCuts:
 
 
 def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
-    """Cuts that give all stages of each part equal work on average; all clips are cut between them.
+    """Return cuts that give all stages of each part equal work on average.
 
-    If the ranks of a stage differ in speed, each turn has its own positions.
+    If the ranks of a stage differ in speed, each turn has its own positions. Seven steps on two
+    ranks of equal speed are cut at 3.5, so clips take turns, and both ranks are always busy:
+
+        clip  phase  cut = floor(3.5 + phase)
+        0     0.50   4                           rank 0 |00001112222333....|
+        1     0.12   3                           rank 1 |....00011112223333|
+        2     0.74   4
+        3     0.35   3                           the phases are multiples of the golden ratio
+
+    Args:
+        parts: Successive parts of a clip, such as those of two experts; all clips are cut between
+            them.
     """
     by_part = [_positions_by_turn(part) for part in parts]
     turns = math.lcm(*map(len, by_part))
@@ -239,10 +314,16 @@ def _positions_by_turn(part: Part) -> list[Cuts]:
 
 
 def fair_seconds(part: Part, free: Sequence[int] = ()) -> float:
-    """The least seconds for each clip in which the stages can do all its steps, by bisection.
+    """Return by bisection the least seconds for each clip in which the stages do all its steps.
 
-    Steps count as divisible. Stages in `free` do no steps, and neither does a stage whose encode or
-    decode alone takes longer.
+    Steps count as divisible. A stage whose encode or decode alone takes longer does none.
+
+    Args:
+        part: Steps and stages.
+        free: Indices of stages that do no steps.
+
+    Returns:
+        The seconds; infinity if no stage is left.
     """
     num_steps = part.num_steps
     working = [stage for index, stage in enumerate(part.stages) if index not in free]
@@ -268,7 +349,14 @@ def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
 
 
 def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
-    """The cuts of one replica's clips, all of them also at `boundary`, where the expert changes."""
+    """Return the cuts of one replica's clips.
+
+    Args:
+        split: Name of the rule: "uniform", "balanced" or "alternating".
+        whole: Steps of a clip, and all stages of the replica.
+        boundary: Step at which the expert changes, where all clips are cut; None: there is one
+            expert, or a rank can hold both.
+    """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
         fair_seconds if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
@@ -284,7 +372,16 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
 
 
 def check_even(num_steps: int, num_stages: int, boundary: int) -> None:
-    """Checks that some division of the stages lets `uniform` split the steps of each expert."""
+    """Check that some division of the stages lets `uniform` split the steps of each expert.
+
+    Args:
+        num_steps: Steps N of a clip.
+        num_stages: Stages of a replica.
+        boundary: Steps of the first expert.
+
+    Raises:
+        RequestError: None does.
+    """
     if _even_divisions(num_steps, num_stages, boundary):
         return
     first, second = EXPERTS
