@@ -1,4 +1,4 @@
-"""What clips are made from: prompts, and untrusted images and videos, found, read and fitted.
+"""Inputs of clips: prompts, and untrusted images and videos, found, read and fitted.
 
 A file is read once, so the hashed bytes are the decoded bytes. Knows no torch.
 """
@@ -74,7 +74,7 @@ class Photo:
 
 @dataclass(frozen=True)
 class ClipInput:
-    """What a clip is made from, besides its seed: an image or a video, a prompt, or both."""
+    """Input of a clip besides its seed: an image or a video, a prompt, or both."""
 
     photo: Photo | None = None
     prompt: str | None = None
@@ -84,13 +84,13 @@ class ClipInput:
 
     @property
     def name(self) -> str:
-        """The part of its clips' file names that stands for the input."""
+        """Part of its clips' file names that stands for the input."""
         if self.photo is not None:
             return self.photo.path.stem
         return words_of(self.prompt or "") or "prompt"
 
     def request(self, seed: int) -> ClipRequest:
-        """The request of its clip with `seed`, without an output."""
+        """Return the request of its clip with `seed`, without an output."""
         return ClipRequest(
             seed=seed,
             image=None if self.photo is None else str(self.photo.path),
@@ -109,7 +109,13 @@ class ClipInput:
 
 
 def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
-    """All inputs with the first seed, then all with the second, and so on, in a cycle."""
+    """Return requests for all inputs with the first seed, then for all with the second, in a cycle.
+
+    Args:
+        inputs: at least one.
+        seeds: at least one.
+        count: number of requests.
+    """
     return [
         inputs[clip % len(inputs)].request(seeds[clip // len(inputs) % len(seeds)])
         for clip in range(count)
@@ -120,7 +126,15 @@ def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> li
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[Photo]:
-    """The images that `inputs` name, decoded completely; one error lists all problems."""
+    """Return the images or videos that `inputs` name, decoded completely.
+
+    Args:
+        inputs: files, folders and glob patterns; see `sift_inputs`.
+        video_frames: frames that each video must have; None for images.
+
+    Raises:
+        InputError: some cannot be used; it lists all problems.
+    """
     photos, problems = sift_inputs(inputs, video_frames=video_frames)
     raise_all(problems)
     return photos
@@ -132,11 +146,17 @@ def sift_inputs(
     max_pixels: int = MAX_PIXELS,
     video_frames: int | None = None,
 ) -> tuple[list[Photo], list[InputError]]:
-    """The images that can be used, each once, and an error for each input that cannot.
+    """Return the images or videos that can be used, each once, and an error for each that cannot.
 
-    With `video_frames` they are videos that have as many frames. Each input is a file (with any
-    suffix), a folder (its files with a suffix of an image or a video, without hidden ones) or, if
-    no file has that literal name, a glob pattern (files with such a suffix).
+    Args:
+        inputs: each a file (with any suffix), a folder (its files with a suffix of an image or a
+            video, without hidden ones) or, if no file has that literal name, a glob pattern (files
+            with such a suffix).
+        max_pixels: largest image or frame.
+        video_frames: frames that each video must have; None for images.
+
+    Raises:
+        InputError: none can be used.
     """
     photos: list[Photo] = []
     problems: list[InputError] = []
@@ -168,12 +188,23 @@ def _noted(problems: list[InputError]) -> Iterator[None]:
 
 
 def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
-    """Raise a single problem, with `hint` added to its own, or several as one error's list."""
+    """Raise a single problem, with `hint` added to its own, or several as one error's list.
+
+    Args:
+        problems: errors of inputs; without any, nothing is raised.
+        hint: further advice for the user.
+
+    Raises:
+        InputError: there is a problem.
+    """
     if len(problems) == 1:
-        raise InputError(problems[0].message, "; ".join(filter(None, (problems[0].hint, hint))))
+        both = "; ".join(filter(None, (problems[0].hint, hint)))
+        raise InputError(problems[0].message, both, details=problems[0].details)
     if problems:
         lines = [f"{len(problems)} inputs cannot be used:", *(each.message for each in problems)]
-        raise InputError("\n  ".join(lines), hint)
+        each = [{"message": problem.message, **problem.details} for problem in problems]
+        details = {"num_inputs": len(problems), "inputs": each}
+        raise InputError("\n  ".join(lines), hint, details=details)
 
 
 def _expand(text: str, *, videos: bool) -> Iterator[Path]:
@@ -217,16 +248,23 @@ EXAMPLE_PROMPT = "a rowing boat drifts on a calm lake"
 
 
 def example_photos() -> list[Path]:
-    """Four images, sorted by name; the README in their folder gives their origin."""
+    """Return four images, sorted by name; the README in their folder gives their origin."""
     return sorted(_FOLDER.glob("*.jpg"))
 
 
 def example_requests(
     config: PipelineConfig, num_clips: int, *, seed: int = 0, prompt: str | None = None
 ) -> list[ClipRequest]:
-    """Clips with all that the model needs: the first image, a prompt, or both.
+    """Return clips with all that the model needs: the first example image, a prompt, or both.
 
-    Each has its own seed; if the model takes prompts, all have `prompt` or an example.
+    Args:
+        config: its model and sampling say which inputs are needed.
+        num_clips: number of clips, each with a seed of its own.
+        seed: seed of the first clip; the others count from there.
+        prompt: prompt of all clips, if the model takes prompts; None for an example.
+
+    Raises:
+        RequestError: the model takes no prompt.
     """
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)
@@ -250,7 +288,14 @@ def example_requests(
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file."""
+    """Return the content of a regular file.
+
+    Args:
+        path: file of at most 256 MiB. A pipe or device is refused without waiting for it.
+
+    Raises:
+        InputError: it does not exist, is empty or too large, or cannot be read.
+    """
     name = repr(str(path))
     try:
         # Non-blocking, because opening a pipe would wait for its writer.
@@ -263,9 +308,10 @@ def read_bytes(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be read: {reason(error)}") from None
     if not data:
-        raise InputError(f"{name} is empty (0 bytes)")
+        raise InputError(f"{name} is empty (0 bytes)", details={"path": str(path), "bytes": 0})
     if len(data) > MAX_FILE_BYTES:
-        raise InputError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB")
+        details = {"path": str(path), "limit_bytes": MAX_FILE_BYTES}
+        raise InputError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB", details=details)
     return data
 
 
@@ -275,6 +321,13 @@ def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, P
     An animation gives its first frame. Transparent images are composited over white: most cut-outs
     are made for light pages, and over black their dark outlines and shadows would vanish. 16-bit
     grey is scaled, never clipped. Colour profiles are not applied, because diffusers applies none.
+
+    Args:
+        path: file in one of `FORMATS`, by any name.
+        max_pixels: largest image.
+
+    Raises:
+        InputError: the file is no such image, damaged, or too large, small or narrow.
     """
     return _photo_of(read_bytes(path), path, max_pixels)
 
@@ -287,16 +340,20 @@ def _photo_of(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, Ph
             warnings.simplefilter("ignore")
             image = _decode(data, max_pixels)
     except InputError as error:
-        raise InputError(f"{name} {error.message}", error.hint) from None
+        details = {"path": str(path), **error.details}
+        raise InputError(f"{name} {error.message}", error.hint, details=details) from None
     except UnidentifiedImageError:
         raise _not_an_image(data, path) from None
     except Image.DecompressionBombError:
         limit = f"the limit is {max_pixels // 10**6} million pixels"
-        raise InputError(f"{name} is too large: {limit}", _SMALLER) from None
+        details = {"path": str(path), "limit_pixels": max_pixels}
+        raise InputError(f"{name} is too large: {limit}", _SMALLER, details=details) from None
     except MemoryError:
         raise InputError(f"{name} does not fit in memory") from None
     except Exception as error:  # on hostile bytes Pillow raises nearly any type
-        raise InputError(f"{name} is damaged or truncated: {first_line(error)}") from error
+        details = {"path": str(path), "reason": first_line(error)}
+        message = f"{name} is damaged or truncated: {first_line(error)}"
+        raise InputError(message, details=details) from error
     return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
 
 
@@ -331,18 +388,26 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     size = f"{width}x{height} pixels"
+    details: dict[str, int] = {"width": width, "height": height, "limit_pixels": max_pixels}
     if width * height > max_pixels:
         limit = f"the limit is {max_pixels // 10**6} million"
-        raise InputError(f"is too large: {size}, {limit}", _SMALLER)
+        raise InputError(f"is too large: {size}, {limit}", _SMALLER, details=details)
     if min(width, height) < _MIN_SIDE:
-        raise InputError(f"is too small: {size}, each side must have at least {_MIN_SIDE}")
+        details["min_side"] = _MIN_SIDE
+        message = f"is too small: {size}, each side must have at least {_MIN_SIDE}"
+        raise InputError(message, details=details)
     if max(width, height) > _MAX_ASPECT * min(width, height):
-        raise InputError(f"is too narrow: {size}, the limit is {_MAX_ASPECT}:1")
+        details["max_aspect"] = _MAX_ASPECT
+        message = f"is too narrow: {size}, the limit is {_MAX_ASPECT}:1"
+        raise InputError(message, details={**details, "limit": f"{_MAX_ASPECT}:1"})
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("F", "I"):
-        raise InputError("has grey of 32 bits, whose white is not defined: save it with 16 bits")
+        raise InputError(
+            "has grey of 32 bits, whose white is not defined: save it with 16 bits",
+            details={"bits": 32, "max_bits": 16},
+        )
     if image.mode.startswith("I;16"):  # Pillow would clip it
         grey = (np.asarray(image).astype(np.uint32) + 128) // 257
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
@@ -360,8 +425,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
     """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
 
-    `stretch` leaves that to diffusers; `crop` keeps the largest centred part with that ratio; `pad`
-    adds black bars on both sides.
+    Args:
+        image: upright RGB image.
+        width: of the frame, in pixels.
+        height: of the frame, in pixels.
+        fit: `stretch` leaves the image as it is; `crop` keeps the largest centred part with that
+            ratio; `pad` adds black bars on both sides.
+
+    Raises:
+        InputError: padding would take too many pixels.
     """
     if fit == "stretch":
         return image
@@ -376,6 +448,11 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
             f"padding {image.width}x{image.height} to the shape of {width}x{height} would take "
             f"{size[0]}x{size[1]} pixels, which is too large",
             "use --fit crop",
+            details={
+                **{"image_width": image.width, "image_height": image.height},
+                **{"width": width, "height": height},
+                **{"padded_width": size[0], "padded_height": size[1]},
+            },
         )
     left, top = (size[0] - image.width) // 2, (size[1] - image.height) // 2
     if fit == "crop":
@@ -389,22 +466,43 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 
 
 def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None:
-    """All that a clip starts from besides a prompt, checked by its SHA-256; None: nothing."""
+    """Return all that a clip starts from besides a prompt.
+
+    Args:
+        request: names the files, and their SHA-256 where it is known.
+        sampling: of the clip: which files are videos, and the size of a frame.
+
+    Returns:
+        An image, the frames of a video, or several of both by name; None if the clip starts from a
+        prompt alone.
+
+    Raises:
+        InputError: a file cannot be read, or has changed since the run began.
+    """
     found = {}
     for name, (path, sha256) in request.files.items():
         found[name], photo = source_of(read_bytes(Path(path)), Path(path), sampling, name)
         if sha256 not in (None, photo.sha256):
-            raise InputError(f"{path!r} has changed since the run began")
+            raise InputError(f"{path!r} has changed since the run began", details={"path": path})
     return found if sampling.videos else found.get(IMAGE)
 
 
 def source_of(
     data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
 ) -> tuple[Image.Image | list[Image.Image], Photo]:
-    """The file `name` of a clip of `sampling`, from its bytes; `path` names it in messages.
+    """Return one file of a clip as an image or as frames, and what is recorded of the file.
 
     The frames of a video get their size by the filter with which diffusers resizes them. An image
     stands for a video that shows nothing else.
+
+    Args:
+        data: content of the file.
+        path: name of the file for messages.
+        sampling: of the clip: whether the file is a video, and the size of a frame.
+        name: which of the clip's files it is.
+
+    Raises:
+        InputError: the file is not what the clip needs, damaged, or beyond the limits.
     """
     side, fit = sampling.videos.get(name), sampling.fit
     width, height = side or sampling.width, side or sampling.height
@@ -423,7 +521,19 @@ def source_of(
 
 
 def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
-    """Checks that a video has as many frames, all of which are decoded; writes no file."""
+    """Check that a video has as many frames, all of which are decoded; write no file.
+
+    Args:
+        path: video, animation or image; an image stands for a video that shows nothing else.
+        num_frames: number of frames that the clip takes.
+        max_pixels: largest frame.
+
+    Returns:
+        Path, hash and the size of the last of these frames.
+
+    Raises:
+        InputError: it has fewer frames, cannot be decoded, or is beyond the limits.
+    """
     data = read_bytes(path)
     with path.open("rb") as file:
         *_, size = (frame.size for frame in _frames(data, file, path, num_frames, max_pixels))
@@ -475,7 +585,9 @@ def _animation_frames(
     except InputError as error:
         raise InputError(f"{name} {error.message}", error.hint, details=error.details) from None
     except Exception as error:  # on hostile bytes Pillow raises nearly any type
-        raise InputError(f"{name} is damaged or truncated: {first_line(error)}") from error
+        details = {"path": str(path), "reason": first_line(error)}
+        message = f"{name} is damaged or truncated: {first_line(error)}"
+        raise InputError(message, details=details) from error
 
 
 def _video_frames(

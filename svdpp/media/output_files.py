@@ -29,9 +29,16 @@ _LOCK = ".svdpp-lock"
 def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
     """Yield an empty file or folder that replaces `name` if the block ends without an error.
 
-    Parent folders of `name` are created, and links are followed. The temporary name has `suffix`,
-    by which writers choose the format. `files` is None for a file; for a folder, a pattern of its
-    files' names: an existing folder with others is not replaced.
+    Parent folders of `name` are created, and links are followed.
+
+    Args:
+        name: path of the file or folder.
+        suffix: end of the temporary name, by which writers choose the format.
+        files: None for a file; for a folder, a pattern of its files' names: an existing folder with
+            others is not replaced.
+
+    Raises:
+        OutputError: it cannot be written, or the block raised an error of the system or of svdpp.
     """
     temporary, lock = None, -1
     try:
@@ -47,7 +54,10 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
             sync(path.parent)
     except (OSError, ValueError, RuntimeError, SvdppError) as error:
         hint = error.hint if isinstance(error, SvdppError) else ""
-        raise OutputError(f"{name!r} cannot be written: {reason(error)}", hint) from error
+        inner = error.details if isinstance(error, SvdppError) else {}
+        details = {"path": name, "reason": reason(error), **inner}
+        message = f"{name!r} cannot be written: {reason(error)}"
+        raise OutputError(message, hint, details=details) from error
     finally:
         if temporary is not None:
             remove(temporary)
@@ -59,9 +69,19 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 def locked(folder: Path, clip: str = "") -> Iterator[str]:
     """Let no other process that writes the same files into the block, from this host or another.
 
-    Without `clip`, that is every process that writes into `folder`; with it, those that write the
-    same clip, or the whole folder. A missing folder is created, and removed if it stays empty.
-    Yields why the file system cannot lock; "" if it can.
+    A missing folder is created, and removed if it stays empty.
+
+    Args:
+        folder: of the files.
+        clip: name of a clip: keeps out those that write the same clip, or the whole folder. Empty:
+            every process that writes into `folder`.
+
+    Yields:
+        Why the file system cannot lock; "" if it can.
+
+    Raises:
+        RequestError: another process writes there.
+        OutputError: the folder cannot be written.
     """
     check_writable(folder)
     is_new = not folder.exists()
@@ -90,7 +110,11 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Write `record` as indented JSON, completely or not at all."""
+    """Write `record` as indented JSON, completely or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     write_text(path, json_text(record))
 
 
@@ -103,7 +127,11 @@ def json_text(record: Mapping[str, object]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text`, completely or not at all."""
+    """Write `text`, completely or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     with atomic_output(str(path), path.suffix) as temporary:
         temporary.write_text(text)
 
@@ -122,6 +150,9 @@ def check_writable(folder: Path) -> None:
 
     It does not create `folder`, because another run could find it before it is removed again. It
     removes the files that killed writers left in it.
+
+    Raises:
+        OutputError: neither is possible.
     """
     try:
         existing = Path(os.path.realpath(folder))
@@ -133,11 +164,21 @@ def check_writable(folder: Path) -> None:
             probe.write(b"svdpp")
         remove_abandoned(folder)
     except (OSError, ValueError) as error:
-        raise OutputError(f"cannot write into {str(folder)!r}: {reason(error)}") from error
+        details = {"path": str(folder), "reason": reason(error)}
+        message = f"cannot write into {str(folder)!r}: {reason(error)}"
+        raise OutputError(message, details=details) from error
 
 
 def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
-    """Check that `atomic_output` can replace what exists at `name`."""
+    """Check that `atomic_output` can replace what exists at `name`.
+
+    Args:
+        name: path of the file or folder.
+        files: as for `atomic_output`.
+
+    Raises:
+        OutputError: something else has that name.
+    """
     with disk_errors(f"{name!r} cannot be written"):
         _check_place(Path(os.path.realpath(name)), files)
 
@@ -152,17 +193,24 @@ def sync(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The error's `strerror`, else its text, else its type."""
+    """Return the error's `strerror`, else its text, else its type."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
 def disk_errors(text: str) -> Iterator[None]:
-    """Turns an OSError of the block into an OutputError: `text`, and the reason."""
+    """Turn an OSError of the block into an error with a sentence.
+
+    Args:
+        text: beginning of the sentence, which the reason follows.
+
+    Raises:
+        OutputError: the block raised an OSError.
+    """
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{text}: {reason(error)}") from error
+        raise OutputError(f"{text}: {reason(error)}", details={"reason": reason(error)}) from error
 
 
 @contextlib.contextmanager

@@ -51,12 +51,25 @@ def write_clip(
     metadata: Mapping[str, object],
     sound: Sound | None = None,
 ) -> str:
-    """Write one clip completely or not at all; returns its `file_sha256`.
+    """Write one clip completely or not at all.
 
     It is read back, and its frames are counted, before it gets its name. `mp4` is H.264, yuv420p,
     bt709, with `sound` as AAC; `gif` and `webp` loop forever (gif has times in 1/100 s, at most 50
     frames a second); `frames` is a folder of 00000.png and so on, which replaces a folder only if
-    that has no other files. `read_metadata` returns `metadata`, JSON values.
+    that has no other files.
+
+    Args:
+        frames: uint8 of shape (F, H, W, 3), RGB.
+        output: path, format and quality.
+        fps: frames per second.
+        metadata: JSON values, which `read_metadata` returns.
+        sound: samples int16 of shape (N, channels) and their rate; only an mp4 has it.
+
+    Returns:
+        The `file_sha256` of the written file.
+
+    Raises:
+        OutputError: it cannot be written, or is not whole when it is read back.
     """
     frames = _checked(frames)
     text = json.dumps(dict(metadata), allow_nan=False)
@@ -78,15 +91,22 @@ def write_clip(
 
 
 def check_output(output: OutputConfig) -> None:
-    """Check that `write_clip` can replace what exists at the output's path."""
+    """Check that `write_clip` can replace what exists at the output's path.
+
+    Raises:
+        OutputError: something else has that name.
+    """
     check_free(output.path, _FRAME_NAME if output.format == "frames" else None)
 
 
 def read_frames(path: Path, format: VideoFormat) -> Frames:
-    """Every frame of a clip.
+    """Return every frame of a clip, uint8 of shape (F, H, W, 3).
 
     gif and webp store successive equal frames as one longer frame. It is repeated as often as its
     duration contains the greatest common divisor of all durations; if all are equal, it is one.
+
+    Raises:
+        InputError: the file is damaged, of another format, or beyond the limits of a clip.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -137,11 +157,15 @@ def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
 
 
 def read_metadata(path: Path) -> dict[str, object]:
-    """The `metadata` that `write_clip` stored in the clip, in any format."""
+    """Return the `metadata` that `write_clip` stored in the clip, in any format.
+
+    Raises:
+        InputError: it has none, or cannot be read.
+    """
     with _reading(path, "a clip"):
         record = json.loads(_metadata_text(path) or "null")
     if not isinstance(record, dict):
-        raise InputError(f"{str(path)!r} has no metadata of svdpp")
+        raise InputError(f"{str(path)!r} has no metadata of svdpp", details={"path": str(path)})
     return record
 
 
@@ -158,7 +182,11 @@ def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a clip's file; for a folder, of the names and hashes of its files."""
+    """Return the SHA-256 of a clip's file; for a folder, of the names and hashes of its files.
+
+    Raises:
+        InputError: it cannot be read, or is no regular file.
+    """
     with _reading(path, "a clip"):
         if not path.is_dir():
             return _sha256_of(path)
@@ -175,7 +203,14 @@ def _sha256_of(path: Path) -> str:
 
 
 def frames_sha256(frames: Frames) -> str:
-    """SHA-256 of the frames' bytes in C order; ValueError if not uint8 of shape (F, H, W, 3)."""
+    """Return the SHA-256 of the frames' bytes in C order.
+
+    Args:
+        frames: uint8 of shape (F, H, W, 3).
+
+    Raises:
+        ValueError: they have another dtype or shape.
+    """
     return hashlib.sha256(_checked(frames).data).hexdigest()
 
 
@@ -192,7 +227,9 @@ def _reading(path: Path, what: str) -> Iterator[None]:
     except SvdppError:
         raise
     except Exception as error:  # on damaged files Pillow raises nearly any type
-        raise InputError(f"{str(path)!r} cannot be read as {what}: {reason(error)}") from error
+        details = {"path": str(path), "reason": reason(error)}
+        message = f"{str(path)!r} cannot be read as {what}: {reason(error)}"
+        raise InputError(message, details=details) from error
 
 
 def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> None:
@@ -242,7 +279,11 @@ def _encode_mp4(
 
 
 def read_sound(path: Path) -> Sound:
-    """The sound of an mp4, in the two channels of a loudspeaker pair."""
+    """Return the sound of an mp4, int16 of shape (N, 2), and its rate, 48 kHz.
+
+    Raises:
+        InputError: it has no sound, or cannot be read.
+    """
     rate = 48000
     output = ["-map", "0:a:0", "-ar", str(rate), "-ac", "2", "-f", "s16le", "pipe:1"]
     with _reading(path, "mp4"):

@@ -47,7 +47,18 @@ class ClipOnDisk:
 
 
 def find_clips(inputs: Sequence[str]) -> list[Path]:
-    """The clips that `inputs` name, each once, by its JSON or else by its file; none of images."""
+    """Return the clips that `inputs` name, each once, by its JSON or else by its file.
+
+    Args:
+        inputs: files, or folders whose clips are taken.
+
+    Returns:
+        None of them if the inputs are images.
+
+    Raises:
+        RequestError: some inputs are clips and others are not.
+        InputError: an input is a run's manifest, or a folder cannot be read.
+    """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
         if path.name == MANIFEST:  # as in out/*
@@ -65,28 +76,43 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             f"{str(found[0])!r} is a finished clip, {str(images[0])!r} is not: they are verified "
             "in different ways",
             "verify them in two commands",
+            details={"clip": str(found[0]), "other": str(images[0])},
         )
     if inputs and not (images or found):
-        raise InputError(f"{inputs[0]!r} is a run's manifest, not a clip")
+        message = f"{inputs[0]!r} is a run's manifest, not a clip"
+        raise InputError(message, details={"path": inputs[0]})
     return list(dict.fromkeys(found))
 
 
 def read_clip(path: Path) -> ClipOnDisk:
-    """The clip whose JSON or file is at `path`."""
+    """Read a clip's metadata.
+
+    Args:
+        path: the clip's JSON, or its file, which has the metadata inside.
+
+    Raises:
+        InputError: it does not exist, or its metadata are not a clip's.
+    """
     if path.suffix == ".json":
         return _of_json(path)
     if not os.path.exists(path):
-        raise InputError(f"{str(path)!r} does not exist")
+        raise InputError(f"{str(path)!r} does not exist", details={"path": str(path)})
     raw = video.read_metadata(path)
     metadata = checked_clip_metadata(raw, f"the metadata in {str(path)!r} is not a clip's")
     return ClipOnDisk(path=path, json_path=None, raw=raw, metadata=metadata)
 
 
 def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
-    """The image, or the further video of a name, that a clip was made from, found by its sha256.
+    """Return the image, or the further video of a name, that a clip was made from, by its sha256.
 
-    `image` is the file, or a folder that holds it; None searches the recorded path, then beside the
-    clip.
+    Args:
+        clip: finished clip.
+        image: the file, or a folder that holds it; None searches the recorded path, then the clip's
+            folder.
+        video: name of the further video; empty for the image.
+
+    Raises:
+        InputError: no file there has the recorded hash.
     """
     metadata, folder = clip.metadata, clip.path.parent
     suffixes: tuple[str, ...] = SUFFIXES
@@ -112,6 +138,7 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
     raise InputError(
         f"the {video or 'image'} of {clip.path.name!r} is not at {where!r}",
         f"{hint}; its sha256 is {wanted}",
+        details={"clip": str(clip.path), "path": where, "sha256": wanted},
     )
 
 
@@ -144,7 +171,9 @@ def _clips_in(folder: Path) -> list[Path]:
     try:
         names = sorted(folder.iterdir())
     except OSError as error:
-        raise InputError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
+        details = {"path": str(folder), "reason": error.strerror}
+        message = f"{str(folder)!r} cannot be read: {error.strerror}"
+        raise InputError(message, details=details) from error
     return [path for path in names if path.name != MANIFEST and _is_clip(path)]
 
 
@@ -201,7 +230,7 @@ class ClipCheck:
 
     @property
     def verdict(self) -> str:
-        """The result in words; a missing file is `different`."""
+        """Result in words; a missing file is `different`."""
         if self.equal is None:
             return "unknown"
         if not self.equal:
@@ -210,10 +239,16 @@ class ClipCheck:
 
 
 def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:
-    """Compares a clip's file, which may be missing, with its metadata and recomputed frames.
+    """Compare a clip's file, which may be missing, with its metadata and recomputed frames.
 
     PNG frames are lossless, so their pixels must be the recorded ones. Other formats are compared
-    with `frames` (F, H, W, 3), and the sound of an mp4 with `sound`, as encoded here.
+    with what is encoded here: pixels, sound, and how a player shows them.
+
+    Args:
+        clip: finished clip.
+        frames: recomputed frames, uint8 of shape (F, H, W, 3).
+        sound: recomputed samples, int16 of shape (N, channels), and their rate; None for a silent
+            clip.
     """
     recorded, found = clip.metadata["file_sha256"], None
     if not os.path.exists(clip.path):

@@ -32,7 +32,7 @@ from svdpp.worker.tensor_files import TensorStore
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user may set for the proof; the clip's metadata sets the rest."""
+    """Options of the user for the proof; the clip's metadata sets the rest."""
 
     image: Path | None = None
     """The clip's image, or a folder that holds all inputs; None searches for them."""
@@ -68,12 +68,12 @@ class ClipProof:
 
     @property
     def different(self) -> list[ClipCheck]:
-        """The failed checks."""
+        """Failed checks."""
         return [check for check in self.checks if check.equal is False]
 
     @property
     def verdict(self) -> str:
-        """The verdict in words: `bitwise equal`, `within tolerance` or `different`."""
+        """Verdict in words: `bitwise equal`, `within tolerance` or `different`."""
         if self.different:
             return "different"
         is_bitwise = all(check.equal and not check.within for check in self.checks)
@@ -105,7 +105,7 @@ class ClipProof:
 
     @property
     def differences(self) -> str:
-        """The failed checks, in words."""
+        """Failed checks, in words."""
         return ", ".join(
             f"{check.what} ({check.detail})" if check.detail else check.what
             for check in self.different
@@ -115,10 +115,15 @@ class ClipProof:
 def plan_proofs(
     paths: Iterable[Path], settings: Settings
 ) -> tuple[list[list[ClipTask]], list[ClipProof]]:
-    """Reads clips and checks them before any work.
+    """Read clips and check them before any work.
 
-    The tasks are grouped by configuration, so that each group loads the model once; the failed
-    proofs are those of the clips that cannot be recomputed.
+    Args:
+        paths: JSONs or files of finished clips.
+        settings: options of the user.
+
+    Returns:
+        Tasks grouped by configuration, so that each group loads the model once; and a failed proof
+        for each clip that cannot be recomputed.
     """
     groups: dict[PipelineConfig, list[ClipTask]] = {}
     failed = []
@@ -229,6 +234,7 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
         raise RequestError(
             f"{name!r} is an approximation that an earlier svdpp made, marked as not exact",
             "svdpp run makes the exact clip",
+            details={"clip": str(path)},
         )
     config = _config(clip, settings, gpus)
     try:
@@ -237,6 +243,7 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
         raise RequestError(
             f"{name!r} was made on a CUDA device, and this machine has none",
             "other devices give other bits: verify it on a machine with a CUDA device",
+            details={"clip": str(path), **error.details},
         ) from error
     photo = None if metadata["input"] is None else str(find_photo(clip, settings.image))
     hashes = metadata.get("videos_sha256", {})
@@ -260,7 +267,8 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
 def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]]) -> PipelineConfig:
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
-        raise RequestError(f"{clip.path.name!r} names the model 'dummy', which makes no clips")
+        message = f"{clip.path.name!r} names the model 'dummy', which makes no clips"
+        raise RequestError(message, details={"clip": str(clip.path)})
     same = ("family", "revision", "variant", "dtype", "memory_opt", "channels_last")
     return PipelineConfig(
         world_size=1,
@@ -303,4 +311,5 @@ def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
             f"the weights of model {show_name(clip.metadata['model'])} have changed since "
             f"{clip.path.name!r} was made",
             "restore them, or make the clip again: svdpp run --overwrite",
+            details={"clip": str(clip.path), "weights_fingerprint": recorded},
         )

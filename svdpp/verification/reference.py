@@ -53,7 +53,17 @@ from svdpp.worker.tensor_files import (
 
 
 def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
-    """Computes the clips, and reports each."""
+    """Compute the clips, and report each.
+
+    Args:
+        device: torch's name of the device.
+        reporter: gets the events of the reference.
+        setup: what to compute and to keep.
+
+    Raises:
+        OutOfMemoryError: the model or a clip does not fit.
+        InputError: a clip's input cannot be read.
+    """
     begun, checkpoint, sampling = time.monotonic(), setup.checkpoint, setup.config.sampling
     reference: Reference | _DummyReference
     with out_of_memory_named(None, device):
@@ -207,10 +217,19 @@ class Reference:
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        """Makes one clip by `__call__`; returns its final latent, its frames and its sound.
+        """Make one clip by `__call__`.
 
-        `source` is fitted to the frame's shape, and `sampling` resolved. `after_step` is called
-        with each step's index, and its latent, the solver's history and the predictions.
+        Args:
+            request: seed and prompts of the clip.
+            source: image or frames, fitted to the frame's shape; None for a prompt alone.
+            sampling: resolved parameters.
+            before_steps: called once before the denoiser's first call.
+            after_step: called with each step's index, and its latent, the solver's history and the
+                predictions.
+
+        Returns:
+            The final latent in the model's shape, the frames, uint8 of shape (F, H, W, 3), and the
+            sound, if the model makes one.
         """
         pipe, row = self.pipe, self._checkpoint.row
         arguments = call_arguments(pipe, self._checkpoint, sampling, request, source)
@@ -281,5 +300,5 @@ class _Steps:
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:
-    """Stacks diffusers' list of PIL images to one array (F, H, W, 3) uint8."""
+    """Stack diffusers' list of PIL images to one array, uint8 of shape (F, H, W, 3)."""
     return np.stack([np.asarray(image, dtype=np.uint8) for image in images])

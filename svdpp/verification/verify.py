@@ -150,7 +150,7 @@ def run_pipelined(
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSetup:
-    """What the process of the reference computes and keeps; see `run_reference`."""
+    """Instructions for the process of the reference; see `run_reference`."""
 
     config: PipelineConfig
     checkpoint: Checkpoint | None
@@ -169,10 +169,23 @@ def run_reference(
     tensor_folder: Path | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """Computes each clip by diffusers in a process of its own; returns the hashes of each.
+    """Compute each clip by diffusers in a process of its own.
 
-    `tensor_folder` gets the frames, and the latents after so many `steps`; None keeps neither.
-    `observers` are called with (0, event) for each event of the reference.
+    Args:
+        config: options of the pipelined run; the reference uses one device of it.
+        requests: clips to make; their outputs are not written.
+        steps: numbers of steps after which the latent is kept.
+        tensor_folder: existing folder that gets these latents, the frames and the sound; None keeps
+            nothing.
+        observers: callables that get (0, event) for each event of the reference.
+
+    Returns:
+        The hashes of each clip, and whether GPU memory ran short.
+
+    Raises:
+        RequestError: a request has sampling parameters of its own, or cannot be run.
+        OutOfMemoryError: the model does not fit on one device.
+        RankError: the reference's process died or stalled.
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")
