@@ -63,7 +63,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         str,
         _service(
             "HOST",
-            "Address to listen on. One that other machines reach needs --api-key-file.",
+            "Address to listen on; for other machines with --api-key-file.",
             common=True,
         ),
     ] = "127.0.0.1"
@@ -75,7 +75,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         path_option(
             panel=SERVICE,
             metavar="DIR",
-            help="Folder of queue, images and clips; the next start goes on.",
+            help="Folder of queue, images and clips.",
             common=True,
             envvar="SVDPP_DATA",
             show_envvar=False,
@@ -96,8 +96,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
         str | None,
         _service(
             "URL",
-            "With --queue: the servers' common store, such as s3://bucket/prefix; each then has a "
-            "--data folder of its own.",
+            "With --queue: the servers' common store, such as s3://bucket/prefix; then --data is "
+            "each server's own.",
             common=True,
             envvar="SVDPP_FILES",
             show_envvar=False,
@@ -120,7 +120,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         path_option(
             panel=SERVICE,
             metavar="FILE",
-            help="Serve only requests with a key in this file, each its own clips.",
+            help="Serve only requests with a key in this file.",
             common=True,
         ),
     ] = None
@@ -211,7 +211,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
             show_default="none",
         ),
     ] = None
-    world: Annotated[int | None, gpus_option("all GPUs; on the CPU 2")] = None
+    world: Annotated[int | None, gpus_option("all GPUs, or 2 on the CPU")] = None
     split: Annotated[
         Split | None,
         option(

@@ -68,17 +68,13 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
         list[str] | None,
         argument(
             "INPUT|CLIP",
-            "Images, by default one that comes with svdpp; or finished clips, to recompute: files, "
-            "their JSON, or a folder.",
+            "Images, by default one of svdpp; or finished clips: files, their JSON, a folder.",
         ),
     ] = None
     model: ModelName = DEMO_MODEL
     clips: Annotated[
         int | None,
-        clips_option(
-            "Number of clips; a further turn has the next seed.",
-            "one for each input, at least 2",
-        ),
+        clips_option("Number of clips, by default 2 at least.", False),
     ] = None
     image: Annotated[
         Path | None,
@@ -96,8 +92,9 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
             "--atol",
             panel=DIAGNOSTICS,
             metavar="X",
-            help="Allow each element of a latent or frame to differ by atol + rtol * |expected|; "
-            "0: bitwise. One level of a frame is 1/255.",
+            help="Allow each element to differ by X + Y * |expected|; 0, the default: bitwise. One "
+            "level of a frame is 1/255.",
+            show_default=False,
             common=True,
         ),
     ] = 0.0
@@ -107,7 +104,8 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
             "--rtol",
             panel=DIAGNOSTICS,
             metavar="Y",
-            help="See --atol.",
+            help="See --atol; 0 by default.",
+            show_default=False,
             common=True,
         ),
     ] = 0.0

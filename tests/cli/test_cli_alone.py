@@ -78,7 +78,7 @@ def test_help_fits_a_screen_and_its_examples_are_command_lines(name: str) -> Non
     assert answer.code == 0
     assert svdpp_here(name, "-h") == answer
     text, examples = answer.out.split("\n Examples:")
-    assert len(answer.out.splitlines()) <= (64 if name == "serve" else 60)
+    assert len(answer.out.splitlines()) <= 60
     whole = svdpp_here(name, "--help-all").out
     assert max(map(len, whole.splitlines())) <= 80
     assert COMMANDS[name].split(":")[0] in " ".join(text.split())

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
 
 
-def clips_option(help: str, default: str) -> Any:
+def clips_option(help: str, default: str | bool) -> Any:
     """Return the option for the number of clips.
 
     Args:
         help: what it counts.
-        default: text for the default.
+        default: text for the default; False: `help` says it.
     """
     return option(
         panel=LAYOUT,

@@ -38,8 +38,7 @@ def gpus_option(default: str) -> Any:
         "--gpus",
         panel=LAYOUT,
         metavar="W",
-        help="Number of ranks, one on each GPU.",
-        show_default=default,
+        help=f"Number of ranks; by default {default}.",
         common=True,
     )
 
@@ -89,7 +88,7 @@ Device = Annotated[
 class PipelineOptions(ModelOptions):
     """Options that together give one configuration; None stands for the default."""
 
-    world: Annotated[int | None, gpus_option("all GPUs; on the CPU 2")] = None
+    world: Annotated[int | None, gpus_option("all GPUs, or 2 on the CPU")] = None
     device: Device = "auto"
     threads: Annotated[
         int | None,
@@ -129,8 +128,8 @@ class PipelineOptions(ModelOptions):
         option(
             panel=LAYOUT,
             metavar="NAME",
-            help="pipeline, the default: each rank does some steps of all clips; data-parallel: "
-            "each makes whole clips; auto: the best forecast.",
+            help="pipeline, the default: ranks share steps; data-parallel: each makes whole "
+            "clips; auto: best forecast.",
             common=True,
         ),
     ] = None
