@@ -305,7 +305,9 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
     except ModelError as error:
         hint = "copy or download the folder again, or --model demo"
         if local is None:
-            hint = f"hf download {shlex.quote(redact_tokens(model.name))} --force-download"
+            file = str(error.details.get("file", ""))  # else all files, perhaps 126 GB
+            one = f" {shlex.quote(file)}" if file else ""
+            hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"
         message = f"model {show_name(model.name)}: {error.message}"
         raise ModelError(message, error.hint or hint, details=error.details) from error
 

@@ -238,7 +238,9 @@ def _message_and_hint(
             return "neither a local folder nor a model on the hub", hint
         case errors.LocalEntryNotFoundError() if answer not in (401, 403):
             missing = f" ({', '.join(components)} missing)" if components else ""
-            only = "".join(f" --include '{part}/*'" for part in components)
+            # Without components only configs are needed, a few megabytes of perhaps 126 GB.
+            needed = [f"{part}/*" for part in components] or _CONFIG_PATTERNS
+            only = "".join(f" --include '{each}'" for each in needed)
             return (
                 f"not fully cached here{missing}, and the hub is unreachable or offline mode is on",
                 f"run hf download {shlex.quote(name)}{only} with a network connection, or use "

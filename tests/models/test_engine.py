@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,22 @@ from transformers import TokenizersBackend
 from svdpp.config import ClipRequest
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.base import Tensors
+from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import component_class
-from svdpp.models.engine.model import EngineModel
+from svdpp.models.engine.model import EngineModel, call_arguments
 from svdpp.models.engine.records import Packer, unpack, zeros
 from svdpp.models.engine.rows import ltx_generator_device
+from svdpp.verification.reference import Reference
+from svdpp.worker.tensor_files import tensor_sha256
 from tests.models.builders import edit_json
-from tests.models.range_checks import Row, assert_equal, nothing, ranks, read_folder
+from tests.models.range_checks import (
+    Row,
+    assert_equal,
+    nothing,
+    ranks,
+    read_folder,
+    run_reference,
+)
 from tests.models.test_rows import CASES, FIRST, Rows
 from tests.models.tiny_families import save_tiny_wan
 
@@ -32,6 +43,12 @@ SVD, T2V, I2V, WAN_5B = "svd", "wan", "wan-2.1-image", "wan-5b-unguided"
 LTX, LTX_TIMESTEP = "ltx", "ltx-timestep"
 HUNYUAN, KANDINSKY = "hunyuan-video-image", "kandinsky5"
 CPU = torch.device("cpu")
+#: Clips whose pipelines change the latent after their last step, and one without a callback.
+CHANGED = (
+    *("wan-5b-image", "wan-animate", "wan-replace", "kandinsky5-image", "ltx2", "framepack"),
+    *("ltx-condition", "ltx-condition-image"),
+)
+RECORDED = ("wan-5b-image", "hunyuan-video-1.5")
 
 
 @pytest.fixture
@@ -244,3 +261,28 @@ def test_small_checkpoints_have_the_classes_of_published_ones(rows: Rows, name: 
         if (part in checkpoint.row.parts) and index[part][1] is not None:
             found = component_class(part, index[part][1]).__name__
             assert found in named or "AutoTokenizer" in named, part
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in RECORDED else [pytest.mark.long, pytest.mark.full])
+        for name in dict.fromkeys((*RECORDED, *FIRST, *CHANGED))
+    ],
+)
+def test_the_script_of_the_manual_gives_the_recorded_hash(rows: Rows, name: str) -> None:
+    row, page = rows(name), Path("docs/verification.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?def latents_sha256.*?)```", page, re.DOTALL)
+    known: dict[str, Any] = {}
+    exec(script, known)
+    request = row.request()
+    reference = Reference(
+        find_checkpoint(row.model), row.model, "cpu", from_image=row.source is not None
+    )
+    given = (reference.pipe, row.checkpoint, row.sampling, request, row.source)
+    latents, _, _ = run_reference(reference, row.sampling, request, row.source)
+    ours = tensor_sha256(latents[-1])
+    assert known["latents_sha256"](reference.pipe, **call_arguments(*given)) == ours
+    plain = reference.pipe(**call_arguments(*given), output_type="latent", return_dict=False)[0]
+    is_changed = isinstance(plain, list) or tensor_sha256(plain) != ours
+    assert is_changed == (name in CHANGED)

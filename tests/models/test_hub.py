@@ -173,6 +173,16 @@ def test_only_configs_are_downloaded_without_weights(
         find_checkpoint(replace(model, local_files_only=True))
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_plan_without_a_network_asks_for_configs_alone() -> None:
+    """Of a model of 126 GB, of which `plan --memory` reads a few megabytes."""
+    with pytest.raises(ModelError, match="not fully cached") as caught:
+        find_checkpoint(ModelConfig(name="org/tiny", local_files_only=True), weights=False)
+    assert "hf download org/tiny --include 'model_index.json'" in caught.value.hint
+    assert "--include '*/config.json'" in caught.value.hint
+    assert "*.safetensors" not in caught.value.hint
+
+
 PARTS = ("text_encoder", "transformer", "transformer_2", "vae")
 #: Four ranks; the first two steps are those of the first expert.
 CONFIG = PipelineConfig(
