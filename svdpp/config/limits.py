@@ -31,7 +31,7 @@ MAX_LORA_WEIGHT = 100.0
 MAX_PROMPT_CHARACTERS = 20_000
 #: Pixels of an image that clips are made from, in millions.
 MAX_MEGAPIXELS = 50
-#: Of an image beyond which others go first while it is prepared.
+#: Size of an image beyond which others go first while it is prepared.
 LARGE_MEGAPIXELS = 4
 #: Clips of one request: number of images x number of seeds.
 MAX_CLIPS = 100_000
@@ -50,7 +50,7 @@ _COSTS_BYTES = 2**26
 
 
 def max_threads() -> int:
-    """The largest number of intra-op threads of a rank on this machine."""
+    """Return the largest number of intra-op threads of a rank on this machine."""
     return MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
 
 
@@ -71,35 +71,82 @@ def require(condition: bool, message: str, hint: str = "", **details: Any) -> No
 
 
 def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> None:
-    """Refuses a value that is not an int from `low` to `high`; `True` and `2.0` are not ints.
+    """Check that a value is an int in a range; `True` and `2.0` are not ints.
 
-    The message names it as the user does, such as `--steps`; `where` follows the limits.
+    Args:
+        name: name of the value as the user types it, such as `--steps`.
+        value: value of any type.
+        low: smallest that is allowed.
+        high: largest that is allowed.
+        where: words that follow the limits in the message.
+
+    Raises:
+        RequestError: it is not.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips
         what = "" if is_whole else "a whole number, "
-        raise RequestError(f"{name} must be {what}{low} to {high}{where}, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be {what}{low} to {high}{where}, got {shown(value)}",
+            details={"field": name, "value": shown_value(value), "lowest": low, "highest": high},
+        )
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Refuses a value that is not a number of seconds above 0, at most a week."""
+    """Check that a value is a number of seconds above 0, at most a week.
+
+    Args:
+        name: name of the value as the user types it.
+        value: value of any type.
+
+    Raises:
+        RequestError: it is not.
+    """
     require(
         is_number(value) and 0 < value <= MAX_TIMEOUT_SECONDS,
         f"{name} must be above 0 and at most {MAX_TIMEOUT_SECONDS:.0f} s, got {shown(value)}",
+        field=name,
+        value=shown_value(value),
+        above_seconds=0,
+        highest_seconds=MAX_TIMEOUT_SECONDS,
     )
 
 
 def check_type(name: str, value: Any, *types: type) -> None:
-    """Refuses a value whose type is not one of `types`; `type(None)` allows None."""
+    """Check the type of a value, of which a subclass is another type.
+
+    Args:
+        name: name of the value as the user types it.
+        value: value of any type.
+        types: types that are allowed; `type(None)` allows None.
+
+    Raises:
+        RequestError: it has another type.
+    """
     if type(value) not in types:
         names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
-        raise RequestError(f"{name} must be {names}, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be {names}, got {shown(value)}",
+            details={"field": name, "value": shown_value(value)},
+        )
 
 
 def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
-    """Refuses a value that is not one of `known`."""
+    """Check that a value is one of several.
+
+    Args:
+        name: name of the value as the user types it.
+        value: value of any type.
+        known: values that are allowed.
+
+    Raises:
+        RequestError: it is not.
+    """
     if value not in known:
-        raise RequestError(f"{name} must be one of {', '.join(known)}, got {shown(value)}")
+        raise RequestError(
+            f"{name} must be one of {', '.join(known)}, got {shown(value)}",
+            details={"field": name, "value": shown_value(value), "known": list(known)},
+        )
 
 
 def is_number(value: Any) -> bool:
@@ -111,8 +158,14 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def shown_value(value: Any) -> Any:
+    """Return `value` for details: a number, a bool or None unchanged, all else as `shown`."""
+    is_plain = value is None or isinstance(value, bool) or is_number(value)
+    return value if is_plain and abs(value or 0) < 2**63 else shown(value)
+
+
 def shown(value: Any) -> str:
-    """`value` as text for a message, shortened to 60 characters."""
+    """Return `value` as text for a message, shortened to 60 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python does not convert an int of more than 4300 digits
@@ -121,25 +174,43 @@ def shown(value: Any) -> str:
 
 
 def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`; messages name the kind by `what`.
+    """Read a regular file; a pipe or device is refused, because a read of it could block.
 
-    A pipe or device is refused, because a read of it could block.
+    Args:
+        path: path of the file.
+        what: kind of the file, for messages.
+        max_bytes: largest size that is read.
+
+    Raises:
+        InputError: it is missing, not regular, too large, or cannot be read.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{what} {str(path)!r} is not a regular file")
+                raise InputError(
+                    f"{what} {str(path)!r} is not a regular file", details={"path": str(path)}
+                )
             data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{what} {str(path)!r} cannot be read: {reason}") from error
+        raise InputError(
+            f"{what} {str(path)!r} cannot be read: {reason}", details={"path": str(path)}
+        ) from error
     if len(data) > max_bytes:
-        raise InputError(f"{what} {str(path)!r} is larger than {max_bytes} bytes")
+        raise InputError(
+            f"{what} {str(path)!r} is larger than {max_bytes} bytes",
+            details={"path": str(path), "highest_bytes": max_bytes},
+        )
     return data
 
 
 def find_costs(name_or_path: str) -> Costs:
-    """The preset of that name, else the costs file at that path."""
+    """Return the preset of a name, else the costs in the file at that path.
+
+    Raises:
+        RequestError: there is neither, or the run of the file has measured nothing.
+        InputError: the file cannot be read, or holds no costs.
+    """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
     require(
@@ -151,7 +222,12 @@ def find_costs(name_or_path: str) -> Costs:
 
 
 def read_costs(path: str | Path) -> Costs:
-    """The costs in a costs file, or those that a run measured, in its `run.json`."""
+    """Read a costs file, or the costs that a run measured, in its `run.json`.
+
+    Raises:
+        RequestError: the run has measured no costs.
+        InputError: the file cannot be read, is not JSON, or holds no costs.
+    """
     try:
         content = json.loads(read_small_file(Path(path), "costs file", _COSTS_BYTES))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a run is asked for: model, sampler and ranks, and its clips with what identifies them."""
+"""Requests of a run: model, sampler and ranks, and its clips with what identifies them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from svdpp.config.limits import (
     max_threads,
     require,
     shown,
+    shown_value,
 )
 from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
@@ -106,7 +107,7 @@ class Lora:
     revision: str | None = None
     """Commit of a file on the hub; None: its main branch."""
     sha256: str | None = None
-    """Of the file, if another one is to be refused."""
+    """SHA-256 of the file, if another one is to be refused."""
 
     def __post_init__(self) -> None:
         check_type("--lora", self.name, str)
@@ -115,6 +116,10 @@ class Lora:
             is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT,
             f"the weight of a --lora must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
             f"{shown(self.weight)}",
+            lora=self.name,
+            weight=shown_value(self.weight),
+            lowest=-MAX_LORA_WEIGHT,
+            highest=MAX_LORA_WEIGHT,
         )
 
 
@@ -156,7 +161,11 @@ class ModelConfig:
 
     @property
     def dummy_latent(self) -> LatentSpec:
-        """The dummy model's latent."""
+        """Shape and dtype of the dummy model's latent.
+
+        Raises:
+            RequestError: `dummy_latent_shape` is no such shape.
+        """
         shape = self.dummy_latent_shape
         if shape is None:
             shape = (1, 4, 2, 8, 8) if self.dummy_sleeps else (1, 4, 14, 64, 64)
@@ -169,7 +178,7 @@ class ModelConfig:
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """The defaults of `model_name` that differ from diffusers'; empty except for the demo model."""
+    """Return a model's defaults that differ from diffusers'; empty except for the demo model."""
     return DEMO_SAMPLING if model_name == DEMO_MODEL else {}
 
 
@@ -227,11 +236,13 @@ class PipelineConfig:
         self._check_rounded_guidance()
         # Both ranks of a pair go on from the same bits.
         wrong = "--cfg-parallel 2 cannot be used with --allow-mixed-devices"
-        require(self.cfg_parallel == 1 or not self.allow_mixed_devices, wrong)
+        is_paired = self.cfg_parallel > 1
+        require(not (is_paired and self.allow_mixed_devices), wrong, cfg_parallel=self.cfg_parallel)
         device = self.device if isinstance(self.device, str) else ""
         known = re.fullmatch(r"cpu|cuda(?::([0-9]{1,9}))?", device)
         wrong = f"--device must be cpu, cuda or cuda:N, got {shown(self.device)}"
-        require(known is not None and int(known[1] or 0) <= MAX_CUDA_INDEX, wrong)
+        is_device = known is not None and int(known[1] or 0) <= MAX_CUDA_INDEX
+        require(is_device, wrong, device=shown(self.device), highest_index=MAX_CUDA_INDEX)
         check_seconds("--timeout", self.timeout_seconds)
         check_seconds("--start-timeout", self.start_timeout_seconds)
         check_seconds("--heartbeat-timeout", self.heartbeat_timeout_seconds)
@@ -245,11 +256,18 @@ class PipelineConfig:
             not 1 < highest <= 1 + rounding,
             f"--max-guidance-scale {highest} rounds to 1 in {dtype}: diffusers cannot run that",
             "use --max-guidance-scale 1 to run without guidance",
+            max_guidance_scale=highest,
+            rounded=1,
+            dtype=dtype,
         )
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout, which gives the route of each clip through the ranks."""
+        """Layout of the ranks, which gives the route of each clip through them.
+
+        Raises:
+            RequestError: the ranks do not divide the steps, or the fields contradict each other.
+        """
         same = (
             *("world_size", "split", "replicas", "decoders", "costs", "decodes", "chunks"),
             *("expert_boundary", "share_experts", "cfg_parallel"),
@@ -262,7 +280,7 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Frames of each part of a clip that is decoded at once; empty: not known yet."""
+        """Number of frames of each part that is decoded at once; empty: not known yet."""
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
         return frame_chunks(frames, size) if frames and size else ()
 
@@ -272,11 +290,11 @@ class PipelineConfig:
         return not self.model.is_dummy or self.model.dummy_sleeps
 
     def alone(self) -> PipelineConfig:
-        """The same configuration with one rank."""
+        """Return the same configuration with one rank."""
         return replace(self, world_size=1, replicas=1, costs=Costs(), **_WHOLE)
 
     def data_parallel(self) -> PipelineConfig:
-        """The same configuration with whole clips on each rank."""
+        """Return the same configuration with whole clips on each rank."""
         return replace(self, replicas=self.world_size, **_WHOLE)
 
 
@@ -301,7 +319,7 @@ class OutputConfig:
 
     @property
     def json_path(self) -> str:
-        """Path of the clip metadata: two formats of one clip have different ones."""
+        """Path of the clip's JSON: two formats of one clip have different ones."""
         return f"{self.path}.json"
 
 
@@ -314,15 +332,15 @@ class ClipRequest:
     """Path of the image file."""
     prompt: str | None = None
     negative_prompt: str | None = None
-    """None: diffusers' default, the empty prompt."""
+    """Prompt of what to avoid; None: diffusers' default, the empty one."""
     image_sha256: str | None = None
     """SHA-256 of the file at the time of the check, in hex."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
     videos_sha256: Mapping[str, str] = field(default_factory=dict)
-    """As `image_sha256`, by name."""
+    """SHA-256 of these files, by name, as `image_sha256`."""
     output: OutputConfig | None = None
-    """None: no file is written; the result has only the hashes."""
+    """File of the clip; None: no file is written; the result has only the hashes."""
     latents_key: str | None = None
     """SHA-256, in hex, of what the latent's bits depend on: the name of latent checkpoints."""
     sampling: SamplingConfig | None = None
@@ -374,8 +392,8 @@ def check_prompt(name: str, text: object) -> None:
     )
 
 
-#: What a latent's bits depend on, besides the sampling parameters and prompts of its family. They
-#: do not depend on the number of ranks or the split.
+#: Values that a latent's bits depend on, besides the sampling parameters and prompts of its family.
+#: They do not depend on the number of ranks or the split.
 _LATENT_IDENTITY = (
     *("input_sha256", "seed", "model", "revision", "weights_fingerprint", "variant", "dtype"),
     *("memory_opt", "channels_last", "device", "num_threads", "deterministic"),
@@ -383,7 +401,11 @@ _LATENT_IDENTITY = (
 
 
 def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the values that identify a clip: two clips with the same ones are the same."""
+    """Return the names of the values that identify a clip: equal ones mean equal clips.
+
+    Args:
+        metadata: JSON of a clip.
+    """
     return (*_latent_identity(metadata), "format", "crf")
 
 
@@ -402,20 +424,26 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 @cache
 def sampling_fields(family: str) -> tuple[str, ...]:
-    """The names of a family's sampling parameters."""
+    """Return the names of a family's sampling parameters."""
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
     return tuple(name for name in names if name != "family")
 
 
 def parameters_sha256(metadata: Mapping[str, Any]) -> str:
-    """The hash of the values that identify a clip, equal for equal clips."""
+    """Return the hash of the values that identify a clip, in hex: equal for equal clips.
+
+    Args:
+        metadata: JSON of a clip.
+    """
     return _sha256({name: metadata[name] for name in identity(metadata)})
 
 
 def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
-    """The key of a clip's latent checkpoints: equal keys mean equal latents.
+    """Return the key of a clip's latent checkpoints, 64 hex digits: equal keys mean equal latents.
 
-    `weights` is what the weights are now; see `worker.clip_metadata.weights_identity`.
+    Args:
+        metadata: JSON of the clip.
+        weights: what the weights are now; see `worker.clip_metadata.weights_identity`.
     """
     versions = {name: each for name, each in metadata["versions"].items() if name != "svdpp"}
     values = {name: metadata[name] for name in _latent_identity(metadata)}

@@ -17,6 +17,7 @@ from svdpp.config.limits import (
     is_number,
     require,
     shown,
+    shown_value,
 )
 from svdpp.errors import RequestError
 
@@ -33,7 +34,7 @@ class Param:
     """
 
     default: Any
-    """Of its family; None: that of the model, or of another parameter."""
+    """Default in its family; None: that of the model, or of another parameter."""
     highest: float
     help: str
     lowest: float = 0
@@ -48,17 +49,24 @@ class Param:
 
     @property
     def option(self) -> str:
-        """The option as users type it."""
+        """Option as users type it."""
         is_shared = self.name in SHARED
         return f"--{self.field.replace('_', '-')}" if is_shared else f"--param {self.name}"
 
     @property
     def field(self) -> str:
-        """Its name in HTTP requests and benches."""
+        """Name in HTTP requests and benches."""
         return self.api or self.name
 
     def check(self, value: Any) -> None:
-        """Refuses a value of another type or out of range, by the option's name."""
+        """Check a value of this parameter; errors name the option.
+
+        Args:
+            value: value of any type; None is allowed if the default is None.
+
+        Raises:
+            RequestError: it has another type, or is out of range.
+        """
         if value is None and self.default is None:
             return
         if self.kind is int:
@@ -66,12 +74,25 @@ class Param:
             return
         if not (is_number(value) and 0 <= value <= self.highest):
             must = f"a finite number, 0 to {self.highest:g}"
-            raise RequestError(f"{self.option} must be {must}, got {shown(value)}")
-        is_low = self.above and value <= self.lowest
-        require(not is_low, f"{self.option} must be above {self.lowest:g}, got {value}")
+            raise RequestError(
+                f"{self.option} must be {must}, got {shown(value)}",
+                details={
+                    "field": self.field,
+                    "value": shown_value(value),
+                    "lowest": 0,
+                    "highest": self.highest,
+                },
+            )
+        require(
+            not (self.above and value <= self.lowest),
+            f"{self.option} must be above {self.lowest:g}, got {value}",
+            field=self.field,
+            value=value,
+            above=self.lowest,
+        )
 
 
-#: Of classifier-free guidance; usual are 1 to 10.
+#: Scale of classifier-free guidance; usual are 1 to 10.
 MAX_GUIDANCE = 100.0
 
 
@@ -107,7 +128,7 @@ SHARED: Mapping[str, Param] = {
 
 @cache
 def params_of(kind: Any) -> dict[str, Param]:
-    """The parameters of a sampling class, by the name of the field."""
+    """Return the parameters of a sampling class, by the name of the field."""
     known = {**SHARED, **kind.own}
     return {
         each.name: replace(
@@ -121,7 +142,7 @@ def params_of(kind: Any) -> dict[str, Param]:
 
 
 def own_params(kind: Any) -> dict[str, Param]:
-    """The parameters that the family alone has, by name."""
+    """Return the parameters that the family alone has, by name."""
     others = params_of(PromptedSampling)
     return {name: param for name, param in params_of(kind).items() if name not in others}
 
@@ -149,7 +170,7 @@ class CommonSampling:
     height: int
     width: int
     num_frames: int | None = None
-    """None: that of the model's config."""
+    """Number of frames; None: that of the model's config."""
     fps: int
     decode_chunk_size: int | None = None
     """Frames to decode at a time; None: all."""
@@ -166,7 +187,15 @@ class CommonSampling:
         frames = self.num_frames or 1
         num_pixels = self.height * self.width * frames
         too_many = f"{frames} frames of {self.height} x {self.width} are {num_pixels} pixels"
-        require(num_pixels <= MAX_CLIP_PIXELS, f"{too_many}, more than {MAX_CLIP_PIXELS}")
+        require(
+            num_pixels <= MAX_CLIP_PIXELS,
+            f"{too_many}, more than {MAX_CLIP_PIXELS}",
+            frames=frames,
+            height=self.height,
+            width=self.width,
+            pixels=num_pixels,
+            highest_pixels=MAX_CLIP_PIXELS,
+        )
 
     def _check_frames(self) -> None:
         unit, frames = self.frames_unit, self.num_frames or 1
@@ -175,31 +204,54 @@ class CommonSampling:
             frames == below,
             f"--frames must be a multiple of {unit} plus 1, got {frames}",
             f"nearest: --frames {below} or --frames {below + unit}",
+            frames=frames,
+            unit=unit,
+            remainder=1,
+            nearest=[below, below + unit],
         )
 
     @property
     def frames(self) -> int:
-        """The frame count, once the model's is known."""
+        """Number of frames, once the model's is known.
+
+        Raises:
+            ValueError: it is not known yet.
+        """
         if self.num_frames is None:
             raise ValueError("num_frames is None: resolve it with the model first")
         return self.num_frames
 
     @property
     def video_frames(self) -> int | None:
-        """Frames that a clip takes of a video; None: it starts from no video."""
+        """Number of frames that a clip takes of a video; None: it starts from no video."""
         return self.frames if self.from_video else None
 
     def check_videos(self, names: Collection[str]) -> None:
-        """Checks that a clip has the further videos that the family takes, and no others."""
+        """Check that a clip has the further videos that the family takes, and no others.
+
+        Args:
+            names: names of the videos that the clip has.
+
+        Raises:
+            RequestError: one is missing, or the family takes none of that name.
+        """
         taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):
-            raise RequestError(f"the family {self.family} takes no video {name!r}", taken)
+            raise RequestError(
+                f"the family {self.family} takes no video {name!r}",
+                taken,
+                details={"family": self.family, "video": name, "known": list(self.videos)},
+            )
         for name in self.videos:
             wrong = f"the family {self.family} needs the video {name}"
             require(name in names, wrong, f"give --video {name}=FILE")
 
     def resolved(self, *, model_frames: int) -> Self:
-        """A copy with numbers in place of the model's defaults, as diffusers sets them."""
+        """Return a copy with numbers in place of None, as diffusers sets them.
+
+        Args:
+            model_frames: number of frames in the model's config.
+        """
         return replace(self, num_frames=self.num_frames or model_frames)
 
 
@@ -229,12 +281,18 @@ class SvdSampling(CommonSampling):
             high > 1 or low <= 1,
             f"--min-guidance-scale {low} is above 1 but --max-guidance-scale {high} is not: "
             "diffusers cannot run that",
+            min_guidance_scale=low,
+            max_guidance_scale=high,
+            limit=1,
         )
         require(
             not (self.num_frames == 1 and high > 1 >= low),
             "a clip of one frame uses only --min-guidance-scale, which is 1 or less, but "
             "--max-guidance-scale is above 1: diffusers cannot run that",
             "use --max-guidance-scale 1 to run without guidance",
+            min_guidance_scale=low,
+            max_guidance_scale=high,
+            frames=1,
         )
 
     @property
@@ -243,7 +301,11 @@ class SvdSampling(CommonSampling):
         return self.max_guidance_scale > 1
 
     def resolved(self, *, model_frames: int) -> Self:
-        """A copy with numbers for `num_frames` and `decode_chunk_size`, as diffusers sets them."""
+        """Return a copy with numbers for `num_frames` and `decode_chunk_size`, as in diffusers.
+
+        Args:
+            model_frames: number of frames in the model's config.
+        """
         frames = self.num_frames or model_frames
         return replace(self, num_frames=frames, decode_chunk_size=self.decode_chunk_size or frames)
 
@@ -271,17 +333,34 @@ class PromptedSampling(CommonSampling):
 
     @property
     def guided(self) -> bool:
-        """As of SVD; of two experts, the scale of the first decides in diffusers."""
+        """Whether each step has two forward passes, as the first expert's scale says."""
         return self.guidance_scale > 1 and not self.embedded_guidance
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
-    """Checks that height and width are multiples of `units`."""
+    """Check height and width.
+
+    Args:
+        sampling: parameters with the sides, in pixels.
+        units: height and width are multiples of these.
+
+    Raises:
+        RequestError: a side is not a multiple, or not from its unit to `MAX_SIDE`.
+    """
     for name, unit in zip(("height", "width"), units, strict=True):
         side = getattr(sampling, name)
         if isinstance(side, int) and not (0 < side <= MAX_SIDE and side % unit == 0):
             must = f"a multiple of {unit} from {unit} to {MAX_SIDE}"
-            raise RequestError(f"--{name} must be {must}, got {shown(side)}")
+            raise RequestError(
+                f"--{name} must be {must}, got {shown(side)}",
+                details={
+                    "field": name,
+                    "value": side,
+                    "unit": unit,
+                    "lowest": unit,
+                    "highest": MAX_SIDE,
+                },
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +390,7 @@ class WanSampling(PromptedSampling):
     width: int = 832
     num_frames: int = 81
     fps: int = 16
-    """Of the file; the model does not depend on it."""
+    """Frames per second of the file; the model does not depend on it."""
     guidance_scale: float = 5.0
     guidance_scale_2: float | None = None
     flow_shift: float | None = None
@@ -381,7 +460,7 @@ def _row(
     base: type[PromptedSampling] = PromptedSampling,
     **settings: Any,
 ) -> type[PromptedSampling]:
-    """The class of a family's parameters; `settings` are class variables of `CommonSampling`."""
+    """Make the class of a family's parameters; `settings` are class variables."""
     numbered = {**dict(zip(_COLUMNS, numbers, strict=True)), "num_inference_steps": steps}
     numbered |= {each: param.default for each, param in (own or {}).items()}
     name = f"Sampling_{family}"
@@ -444,7 +523,14 @@ else:  # by this, pydantic finds the class of a message's parameters
 
 
 def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
-    """The sampling parameters with these fields; without `family`, those of SVD."""
+    """Return the sampling parameters with these fields.
+
+    Args:
+        values: fields by name; without `family` they are SVD's.
+
+    Raises:
+        RequestError: a name is unknown, or a value out of range.
+    """
     family = values.get("family", "svd")
     check_choice("family", family, (*SAMPLING_CLASSES,))
     kind = SAMPLING_CLASSES[family]

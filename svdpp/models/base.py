@@ -1,4 +1,4 @@
-"""What a rank and its model exchange: tensors by name, frames, sound, and calls between steps."""
+"""Types that a rank and its model exchange: tensors by name, sound, calls between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GENERATOR, STRUCTURE = "generator", "structure"
 #: Tensors by name: the contents of a packet, or a prepared image of SVD.
 Tensors = dict[str, torch.Tensor]
 
-#: What a clip starts from besides a prompt: an image, the frames of a video, or several of both by
+#: Source of a clip besides a prompt: an image, the frames of a video, or several of both by
 #: the arguments of `__call__`.
 Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Audio(NamedTuple):
-    """The sound of a clip."""
+    """Sound of a clip."""
 
     samples: torch.Tensor
     """(N, channels), int16."""
@@ -45,13 +45,21 @@ AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """The other rank of a pair, which evaluates the other branch of the guidance."""
+    """Other rank of a pair, which evaluates the other branch of the guidance."""
 
     branch: int
-    """The branch that this rank evaluates: 0, which the pipeline evaluates first, or 1."""
+    """Branch that this rank evaluates: 0, which the pipeline evaluates first, or 1."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Sends what `evaluate` computes for `step`; returns the other rank's, of equal shapes."""
+        """Send what `evaluate` computes, and receive the other rank's.
+
+        Args:
+            step: index of the step, which both ranks must be at.
+            evaluate: computes this rank's tensors.
+
+        Returns:
+            The other rank's tensors, of the same names, shapes and dtypes.
+        """
         ...
 
 

@@ -48,7 +48,7 @@ from svdpp.models.hashes import hash_files
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
 from svdpp.plan.layout import Roles
 
-#: What a model does with an input of a clip.
+#: Use that a model has for an input of a clip.
 Use = Literal["needed", "optional", "refused"]
 
 
@@ -57,17 +57,17 @@ class Checkpoint:
     """A checked folder in diffusers' format, of a family that has a row."""
 
     name: str
-    """As the user typed it."""
+    """Name as the user typed it."""
     folder: Path
     revision: str | None
     """Commit hash of a hub model; None for a folder."""
     fingerprint: str | None = None
-    """Of the weights in a user's folder, which may change; None for hub models and the demo."""
+    """Hash of samples of the weights in a folder, which may change; None for other models."""
     variant: str | None
     loras: tuple[LoraFile, ...] = ()
-    """Those of the model, if it was found with its weights."""
+    """LoRAs of the model, if it was found with its weights."""
     family: str
-    """As in its sampling parameters."""
+    """Name of the family, as in its sampling parameters."""
     classes: tuple[tuple[str, str], ...]
     """Each component and its class; the scheduler is not among them."""
     scheduler_class: str
@@ -77,9 +77,9 @@ class Checkpoint:
     model_frames: int = 1
     """Frames of a clip whose request does not say how many."""
     frames: tuple[int, int, str]
-    """The fewest and most of a clip, and why."""
+    """Fewest and most frames of a clip, and the reason."""
     image_sizes: tuple[int, int] | None = None
-    """Of clips from an image: the side of a square one, and the unit of sides; None: any."""
+    """Sizes of clips from an image: the side of a square one, and the unit of sides; None: any."""
     image_use: Use
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
@@ -92,12 +92,12 @@ class Checkpoint:
 
     @property
     def label(self) -> str:
-        """The model's name in messages."""
+        """Name of the model in messages."""
         return f"model {show_name(self.name)}"
 
     @property
     def row(self) -> Row:
-        """Of the family."""
+        """Row of the family."""
         return ROWS[self.family]
 
     @property
@@ -107,21 +107,21 @@ class Checkpoint:
 
     @property
     def prompt_use(self) -> Use:
-        """What a clip has to do with prompts."""
+        """Whether a clip needs a prompt, or must have none."""
         return "needed" if self.row.takes_prompt else "refused"
 
     @property
     def num_experts(self) -> int:
-        """2 for Wan 2.2 A14B, otherwise 1."""
+        """Number of denoisers that share the steps: 2 for Wan 2.2 A14B, otherwise 1."""
         return 1 if self.boundary_ratio is None else 2
 
     @property
     def weighted(self) -> tuple[str, ...]:
-        """The components that have weights."""
+        """Names of the components that have weights."""
         return tuple(part for part, _ in self.classes if has_weights(part))
 
     def parts_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """The components that a rank with these roles loads, with and without weights."""
+        """Return the components that a rank with these roles loads, with and without weights."""
         row, needed = self.row, set(self.row.everywhere)
         if roles.encode:
             needed |= {*row.encode, *(IMAGE_ENCODERS if sampling.from_image else ())}
@@ -132,18 +132,27 @@ class Checkpoint:
         return frozenset(part for part, _ in self.classes if part in needed)
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """The components of `weighted` that a rank with these roles loads."""
+        """Return the components of `weighted` that a rank with these roles loads."""
         return frozenset(filter(has_weights, self.parts_of(roles, sampling)))
 
     def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Checks that a clip has what the model needs, and nothing that it ignores."""
+        """Check that a clip has what the model needs, and nothing that it ignores.
+
+        Args:
+            sampling: resolved sampling parameters of the clip.
+            request: the clip.
+
+        Raises:
+            RequestError: an image, video or prompt is missing, superfluous, or not as `sampling`
+                says.
+        """
         visual, image = "a video" if sampling.from_video else "an image", request.image is not None
         for what, is_given, use, hint in (
             (visual, image, self.image_use, f"name {visual}"),
             ("a prompt", request.prompt is not None, self.prompt_use, 'give --prompt "..."'),
         ):
             if use == "needed" and not is_given:
-                raise RequestError(f"{self.label} needs {what}", hint)
+                raise RequestError(f"{self.label} needs {what}", hint, details={"needs": what})
             if use == "refused" and is_given:
                 raise RequestError(f"{self.label} takes no {what.split()[-1]}", "leave it out")
         if self.prompt_use == "needed" and not (request.prompt or "").strip():
@@ -162,27 +171,40 @@ class Checkpoint:
             )
 
     def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
-        """`sampling` with the model's own values in place of None."""
+        """Return `sampling` with the model's own values in place of None.
+
+        Raises:
+            RequestError: the parameters are of another family, or this model cannot run them.
+        """
         if sampling.family != self.family:
             raise RequestError(
-                f"{self.label} is of the family {self.family}, not {sampling.family}"
+                f"{self.label} is of the family {self.family}, not {sampling.family}",
+                details={"family": self.family, "requested_family": sampling.family},
             )
         sampling = sampling.resolved(model_frames=self.model_frames)
         check_sides(sampling, self.size_multiple)
         kind: Any = type(sampling)
         for name in own_params(kind).keys() & {*self.unused_parameters}:
             is_default = getattr(sampling, name) == getattr(kind, name)
-            require(is_default, f"--param {name} has no effect on {self.label}")
+            require(is_default, f"--param {name} has no effect on {self.label}", field=name)
         fewest, most, why = self.frames
         require(
             fewest <= sampling.frames <= most,
             f"--frames must be {fewest} to {most}, {why}, got {sampling.frames}",
+            frames=sampling.frames,
+            lowest=fewest,
+            highest=most,
+            reason=why,
         )
         self.row.check(self, sampling)
         return sampling
 
     def weight_files(self, part: str) -> Mapping[Path, list[str]]:
-        """The files with a component's weights, and the dtypes of the weights in each."""
+        """Return the files with a component's weights, and the dtypes of the weights in each.
+
+        Raises:
+            ModelError: a file is missing or damaged, or the weights are quantised.
+        """
         paths = [self.folder / name for name in weight_files(self.folder, part, self.variant)]
         files = {path: read_dtypes(path) for path in paths}
         if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
@@ -218,7 +240,14 @@ class Checkpoint:
         return variant_of(self.folder, part, self.variant)
 
     def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
-        """diffusers' scheduler of the checkpoint, as the sampling parameters change it."""
+        """Make diffusers' scheduler of the checkpoint.
+
+        Args:
+            sampling: sampling parameters, of which `flow_shift` changes it; None: as published.
+
+        Raises:
+            ModelError: the config is not that of such a scheduler.
+        """
         import diffusers  # seconds
 
         name, values = self.scheduler_class, dict(self.scheduler_config)
@@ -228,7 +257,14 @@ class Checkpoint:
             return getattr(diffusers, name).from_config(values)
 
     def timesteps(self, sampling: SamplingConfig) -> Any:
-        """Those of a clip's steps, as a tensor."""
+        """Return the timesteps of a clip's steps, a tensor of shape (steps,) on the CPU.
+
+        Args:
+            sampling: resolved sampling parameters.
+
+        Raises:
+            ModelError: the scheduler cannot make so many.
+        """
         scheduler = self.new_scheduler(sampling)
         with library_errors("scheduler", self):
             steps = sampling.num_inference_steps
@@ -237,7 +273,17 @@ class Checkpoint:
         return scheduler.timesteps[-steps:]
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
-        """The number of steps of the first expert, of resolved `sampling`; None: one expert."""
+        """Return the number of steps of the first expert; None: the model has one denoiser.
+
+        Steps whose timestep is at or above the boundary are the first one's, as in
+        `WanPipeline.__call__`.
+
+        Args:
+            sampling: resolved sampling parameters.
+
+        Raises:
+            ModelError: the scheduler cannot make so many steps.
+        """
         if self.boundary_ratio is None:
             return None
         boundary = self.boundary_ratio * self.scheduler_config.get("num_train_timesteps", 1000)
@@ -245,9 +291,16 @@ class Checkpoint:
 
 
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
-    """Finds the checkpoint of `model`, downloads missing files of a hub model, and checks it.
+    """Find the checkpoint of `model`, download what is missing of a hub model, and check it.
 
-    It reads only configs and, with `weights`, safetensors headers of all components.
+    Args:
+        model: name of a folder, a hub id, or `demo`, with its options.
+        weights: whether the headers of all weights are read too; otherwise only configs are.
+
+    Raises:
+        ModelError: the checkpoint is missing, incomplete, damaged, or of a kind that svdpp does
+            not run.
+        RequestError: the options contradict the checkpoint.
     """
     with _located(model) as local:
         if local is not None and model.revision is not None:
@@ -261,9 +314,17 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
 def with_weights(
     checkpoint: Checkpoint, model: ModelConfig, components: Collection[str]
 ) -> Checkpoint:
-    """`checkpoint`, of `model`, with the weights of `components`, downloaded and checked.
+    """Return `checkpoint` with the weights of `components`, downloaded and checked.
 
     Of a folder all components are checked: its fingerprint is that of all weights.
+
+    Args:
+        checkpoint: checkpoint that was found without weights.
+        model: model that it belongs to.
+        components: names of components with weights.
+
+    Raises:
+        ModelError: weights or LoRAs are missing, damaged, quantised, or do not fit the model.
     """
     loras = [
         find_lora(lora, local_files_only=model.local_files_only, checkpoint=checkpoint)
@@ -286,7 +347,12 @@ def with_weights(
 
 
 def family_of_model(model: ModelConfig) -> str:
-    """The family of a model, from its `model_index.json`; downloads at most the configs."""
+    """Return the family of a model, from its `model_index.json`, which may be downloaded.
+
+    Raises:
+        ModelError: there is no such model, or svdpp does not run its pipeline.
+        RequestError: the family that is asked for does not run it.
+    """
     if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
         return "svd"
     with _located(model) as local:
@@ -298,7 +364,7 @@ def family_of_model(model: ModelConfig) -> str:
 
 @contextmanager
 def _located(model: ModelConfig) -> Iterator[Path | None]:
-    """The model's folder; None: the hub has it. Adds its name and a hint to the block's errors."""
+    """Yield the model's folder, None for the hub's; name the model in the block's errors."""
     local = _local_folder(model.name)
     try:
         yield local
@@ -313,7 +379,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder that `name` refers to; None if it can only be a hub id."""
+    """Return the folder that `name` refers to; None if it can only be a hub id."""
     if name == DEMO_MODEL:
         return _ASSETS / "demo-model"
     path = os.path.expanduser(name)
@@ -335,7 +401,7 @@ def _local_folder(name: str) -> Path | None:
 
 
 class Configs:
-    """The configs of one checkpoint's components, checked for a family's row."""
+    """Configs of one checkpoint's components, checked for a family's row."""
 
     def __init__(self, folder: Path, index: JsonFile, row: Row) -> None:
         self.index = index
@@ -344,7 +410,7 @@ class Configs:
         #: The class of each component.
         self.classes = _classes_of(index, row)
         for part in sorted(row.required - self.classes.keys()):
-            raise index.error(f"the component {part} is missing")
+            raise index.error(f"the component {part} is missing", details={"component": part})
         self.scheduler_class = _entry(index, "scheduler")[1]
         if self.scheduler_class not in row.schedulers:
             named, proven = short_repr(self.scheduler_class), " and ".join(row.schedulers)
@@ -384,7 +450,12 @@ class Configs:
         return config
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
-        """The config of one component, with its class's defaults for keys that it lacks."""
+        """Return the config of one component.
+
+        Args:
+            part: name of the component.
+            defaults: values for keys that the config lacks, as the component's class has them.
+        """
         config = self._configs[part]
         return JsonFile(config.label, {**defaults, **config.values})
 

@@ -1,4 +1,4 @@
-"""The dummy model: a small Conv3d network with the denoiser's contract.
+"""A small Conv3d network with the denoiser's contract.
 
 It stands in for SVD in rehearsals on a laptop, and in tests of everything but the model.
 """
@@ -35,7 +35,15 @@ class DummyUNet(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """One step: (B, C, F, H, W) to the same shape and dtype."""
+        """Run one step.
+
+        Args:
+            latent: (B, C, F, H, W), in the network's dtype.
+            step: index of the step, on which the result depends.
+
+        Returns:
+            The new latent, of the same shape and dtype.
+        """
         level = 1.0 - step / self.num_steps
         residual: torch.Tensor = self.narrow(torch.nn.functional.silu(self.widen(latent) + level))
         return latent + residual / self.num_steps
@@ -43,7 +51,7 @@ class DummyUNet(nn.Module):
 
 @dataclass(eq=False)
 class DummyModel:
-    """The model of one rank, as `EngineModel`: it encodes a seed and decodes black frames.
+    """Model of one rank, as `EngineModel`: it encodes a seed and decodes black frames.
 
     With `costs` each part takes at least the seconds of `rank`: the dummy stands for a device.
     """
@@ -54,7 +62,7 @@ class DummyModel:
     costs: Costs | None = None
     rank: int = 0
     audio: Audio | None = None
-    """None: it makes no sound."""
+    """Sound of the last clip: always None, as the dummy makes none."""
 
     def __post_init__(self) -> None:
         self._dtype = DTYPES[self.spec.dtype]
@@ -62,7 +70,7 @@ class DummyModel:
         self._unet = unet.to(self.device, self._dtype).eval().requires_grad_(False)
 
     def with_sampling(self, sampling: SamplingConfig) -> DummyModel:
-        """The same network with other numbers of steps and frames; it has no other parameters."""
+        """Return the same network with other numbers of steps and frames."""
         batch, channels, _, *size = self.spec.shape
         spec = replace(self.spec, shape=(batch, channels, sampling.frames, *size))
         return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
@@ -76,18 +84,26 @@ class DummyModel:
         return {LATENTS: (self.spec.shape, self._dtype)}
 
     def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
-        """Nothing: the dummy uses no image."""
+        """Return nothing: the dummy uses no image."""
         return {}
 
     def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:  # noqa: ARG002
-        """Noise, drawn on the CPU: every device starts from the same latent."""
+        """Draw a clip's noise on the CPU, so that every device starts from the same latent.
+
+        Args:
+            prepared: not used.
+            request: clip, of which only the seed is used.
+
+        Returns:
+            A packet with the latent, (B, C, F, H, W) in the dtype of `spec`.
+        """
         with self._lasting(Costs.encode_on):
             generator = torch.Generator().manual_seed(request.seed)
             noise = torch.randn(self.spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
     def removed_text(self, prompt: str) -> str:  # noqa: ARG002
-        """Nothing, because the model takes no prompt."""
+        """Return the empty text, because the model takes no prompt."""
         return ""
 
     def denoise(
@@ -98,9 +114,18 @@ class DummyModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """The same network for each step; it carries nothing from step to step.
+        """Run steps of the same network, which carries nothing from step to step.
 
-        Each rank of a pair gives half of the elements, in half of the time.
+        Args:
+            tensors: packet before the first of these steps.
+            start: first step.
+            end: step before which the range ends.
+            after_step: called with each step's index and its latent.
+            partner: other rank of a pair: each gives half of the elements, in half of the time.
+                None: this rank does all.
+
+        Returns:
+            The packet after the last of these steps.
         """
         latent = tensors[LATENTS]
         for step in range(start, end):
@@ -127,7 +152,15 @@ class DummyModel:
         return own
 
     def decode(self, _: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Small black frames, one for each of the latent's, in the time of a decode."""
+        """Return small black frames, one for each of the latent's, in the time of a decode.
+
+        Args:
+            _: packet, which is not used.
+            frames: range of frames to make; None: all.
+
+        Returns:
+            (F, 8, 8, 3) uint8, on the device.
+        """
         count = self.spec.shape[2]
         part = frames or FrameRange(0, count, count)
         with self._lasting(Costs.decode_on, part.fraction):

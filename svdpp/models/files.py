@@ -57,18 +57,26 @@ _REPR.maxlevel = 2
 
 
 def short_repr(value: object) -> str:
-    """The repr of an untrusted value, shortened to one line."""
+    """Return the repr of an untrusted value on one line, shortened to about 100 characters."""
     return _REPR.repr(value)
 
 
 def show_name(name: str) -> str:
-    """A model's name for messages: short, on one line, without home folder and tokens."""
+    """Return a model's name for messages: short, on one line, without home folder and tokens."""
     return short_repr(redact(name))
 
 
 @contextmanager
 def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
-    """Converts errors of the libraries to ModelError: their input comes from the checkpoint."""
+    """Convert errors of the libraries within the block, whose input comes from the checkpoint.
+
+    Args:
+        component: what is loaded, for the message.
+        checkpoint: checkpoint that the message names; None: it names none.
+
+    Raises:
+        ModelError: the block raised anything but a lack of memory, which passes unchanged.
+    """
     label = f"{checkpoint.label}: " if checkpoint else ""
     try:
         yield
@@ -106,7 +114,11 @@ class JsonFile:
         )
 
     def count(self, key: str, largest: int) -> int:
-        """The integer at `key`; ModelError if it is not from 1 to `largest`."""
+        """Return the integer at `key`.
+
+        Raises:
+            ModelError: it is not an integer from 1 to `largest`.
+        """
         value = self.values.get(key)
         if type(value) is not int or not 1 <= value <= largest:
             raise self.error(
@@ -116,7 +128,16 @@ class JsonFile:
         return value
 
     def require(self, key: str, expected: object, reason: str) -> None:
-        """ModelError if the value at `key` is not `expected`."""
+        """Check the value at `key`.
+
+        Args:
+            key: key of the object.
+            expected: only value that svdpp runs.
+            reason: clause that follows the comma of the message.
+
+        Raises:
+            ModelError: the value is another one.
+        """
         if (value := self.values.get(key)) != expected:
             raise self.error(
                 f"{key} is {short_repr(value)} but must be {expected}, {reason}",
@@ -125,7 +146,15 @@ class JsonFile:
             )
 
     def refuse(self, key: str, reason: str) -> None:
-        """ModelError if `key` is set, or one of a list."""
+        """Check that `key` is not set; of a list, that no element is.
+
+        Args:
+            key: key of the object.
+            reason: clause with what it would do, such as "draws noise".
+
+        Raises:
+            ModelError: it is set.
+        """
         value = self.values.get(key)
         if any(value) if isinstance(value, list) else value:
             raise self.error(
@@ -134,7 +163,15 @@ class JsonFile:
 
 
 def read_json(folder: Path, name: str) -> JsonFile:
-    """Reads the JSON object in a file of a checkpoint."""
+    """Read the JSON object in a file of a checkpoint, of at most 16 MiB.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: name of the file below it, which is also its label in messages.
+
+    Raises:
+        ModelError: the file is missing, is not regular, cannot be read, or holds no JSON object.
+    """
     if not (folder / name).is_file():  # also a pipe, which would never end
         raise ModelError(f"{name} is missing")
     try:
@@ -153,9 +190,17 @@ def read_json(folder: Path, name: str) -> JsonFile:
 
 
 def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
-    """Downloads the files that svdpp reads, unless they are cached; returns the snapshot's folder.
+    """Download the files that svdpp reads, unless they are cached.
 
-    All configs, and the weights of `components`: safetensors of one variant.
+    Args:
+        model: hub model, with its revision and variant.
+        components: components whose weights are needed, besides all configs.
+
+    Returns:
+        The folder of the snapshot in the hub's cache.
+
+    Raises:
+        ModelError: the hub cannot be reached or refuses, or the disk is full.
     """
     with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
@@ -195,15 +240,22 @@ def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
 
 
 def commit_of(snapshot: Path) -> str | None:
-    """The commit hash after which the hub cache names a snapshot's folder; None if it does not."""
+    """Return the commit after which the hub's cache names a folder; None for others."""
     return snapshot.name if re.fullmatch(r"[0-9a-f]{40}", snapshot.name) else None
 
 
 @contextmanager
 def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
-    """Converts the errors of the hub's library to ModelError.
+    """Convert the errors of the hub's library within the block.
 
-    The messages do not quote the library's, which contain URLs and advice for other programs.
+    Messages do not quote the library's, which contain URLs and advice for other programs.
+
+    Args:
+        model: model that is downloaded.
+        components: components whose weights are downloaded, for the message.
+
+    Raises:
+        ModelError: a download failed.
     """
     from huggingface_hub import errors
 
@@ -366,12 +418,23 @@ def _shards(
 
 
 def read_dtypes(path: Path) -> list[str]:
-    """The dtype of each tensor in a safetensors file, as it is spelt there; reads no tensor."""
+    """Return the dtype of each tensor in a safetensors file, as it is spelt there (F32, BF16).
+
+    Raises:
+        ModelError: the file cannot be read, or is damaged.
+    """
     return [entry["dtype"] for entry in read_entries(path)[1].values()]
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
-    """SHA-256 of the headers of `files` and of bytes from the middle of each tensor."""
+    """Return the SHA-256 of the headers of `files` and of 64 bytes of each tensor, in hex.
+
+    A few hundred KB of several GB are enough to notice another training, which changes every
+    number; `Checkpoint.file_hashes` notices everything.
+
+    Raises:
+        ModelError: a file cannot be read, or is damaged.
+    """
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")

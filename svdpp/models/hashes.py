@@ -25,7 +25,7 @@ _MAX_ENTRIES = 10_000
 _MAX_CACHE_BYTES = 2**24
 
 _lock = threading.Lock()
-#: By absolute path: the file's state and its hash. None: the file of the cache has not been read.
+#: State and hash of each file, by its absolute path. None: the file of the cache has not been read.
 _known: dict[str, tuple[list[int], str]] | None = None
 
 

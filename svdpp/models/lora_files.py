@@ -50,19 +50,19 @@ class LoraFile:
     """A LoRA whose file has been found and checked."""
 
     lora: Lora
-    """With the file's hash, and its absolute path or its commit on the hub."""
+    """LoRA with the file's hash, and its absolute path or its commit on the hub."""
     path: Path
     ignored: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Number of tensors that the model has no place for, by the part that they are for."""
 
     @property
     def part(self) -> str:
-        """The denoiser that it changes."""
+        """Name of the denoiser that it changes."""
         return "transformer_2" if self.lora.expert == "low" else "transformer"
 
     @property
     def identity(self) -> str:
-        """What its effect depends on, wherever the file is."""
+        """Text that is equal for equal effects, wherever the file is."""
         assert self.lora.sha256 is not None
         return f"{self.lora.sha256[:16]}:{self.lora.weight:g}:{self.part}"
 
@@ -167,7 +167,16 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
 
 
 def check_loras(model: ModelConfig, checkpoint: Any) -> None:
-    """Refuses LoRAs that a model cannot load, before any file is looked for."""
+    """Check that a model can load its LoRAs, before any file is looked for.
+
+    Args:
+        model: model with the LoRAs that are asked for.
+        checkpoint: its checkpoint, without weights.
+
+    Raises:
+        RequestError: the family loads no LoRAs, peft is not installed, or the expert of a LoRA is
+            missing or superfluous.
+    """
     if not model.loras:
         return
     label, two_experts = checkpoint.label, checkpoint.num_experts == 2
@@ -224,7 +233,11 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 
 
 def lora_bytes(model: ModelConfig) -> int:
-    """Bytes of a denoiser's LoRAs; of two experts, the one with more."""
+    """Return the bytes of a denoiser's LoRA files; of two experts, those of the one with more.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
     sizes: Counter[str] = Counter()
     for each in model.loras:
         file = find_lora(each, local_files_only=model.local_files_only)

@@ -1,4 +1,4 @@
-"""The estimate of a model's memory, and the count of its FLOPs, from its configs; reads no weight.
+"""Estimate of a model's memory, and count of its FLOPs, from its configs; reads no weight.
 
 It runs the real encode, steps and decode of a rank. Components are made of fake tensors, which have
 a shape but no data, and so are their calls; the pipeline gets zeros of the shapes of their results.
@@ -132,7 +132,7 @@ CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _at
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
-    """The parameters and buffers of a module; `without` are names of submodules."""
+    """Return the parameters and buffers of a module; `without` are names of submodules."""
     named = chain(module.named_parameters(), module.named_buffers())
     return [tensor for name, tensor in named if name.split(".")[0] not in without]
 
@@ -213,7 +213,7 @@ class _HollowModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """The packet after two steps, and the memory of the second, which holds more."""
+        """Return the packet after two steps, and the memory of the second, which holds more."""
         roles = Roles(encode=False, denoise=True, decode=False)
         end = min(2, self._sampling.num_inference_steps)
         steps = partial(self._model.denoise, packet, 0, end, lambda _, __: None)
@@ -240,7 +240,7 @@ class _HollowModel:
     def _measured(
         self, roles: Roles, received: Prepared, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """The result and the memory of `work` on what a rank with these roles has received."""
+        """Return result and memory of `work` on what a rank with these roles has received."""
         held = {
             part: _weights(module, load.unused_parts(self._checkpoint, part, roles, self._sampling))
             for part, module in self._modules.items()
@@ -279,7 +279,7 @@ class _HollowModel:
         return tree_map(partial(_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """The peak and FLOPs of a call on fake tensors, and its result on the meta device."""
+        """Return peak and FLOPs of a call on fake tensors, and its result on the meta device."""
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
@@ -328,7 +328,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def above(self) -> int:
-        """The peak above what was known."""
+        """Peak, in bytes, above what was known at the start."""
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -346,7 +346,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of a tensor until it is freed."""
+        """Count the storage of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:

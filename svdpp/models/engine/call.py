@@ -27,6 +27,22 @@ from svdpp.models.engine import records
 from svdpp.models.engine.records import Node, Packer, replaced, tensors_in, unpack
 from svdpp.models.engine.rows import Row
 
+# A clip of 6 steps on two ranks, the second of which runs steps 3 to 6 and decodes. Each line is
+# one call of the pipeline's own `__call__`, from its beginning:
+#
+#   call          encode   step 0    step 1    step 2    step 3    step 4    step 5    decode
+#   encode        records  stops
+#   steps [0, 3)  replays  runs      runs      runs      stops
+#   steps [3, 6)  replays  phantom   phantom   phantom   runs      runs      runs, stops
+#   decode        replays  phantom   phantom   phantom   phantom   phantom   phantom   runs
+#
+# A phantom step costs no forward pass. The denoiser returns zeros, and nothing reads what the
+# pipeline computes from them, because `scheduler.step` returns the result that travelled with the
+# packet: that of the last step that ran. Before the first step that runs, the schedulers'
+# `__dict__` and the generator get the state that travelled. So every local variable of `__call__`
+# that depends on the number of steps done (indices, chunks, the latent) has the value that it has
+# on one device.
+
 
 class _Stop(Exception):
     """Ends the pipeline's call."""
@@ -37,21 +53,21 @@ class RangeCall:
     """One call of a pipeline: steps `start` to `end` (exclusive)."""
 
     pipe: Any
-    """With the scheduler of this call, which no other call uses."""
+    """Pipeline with the scheduler of this call, which no other call uses."""
     row: Row
     given: Node | None
     """Structure of the packet after `start` steps; None: this call encodes."""
     received: Tensors
-    """The tensors of that packet."""
+    """Tensors of that packet."""
     start: int
     end: int | None
-    """The call ends before this step; None: it runs to the end, and decodes."""
+    """Step before which the call ends; None: it runs to the end, and decodes."""
     generator: torch.Generator
-    """Of the clip."""
+    """Generator of the clip."""
     after_step: AfterStep | None = None
     """Called after each step of the range; what it raises ends the call."""
     branches: Branches | None = None
-    """Of a pair of ranks; None: this rank evaluates both branches of the guidance."""
+    """State of a pair of ranks; None: this rank evaluates both branches of the guidance."""
 
     def __post_init__(self) -> None:
         self._structure: Node = {}
@@ -74,7 +90,12 @@ class RangeCall:
         self._packer = Packer()
 
     def packet(self, inputs: Node | None = None) -> Tensors:
-        """After the last step of the range, or before the first one; `inputs` are the clip's."""
+        """Return the packet after the last step of the range, or before the first one.
+
+        Args:
+            inputs: facts of the clip that later calls need, of a call that encodes; None: those
+                received.
+        """
         known = self.given["given"] if self.given else inputs
         return self._packer.packet({**self._structure, "given": known})
 
@@ -83,7 +104,17 @@ class RangeCall:
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Calls the pipeline; its result if `end` is None."""
+        """Call the pipeline.
+
+        Args:
+            arguments: arguments of its `__call__`.
+
+        Returns:
+            The pipeline's result; None if the call ends before a step.
+
+        Raises:
+            ModelError: it draws from torch's global generator, or has another number of steps.
+        """
         callback = step_callback(self.pipe, self._on_step_end)
         before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
@@ -93,7 +124,8 @@ class RangeCall:
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it runs another number of steps than asked for"
         if problem:
-            raise ModelError(f"{type(self.pipe).__name__} {problem}")
+            name = type(self.pipe).__name__
+            raise ModelError(f"{name} {problem}", details={"pipeline": name, "step": self.end})
         return result
 
     # 1. A step.
@@ -149,7 +181,14 @@ class RangeCall:
         return self._zeros[place]
 
     def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`scheduler.step` of the pipeline."""
+        """Do what `scheduler.step` of the pipeline does, or replay it in a phantom step.
+
+        Args:
+            scheduler: scheduler, of which a pipeline may have several.
+            real: its own method, bound.
+            args: positional arguments.
+            kwargs: other arguments.
+        """
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
@@ -188,7 +227,7 @@ class RangeCall:
             self.after_step(self._index, self._reached())
 
     def _reached(self) -> torch.Tensor:
-        """The latent after the step that ran: of the callback, if the pipeline has one."""
+        """Return the latent after the step that ran: of the callback, if the pipeline has one."""
         latents = self._latents
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
@@ -203,7 +242,7 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Stands for the pipeline's; its `update` ends a step, and its own end a chunk."""
+        """Stand for the pipeline's own: its `update` ends a step, and its end a chunk."""
         yield self
         self.update()
         if self.end is not None:
@@ -212,7 +251,7 @@ class RangeCall:
         self._records.paused = False
 
     def update(self, *_: Any) -> None:
-        """See `progress_bar`."""
+        """End a step; see `progress_bar`."""
         self._finish_step()
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
@@ -291,13 +330,18 @@ class RangeCall:
 
 
 def _global_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of torch's global generators, which are in host memory for all devices."""
+    """Return the states of torch's global generators, which are in host memory for all devices."""
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
 def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
-    """The argument of `__call__` that is called after each step; empty if there is none."""
+    """Return the argument of `__call__` that is called after each step; empty if it takes none.
+
+    Args:
+        pipe: pipeline.
+        function: called with the pipeline, the step's index, its timestep and a dict of tensors.
+    """
     name = "callback_on_step_end"
     return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
 
@@ -319,7 +363,7 @@ def _range_class(real: Any) -> Any:
 
 @dataclass(eq=False)
 class Branches:
-    """The evaluations of one call's steps, of which this rank computes one in two.
+    """Evaluations of one call's steps, of which this rank computes one in two.
 
     The rule `calls` is for pipelines that call the denoiser twice and use the results after that.
     The second rank cannot know the arguments of its call, the second one, when the first one is
@@ -331,12 +375,25 @@ class Branches:
     partner: Partner
     device: torch.device
     outputs: list[Node]
-    """The structure of a call's result; empty until the first step of a process."""
+    """Structure of a call's result; empty until the first step of a process."""
     _calls: int = 0
     _first: Any = None
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call of the denoiser `real` returns on both ranks."""
+        """Evaluate one branch of the guidance, and exchange the results.
+
+        Args:
+            step: index of the step.
+            real: `forward` of the denoiser.
+            args: positional arguments of the call.
+            kwargs: other arguments.
+
+        Returns:
+            What the call returns on both ranks.
+
+        Raises:
+            ModelError: the step does not call the denoiser as the rule says.
+        """
         self._calls += 1
         branch, is_first = self.partner.branch, self._calls == 1
         if self.rule == "batch":
@@ -344,7 +401,11 @@ class Branches:
             both = self._exchange(step, lambda: real(*args, **kwargs))
             return tree_map(joined, *(reversed(both) if branch else both))
         if self._calls > 2:
-            raise ModelError(f"step {step} evaluates the denoiser more than twice")
+            raise ModelError(
+                f"step {step} evaluates the denoiser more than twice",
+                "leave --cfg-parallel out",
+                details={"step": step, "evaluations": self._calls},
+            )
         if branch == 0 and not is_first:
             return self._first
         if branch == 1 and is_first:
@@ -360,11 +421,16 @@ class Branches:
         return own
 
     def end_step(self, step: int) -> None:
-        """Checks that both branches of a step are evaluated; called before the scheduler's step."""
+        """Check that both branches of a step are evaluated, before the scheduler's step.
+
+        Raises:
+            ModelError: only one is.
+        """
         if self.rule == "calls" and self._calls == 1:
             raise ModelError(
                 f"step {step} evaluates one branch of the guidance only",
                 "leave --cfg-parallel out",
+                details={"step": step, "evaluations": self._calls},
             )
         self._calls, self._first = 0, None
 
@@ -393,16 +459,32 @@ _SHARED = {"image_rotary_emb", "ofs"}
 def half(
     branch: int, real: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a denoiser `real` for one branch of a batch of two."""
+    """Return the arguments of a denoiser for one branch of a batch of two.
+
+    Args:
+        branch: 0 or 1: position in the batch.
+        real: `forward` of the denoiser, whose signature names the arguments.
+        args: positional arguments of the call.
+        kwargs: other arguments.
+
+    Raises:
+        ModelError: an argument has another batch, or it is not known whether it has one.
+    """
     bound = inspect.signature(real).bind(*args, **kwargs)
     for name, value in bound.arguments.items():
         lengths = {len(leaf) for leaf in tree_leaves(value) if _has_axes(leaf)}
         if name in _BATCHED:
             if lengths - {2}:
-                raise ModelError(f"a batch of {max(lengths)} is not one for each branch: {name}")
+                raise ModelError(
+                    f"a batch of {max(lengths)} is not one for each branch: {name}",
+                    details={"batch": max(lengths), "argument": name},
+                )
             bound.arguments[name] = tree_map(functools.partial(_part, branch), value)
         elif name not in _SHARED and 2 in lengths:
-            raise ModelError(f"it is not known how to divide {name} between two branches")
+            raise ModelError(
+                f"it is not known how to divide {name} between two branches",
+                details={"argument": name},
+            )
     return bound.args, bound.kwargs
 
 
@@ -415,5 +497,5 @@ def _part(branch: int, leaf: Any) -> Any:
 
 
 def joined(first: Any, second: Any) -> Any:
-    """A batch of two from two of one; see `half`."""
+    """Return a batch of two from two of one; see `half`."""
     return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

@@ -67,5 +67,5 @@ def _shape(pipe: Any, row: Row, sampling: Any) -> tuple[int, ...]:
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:
-    """The first of these attributes that the pipeline has; 1 if it has none."""
+    """Return the first of these attributes that the pipeline has; 1 if it has none."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

@@ -34,7 +34,7 @@ _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_
 
 
 def silence_libraries() -> None:
-    """Turns off the progress bars and warnings of diffusers and transformers in this process.
+    """Turn off the progress bars and warnings of diffusers and transformers in this process.
 
     Call it before the first import of a diffusers pipeline, which prints warnings.
     """
@@ -46,7 +46,7 @@ def silence_libraries() -> None:
 
 
 def preload(family: str) -> None:
-    """Imports diffusers' pipelines of a family, and with them its other classes."""
+    """Import diffusers' pipelines of a family, and with them its other classes."""
     silence_libraries()
     for name in filter(None, (ROWS[family].text, ROWS[family].image)):
         getattr(diffusers, name)
@@ -58,7 +58,19 @@ def preload(family: str) -> None:
 def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Any:
-    """The pipeline of a rank with these roles; components of other ranks are skeletons."""
+    """Load the pipeline of a rank; components of other ranks are skeletons.
+
+    Args:
+        checkpoint: checked checkpoint, with weights.
+        model: model that it belongs to.
+        sampling: resolved sampling parameters.
+        roles: what the rank does.
+        device: device of the rank.
+
+    Raises:
+        ModelError: files are missing, or do not fit together.
+        OutOfMemoryError: a component does not fit on the device.
+    """
     silence_libraries()
     place, needed = torch.device(device), checkpoint.parts_of(roles, sampling)
     parts: dict[str, Any] = {}
@@ -81,7 +93,17 @@ def load_pipeline(
 def new_pipeline(
     checkpoint: Checkpoint, from_image: bool, parts: dict[str, Any], device: torch.device
 ) -> Any:
-    """The pipeline with these components, on `device` even if its first one is a skeleton."""
+    """Make a pipeline of loaded components.
+
+    Args:
+        checkpoint: checked checkpoint.
+        from_image: whether it is diffusers' pipeline for clips from an image.
+        parts: components by name.
+        device: device that the pipeline says it is on, even if its first component is a skeleton.
+
+    Raises:
+        ModelError: the components do not make a pipeline.
+    """
     cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
     own = {**parts, "scheduler": checkpoint.new_scheduler(None)}
     with library_errors("the pipeline", checkpoint):
@@ -92,7 +114,15 @@ def new_pipeline(
 
 
 def component_class(part: str, name: str) -> Any:
-    """The class of a component, of diffusers or transformers."""
+    """Return the class of a component, of diffusers or transformers.
+
+    Args:
+        part: name of the component, for errors.
+        name: name of the class in `model_index.json`.
+
+    Raises:
+        ModelError: the installed libraries have no such class.
+    """
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
@@ -100,12 +130,12 @@ def component_class(part: str, name: str) -> Any:
 
 
 def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
-    """The dtype of a component's weights."""
+    """Return the dtype of a component's weights if the model has `dtype`."""
     return torch.float32 if part in checkpoint.row.fp32 else DTYPES[dtype]
 
 
 def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
-    """The submodules of a component that a rank with these roles does not use."""
+    """Return the submodules of a component that a rank with these roles does not use."""
     if part != "vae":
         return ()
     encodes = roles.encode and (part in checkpoint.row.encode or sampling.from_image)
@@ -115,7 +145,14 @@ def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any)
 def apply_memory_options(
     checkpoint: Checkpoint, part: str, module: Any, model: ModelConfig
 ) -> None:
-    """Feed-forward in chunks, and convolutions with channels last: Conv2d NHWC, Conv3d NDHWC."""
+    """Apply `memory_opt` (feed-forward in chunks) and `channels_last` to a component.
+
+    Args:
+        checkpoint: checked checkpoint.
+        part: name of the component.
+        module: component; weights of its Conv2d become NHWC, and those of its Conv3d NDHWC.
+        model: model with the options.
+    """
     if not checkpoint.row.memory_options:
         return
     is_denoiser = part in checkpoint.row.denoisers
@@ -274,9 +311,13 @@ def _skeleton(
 
 
 def new_module(cls: Any, folder: Path) -> Any:
-    """The module of class `cls` that the config in `folder` describes, without its weights.
+    """Make the module that a config describes, without its weights.
 
     Call it on the meta device or under fake tensors; otherwise it allocates the weights.
+
+    Args:
+        cls: class of the module.
+        folder: folder with the config.
     """
     if _is_diffusers(cls):
         return cls.from_config(cls.load_config(folder, local_files_only=True))
@@ -289,7 +330,11 @@ def new_module(cls: Any, folder: Path) -> Any:
 
 
 def fp32_parameters(module: torch.nn.Module) -> list[str]:
-    """The parameters that the libraries load in float32 although the module has another dtype."""
+    """Return the parameters that the libraries load in float32 whatever the module's dtype is.
+
+    They follow `load_model_dict_into_meta` of diffusers 0.42 and `_get_dtype_plan` of transformers
+    5.23.
+    """
     # `load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23
     dtype = torch.get_default_dtype()
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())

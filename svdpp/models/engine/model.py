@@ -1,4 +1,4 @@
-"""The model of one rank: every stage is a call of diffusers' pipeline."""
+"""Model of one rank: every stage is a call of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -30,18 +30,23 @@ _RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_le
 
 
 class EngineModel:
-    """The model of one rank: any family that has a row, with resolved sampling parameters."""
+    """Model of one rank: any family that has a row, with resolved sampling parameters."""
 
     def __init__(self, pipe: Any, checkpoint: Checkpoint, sampling: Any, dtype: Dtype) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
-        """Of the clip that was decoded last; None: the model makes no sound."""
+        """Sound of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
         self._sampling, self._dtype = sampling, dtype
         self._outputs: list[Node] = []  # see `Branches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
-        """The same loaded components with other sampling parameters."""
+        """Return a model of the same loaded components with other sampling parameters.
+
+        Args:
+            sampling: resolved parameters of the same family. They may be for clips from text alone
+                where this model's are for clips from an image, not the other way round.
+        """
         pipe = self._pipe
         if sampling.from_image != self._sampling.from_image:
             assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
@@ -71,16 +76,32 @@ class EngineModel:
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
     def prepare(self, source: Source) -> Prepared:
-        """Does what an encode needs no device for; it may run in a thread beside the steps."""
+        """Do what an encode needs no device for; it may run in a thread beside the steps.
+
+        Args:
+            source: image or frames, fitted to the clip's shape.
+
+        Returns:
+            For SVD the pixels for CLIP, (1, 3, 224, 224) in [0, 1], and for the VAE, (1, 3, H, W)
+            in [-1, 1], both fp32; for other families `source`.
+        """
         if not self._row.resizes_early:
             return source
         assert isinstance(source, Image.Image)
         return _resized(self._pipe, source, self._sampling)
 
     def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:
-        """The packet before the first step: what later steps and the decode need.
+        """Encode a clip's prompts and image, and draw its noise.
 
-        Encodes the prompts and the image, which is `prepared`, and draws the noise.
+        Args:
+            prepared: result of `prepare`; empty for clips from text.
+            request: clip with its prompts and seed.
+
+        Returns:
+            The packet before the first step: what later steps and the decode need.
+
+        Raises:
+            ModelError: the pipeline draws random numbers from torch's global generator.
         """
         assert bool(prepared) == self._sampling.from_image
         source: Any = prepared or None
@@ -99,10 +120,21 @@ class EngineModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Runs steps `start` to `end` (exclusive); returns the packet after them.
+        """Run steps `start` to `end` (exclusive).
 
-        Does not change `tensors`, the packet before them. With a partner each step evaluates one
-        branch of the guidance, and both get the same result.
+        Args:
+            tensors: packet before them, which stays unchanged.
+            start: first step.
+            end: step before which the range ends; above `start`.
+            after_step: called with each step's index and its latent.
+            partner: other rank of a pair: each evaluates one branch of the guidance, and both get
+                the same result. None: this rank evaluates both.
+
+        Returns:
+            The packet after them.
+
+        Raises:
+            ModelError: the pipeline does not run as its row says.
         """
         assert start < end
         branches = None
@@ -114,9 +146,19 @@ class EngineModel:
         return call.packet()
 
     def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Frames (F, H, W, 3) uint8 RGB of the packet after the last step, on the device.
+        """Decode the packet after the last step; its sound, if any, is then in `audio`.
 
-        With `frames`, whole chunks of them, the pipeline's own decode gets the latents of these.
+        Args:
+            tensors: packet.
+            frames: range of whole chunks of frames, whose latents the pipeline's own decode gets;
+                None: all frames.
+
+        Returns:
+            Frames (F, H, W, 3) uint8 RGB, on the device.
+
+        Raises:
+            NotFiniteError: the VAE or the vocoder returned NaN or infinity, which would become
+                black.
         """
         postprocess = self._pipe.video_processor.postprocess_video
 
@@ -137,7 +179,13 @@ class EngineModel:
         return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
 
     def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """The pipeline's result, with `postprocess` in place of its own for the decoded video."""
+        """Return the pipeline's result, a tuple, with another postprocessing of the decoded video.
+
+        Args:
+            tensors: packet after the last step.
+            postprocess: called with the video, (1, 3, F, H, W), in place of the pipeline's own
+                method.
+        """
         with replaced(self._pipe.video_processor, postprocess_video=postprocess):
             steps = self._sampling.num_inference_steps
             _, result = self._later_call(tensors, steps, None)
@@ -185,7 +233,19 @@ class EngineModel:
 def load_model(
     checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, device: str, roles: Roles
 ) -> EngineModel:
-    """Loads only the components for one rank."""
+    """Load the components that one rank needs.
+
+    Args:
+        checkpoint: checked checkpoint, with weights.
+        model: model that it belongs to.
+        sampling: resolved sampling parameters.
+        device: device of the rank, such as `cuda:1`.
+        roles: what the rank does.
+
+    Raises:
+        ModelError: the files do not fit together.
+        OutOfMemoryError: a component does not fit on the device.
+    """
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
     return EngineModel(pipe, checkpoint, sampling, model.dtype)
 
@@ -197,9 +257,16 @@ def call_arguments(
     request: ClipRequest,
     source: Source | None,
 ) -> dict[str, Any]:
-    """Arguments of `__call__` for one clip, without those whose default it takes.
+    """Return the arguments of `__call__` for one clip, without those whose default it takes.
 
-    Gives the pipeline the clip's scheduler, and its guider, if it has one, the scale.
+    The pipeline gets the clip's scheduler and, if it has a guider, one with the clip's scale.
+
+    Args:
+        pipe: pipeline, which is changed.
+        checkpoint: checkpoint that it belongs to.
+        sampling: resolved sampling parameters.
+        request: clip with its prompts and seed.
+        source: image, frames or videos that the clip starts from; None: text alone.
     """
     row = checkpoint.row
     pipe.scheduler = checkpoint.new_scheduler(sampling)
@@ -221,9 +288,12 @@ def call_arguments(
 
 
 def blank_source(sampling: Any, *, whole: bool = False) -> Source | None:
-    """Black pictures in place of what a clip starts from; None if it starts from text alone.
+    """Return black pictures in place of what a clip starts from; None if it starts from text alone.
 
-    Unless they are `whole`, the frames of videos are as few or as small as the pipelines take.
+    Args:
+        sampling: resolved sampling parameters.
+        whole: whether they have the true size and number; otherwise the frames of videos are as
+            few or as small as the pipelines take.
     """
     if not sampling.from_image:
         return None
@@ -237,12 +307,27 @@ def blank_source(sampling: Any, *, whole: bool = False) -> Source | None:
 
 
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
-    """(F, 3, H, W) in [0, 1] to (F, H, W, 3) uint8, as diffusers' processor, but on the device."""
+    """Convert pixels as diffusers' processor does, but on the device.
+
+    Args:
+        pixels: (F, 3, H, W), from 0 to 1.
+
+    Returns:
+        (F, H, W, 3) uint8, contiguous.
+    """
     return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def audio_of(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
-    """The sound that a pipeline returned, (1, channels, N), as diffusers writes it into files."""
+    """Return the sound of a clip, as diffusers writes it into files; None if there is none.
+
+    Args:
+        pipe: pipeline whose vocoder made it.
+        audio: (1, channels, N), from -1 to 1; None: the pipeline makes no sound.
+
+    Raises:
+        NotFiniteError: the vocoder returned NaN or infinity.
+    """
     if audio is None:
         return None
     if not bool(torch.isfinite(audio).all()):
@@ -269,7 +354,7 @@ _BEFORE, _AFTER = 2, 3
 
 
 def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
-    """The pixels of an image of any size for CLIP, in [0, 1], and for the VAE, in [-1, 1]."""
+    """Return the pixels of an image for CLIP, in [0, 1], and for the VAE, in [-1, 1]."""
     processor = pipe.video_processor
     # A call of the pipeline, perhaps in another thread, replaces the processor's own method.
     preprocess = type(processor).preprocess
@@ -296,7 +381,14 @@ def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
 
 
 def resize_for_clip(image: Image.Image) -> torch.Tensor:
-    """The pixels of `image` (RGB) in [-1, 1], blurred and interpolated to (1, 3, 224, 224)."""
+    """Blur and interpolate an image for CLIP: the bits of `_resize_with_antialiasing`.
+
+    Args:
+        image: RGB, of any size.
+
+    Returns:
+        (1, 3, 224, 224) fp32 in [-1, 1].
+    """
     tops = range(0, image.height, _BAND_ROWS)
     across = torch.cat([_blurred(_pixels(image, top), _WIDTH) for top in tops], dim=_HEIGHT)
     down = _blurred(across, _HEIGHT)
@@ -342,7 +434,7 @@ def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _spans(size: int) -> list[tuple[int, int]]:
-    """The positions along a side of `size` pixels that the interpolation reads.
+    """Return the positions along a side of `size` pixels that the interpolation reads.
 
     They are ranges (start, stop) that do not touch.
     """

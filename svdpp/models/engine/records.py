@@ -1,4 +1,4 @@
-"""What travels of a pipeline's call: what its methods return, as named tensors and their structure.
+"""Record and replay of what a pipeline's methods return, as named tensors and their structure.
 
 It is recorded by the encode and replayed by all later ranks; for that, methods of the pipeline and
 of its components are replaced while a call lasts. The structure is JSON: plain values stand in it,
@@ -63,7 +63,16 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """The structure of `value`, whose tensors get names that begin with `name`."""
+        """Return the structure of a value, and keep its tensors.
+
+        Args:
+            value: nested lists, tuples, dicts and outputs of the libraries, with tensors and plain
+                values.
+            name: beginning of the names of its tensors.
+
+        Raises:
+            ModelError: it holds something else, which no packet carries.
+        """
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value, name)
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -72,7 +81,10 @@ class Packer:
             items = [self.pack(each, f"{name}.{index}") for index, each in enumerate(value)]
             return {"kind": type(value).__name__, "items": items}
         if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
-            raise ModelError(f"no packet carries {name}, a {type(value).__name__}")
+            raise ModelError(
+                f"no packet carries {name}, a {type(value).__name__}",
+                details={"name": name, "type": type(value).__name__},
+            )
         node = {"items": {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}}
         if isinstance(value, (BaseOutput, ModelOutput)):
             cls = f"{type(value).__module__}:{type(value).__name__}"
@@ -94,28 +106,35 @@ class Packer:
         return {**node, "name": known, "stride": stride}
 
     def packet(self, structure: Node) -> Tensors:
-        """The packed tensors, and their structure as one more."""
+        """Return the packed tensors, and their structure as one more: JSON in uint8."""
         text = json.dumps(structure, separators=(",", ":"))
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return {**self.tensors, STRUCTURE: data}
 
 
 def structure_of(packet: Tensors) -> Node:
-    """The structure that `Packer.packet` has written."""
+    """Return the structure that `Packer.packet` has written into a packet."""
     assert packet[STRUCTURE].is_cpu
     structure: Node = json.loads(packet[STRUCTURE].numpy().tobytes())
     return structure
 
 
 def describe(value: Any) -> Node:
-    """The structure of `value`, of whose tensors nothing travels."""
+    """Return the structure of `value`, of whose tensors nothing travels."""
     return Packer(keeps=False).pack(value, "value")
 
 
 def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
-    """The value that a packer took, with copies of its tensors, which the pipeline may change.
+    """Return the value that a packer took, with copies of its tensors.
 
-    A tensor that did not travel is NaN everywhere, and takes no memory.
+    Args:
+        node: structure of the value. A tensor that did not travel is NaN everywhere (0 for
+            integers), and takes no memory.
+        tensors: tensors of the packet, by name.
+        device: device of those that did not travel.
+
+    Raises:
+        ValueError: the structure names a class that is no output of the libraries.
     """
 
     def tensor(leaf: Node) -> torch.Tensor:
@@ -132,7 +151,7 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
 
 
 def zeros(node: Node, device: torch.device) -> Any:
-    """A value of the same structure whose tensors are zero."""
+    """Return a value of the structure `node` whose tensors are zero, on `device`."""
 
     def tensor(leaf: Node) -> torch.Tensor:
         shape, stride = leaf["shape"], leaf["stride"]
@@ -143,7 +162,7 @@ def zeros(node: Node, device: torch.device) -> Any:
 
 
 def leaves(node: Node) -> list[Node]:
-    """The tensors in a structure, in its order."""
+    """Return the tensors in a structure, in its order."""
     if node["kind"] == "tensor":
         return [node]
     items = node.get("items", [])
@@ -184,7 +203,7 @@ def _build(node: Node, tensor: Any) -> Any:
 
 
 def _output_class(path: str) -> Any:
-    """The class of a library's output; packets name no other class."""
+    """Return the class of a library's output; packets name no other class."""
     module, _, name = path.partition(":")
     known = module.split(".")[0] in ("diffusers", "transformers")
     cls = getattr(importlib.import_module(module), name) if known else None
@@ -194,7 +213,7 @@ def _output_class(path: str) -> Any:
 
 
 def snapshot(scheduler: Any) -> dict[str, Any]:
-    """The scheduler's `__dict__` before its first step, for `changed_state`."""
+    """Return the scheduler's `__dict__` before its first step, for `changed_state`."""
     return {
         key: copy.copy(value) if isinstance(value, (list, dict)) else value
         for key, value in scheduler.__dict__.items()
@@ -202,7 +221,12 @@ def snapshot(scheduler: Any) -> dict[str, Any]:
 
 
 def changed_state(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """What steps have changed in the scheduler's `__dict__`: its state."""
+    """Return the scheduler's state: what steps have changed in its `__dict__`.
+
+    Args:
+        before: result of `snapshot`.
+        scheduler: the same scheduler after steps.
+    """
     return {
         key: value
         for key, value in scheduler.__dict__.items()
@@ -218,30 +242,42 @@ def _is_unchanged(before: Any, now: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers."""
+    """Return the tensors in nested containers."""
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def copied(value: Any) -> Any:
-    """The value with copies of its tensors, in the same order in memory."""
+    """Return `value` with copies of its tensors, in the same order in memory."""
     return tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    """Whether any tensor is another one than before."""
+    """Whether any tensor is another one than before; both lists have the same length."""
     return not all(map(torch.equal, before, after))
+
+
+# Before the denoiser's first call, the call that encodes wraps each method and notes:
+#
+#   name                    result           the generator afterwards
+#   encode_prompt           (tensor, tensor) -
+#   vae.encode              output class     -
+#   prepare_latents         tensor           its state, as the method drew noise
+#
+# Later calls return these results in the same order of each name, without the components. A record
+# inside another one is not noted: a replay of the outer one never calls the inner one. Methods that
+# return no tensors and draw nothing run again: they are cheap, and may set the pipeline's fields.
 
 
 @dataclass(eq=False)
 class Records:
-    """What methods of the pipeline and of its components return, and states of its generator."""
+    """Results of methods of the pipeline and of its components, and states of its generator."""
 
     row: Row
     unpacked: Callable[[Node], Any]
-    """The value of a node of the packet."""
+    """Returns the value of a node of the packet."""
     generator: torch.Generator
     given: list[Node] | None
-    """The packet's records; None: this call makes them."""
+    """Records of the packet; None: this call makes them."""
     paused: bool = False
     """While it is true, as in steps, nothing is recorded or replayed."""
 
@@ -250,7 +286,12 @@ class Records:
         self._made: list[tuple[str, Any, torch.Tensor | None]] = []
 
     def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """`real`, whose calls are recorded or replayed."""
+        """Return `real` such that its calls are recorded or replayed.
+
+        Args:
+            name: name of the method in records, such as `vae.encode`.
+            real: method of the pipeline or of a component.
+        """
 
         @functools.wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -280,12 +321,16 @@ class Records:
         return self.unpacked(record["result"])
 
     def restore(self, states: Node) -> None:
-        """Sets the generator to the state that the packet holds."""
+        """Set the generator to the state that the packet holds under `states`."""
         (state,) = self.unpacked(states)
         self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
-        """The structure of what was recorded; the first latent is packed by its own name."""
+        """Return the structure of what was recorded; the first latent is packed by its own name.
+
+        Args:
+            packer: packer that keeps the tensors.
+        """
         for name, result, _ in self._made:
             if name == _NOISE_RECORD:
                 packer.pack(tensors_in(result)[0], LATENTS)
@@ -300,7 +345,12 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """The records that were received; what is still used of the noise is in the latent."""
+        """Return the received records for the next packet; the latent stands for the noise.
+
+        Args:
+            received: tensors of the packet that this rank got.
+            tensors: tensors of the next packet, to which those that still travel are added.
+        """
         records = copy.deepcopy(self.given or [])
         for record in records:
             record["drew"] = None  # each step's state is in the packet
@@ -317,7 +367,12 @@ class Records:
 
 @contextmanager
 def replaced(target: Any, **methods: Any) -> Iterator[None]:
-    """Replaces methods of this one object, a pipeline or a part of it, while the context lasts."""
+    """Replace methods of one object while the context lasts.
+
+    Args:
+        target: pipeline or a part of it; others of its class stay as they are.
+        methods: new methods by name.
+    """
     before = {name: vars(target)[name] for name in methods if name in vars(target)}
     for name, method in methods.items():
         object.__setattr__(target, name, method)
@@ -331,14 +386,14 @@ def replaced(target: Any, **methods: Any) -> Iterator[None]:
 
 
 def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
-    """The methods by which pipelines call a component."""
+    """Return the methods by which pipelines call a component, by name."""
     names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
     return {name: getattr(component, name) for name in names if hasattr(component, name)}
 
 
 @functools.cache
 def own_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """The methods that the pipeline's class defines, and not diffusers' base classes."""
+    """Return the names of the methods that are the pipeline's own, not its base classes'."""
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:
         is_own = cls.__module__.startswith("diffusers.pipelines")

@@ -1,4 +1,4 @@
-"""The rows: what is special about each family of diffusers' pipelines; knows no torch.
+"""Rows with what is special about each family of diffusers' pipelines; knows no torch.
 
 `docs/new-model.md` says how to add one. What a row does not say is the same for all families.
 """
@@ -17,10 +17,10 @@ from svdpp.models.files import short_repr
 if TYPE_CHECKING:
     from svdpp.models.checkpoint import Configs
 
-#: What a family's configs say of a checkpoint: fields of `Checkpoint`.
+#: Facts that a family's configs tell of a checkpoint: fields of `Checkpoint`.
 Facts = dict[str, Any]
 
-#: What an encode of an image uses, as far as a checkpoint has it.
+#: Components that an encode of an image uses, as far as a checkpoint has it.
 IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
 _TWO_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
@@ -32,14 +32,14 @@ class Row:
 
     title: str
     denoiser: str
-    """The class of the denoisers: others may keep state that no packet carries."""
+    """Class of the denoisers: others may keep state that no packet carries."""
     text: str | None = None
-    """The pipeline's class for clips from text alone."""
+    """Pipeline's class for clips from text alone."""
     image: str | None = None
-    """The pipeline's class for clips from an image."""
+    """Pipeline's class for clips from an image."""
     _: KW_ONLY
     image_argument: str = "image"
-    """Of `__call__`, for that image, or for the frames of a video."""
+    """Argument of `__call__` for that image, or for the frames of a video."""
     also: tuple[str, ...] = ()
     """Other pipelines whose checkpoints the family runs if it is asked for by name."""
     size_from_image: bool = False
@@ -50,22 +50,22 @@ class Row:
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     denoisers: tuple[str, ...] = ("transformer",)
     encode: tuple[str, ...] = ("tokenizer", "text_encoder")
-    """What an encode uses."""
+    """Components that an encode uses."""
     decode: tuple[str, ...] = ("vae",)
     everywhere: tuple[str, ...] = ()
-    """What every rank uses: components without weights."""
+    """Components without weights that every rank uses."""
     fp32: frozenset[str] = frozenset()
     """Components in float32, whatever the model's dtype is."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
     records: Mapping[str, Literal["unused", "first step"] | int] = field(default_factory=dict)
-    """Who uses a record but not all steps and the decode: none, as of images before they are
+    """Users of a record that are not all steps and the decode: none, as of images before they are
     encoded, or the first step alone; of several with one name, the number of the one in use."""
     noise: str | None = None
     """Tensor of later packets that gives their steps the first latent. `latents`: they use parts
     which no step changes; None: only the first step uses it."""
     results_in_latents: int = 0
-    """Of how many schedulers, by their first steps, the results are part of the latent; these do
+    """Number of schedulers, by their first steps, whose results are part of the latent; these do
     not travel."""
     branches: Literal["calls", "batch"] | None = None
     """A guided step evaluates its two branches by two calls whose results are used after both, or
@@ -84,9 +84,9 @@ class Row:
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
     frames: tuple[int, int, str] = (1, MAX_FRAMES, "all that svdpp makes")
-    """The fewest and most of a clip, and why."""
+    """Fewest and most frames of a clip, and the reason."""
     facts: Callable[[Configs], Facts] = lambda _: {}
-    """What the configs of a checkpoint say; refuses what the row does not cover."""
+    """Returns what the configs of a checkpoint say; refuses what the row does not cover."""
     check: Callable[[Any, Any], None] = lambda *_: None
     """Refuses sampling parameters (second) that diffusers cannot run with a checkpoint (first)."""
     arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
@@ -98,16 +98,16 @@ class Row:
 
     @property
     def parts(self) -> frozenset[str]:
-        """The components that a rank may need."""
+        """Names of the components that a rank may need."""
         return self.required.union(IMAGE_ENCODERS, self.denoisers)
 
     @property
     def required(self) -> frozenset[str]:
-        """Those of `parts` that every checkpoint has."""
+        """Names of those of `parts` that every checkpoint has."""
         return frozenset((*self.encode, *self.decode, self.denoisers[0], *self.everywhere))
 
     def pipeline(self, from_image: bool) -> str:
-        """The pipeline's class for a clip."""
+        """Return the name of the pipeline's class for a clip from an image or from text."""
         name = self.image if from_image else self.text
         assert name is not None
         return name
@@ -169,6 +169,8 @@ def _check_wan(checkpoint: Any, sampling: WanSampling) -> None:
         f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "
         "diffusers cannot run that",
         "use fewer --steps or a lower --param flow_shift",
+        steps=len(timesteps),
+        timestep=timesteps[0],
     )
 
 
@@ -187,11 +189,21 @@ def _check_ltx(checkpoint: Any, sampling: LtxSampling) -> None:
     require(
         sampling.num_inference_steps > 1 or not checkpoint.scheduler_config.get("shift_terminal"),
         "--steps must be 2 or more: the model's scheduler divides by zero for 1",
+        steps=sampling.num_inference_steps,
+        lowest=2,
     )
 
 
 def ltx_generator_device(checkpoint: Any, sampling: LtxSampling, device: str) -> str:
-    """The CPU, but where `LTXImageToVideoPipeline` draws noise by `torch.randn` on the device."""
+    """Return where noise is drawn: on the CPU, except where diffusers draws it by `torch.randn`.
+
+    `LTXImageToVideoPipeline` does so on its own device if the VAE takes a timestep.
+
+    Args:
+        checkpoint: checked checkpoint.
+        sampling: sampling parameters.
+        device: device of the pipeline.
+    """
     return device if sampling.from_image and checkpoint.decode_draws else "cpu"
 
 
@@ -224,7 +236,7 @@ def _hunyuan_video_facts(configs: Configs) -> Facts:
 
 
 def _hunyuan_video_15_facts(configs: Configs) -> Facts:
-    """The pipeline has a fixed length of prompts, and sizes of its own for an image."""
+    """Return the sizes for clips from an image, and that the length of prompts is fixed."""
     unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
     target = configs.of("transformer", target_size=640).count("target_size", 8192)
     return {"unused_parameters": ("max_sequence_length",), "image_sizes": (target, unit)}
@@ -247,6 +259,10 @@ def _check_hunyuan_video_15(checkpoint: Any, sampling: Any) -> None:
         nearest == (height, width),
         f"from an image the model makes no clips of --height {height} --width {width}",
         f"nearest: --height {nearest[0]} --width {nearest[1]}",
+        height=height,
+        width=width,
+        nearest_height=nearest[0],
+        nearest_width=nearest[1],
     )
 
 
@@ -257,6 +273,9 @@ def _check_framepack(_: Any, sampling: Any) -> None:
         steps % chunks == 0,
         f"--steps counts those of all chunks: for {frames} frames it must be a multiple of "
         f"{chunks}, got {steps}",
+        frames=frames,
+        chunks=chunks,
+        steps=steps,
     )
 
 
@@ -270,7 +289,7 @@ def _framepack_arguments(sampling: Any) -> dict[str, Any]:
 
 
 def _latte_facts(configs: Configs) -> Facts:
-    """The pipeline makes as many frames as its transformer says, of prompts of a fixed length."""
+    """Return the only number of frames, and that the length of prompts is fixed."""
     count = configs.of("transformer", video_length=16).count("video_length", 1024)
     frames = count, count, "the only number of the model"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}
@@ -286,7 +305,12 @@ def _kandinsky5_facts(configs: Configs) -> Facts:
 def _check_kandinsky5(_: Any, sampling: Any) -> None:
     """Refuses few frames: the pipeline adapts the first four latent frames to those that follow."""
     enough = not sampling.from_image or sampling.num_frames >= 17
-    require(enough, f"--frames must be at least 17 from an image, got {sampling.num_frames}")
+    require(
+        enough,
+        f"--frames must be at least 17 from an image, got {sampling.num_frames}",
+        frames=sampling.num_frames,
+        lowest=17,
+    )
 
 
 def _all_steps(sampling: Any) -> dict[str, int]:
@@ -304,6 +328,10 @@ def _check_strength(_: Any, sampling: Any) -> None:
         f"--steps {sampling.num_inference_steps} are the last of {total} for --param strength="
         f"{sampling.strength:g}, and the limit is {MAX_STEPS}",
         "use fewer --steps or more strength",
+        steps=sampling.num_inference_steps,
+        all_steps=total,
+        strength=sampling.strength,
+        highest=MAX_STEPS,
     )
 
 
