@@ -355,7 +355,7 @@ def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
                 f"--{name} must be {must}, got {shown(side)}",
                 details={
                     "field": name,
-                    "value": side,
+                    "value": shown_value(side),
                     "unit": unit,
                     "lowest": unit,
                     "highest": MAX_SIDE,

@@ -86,7 +86,11 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"{label}{component} cannot be loaded: {first_line(error)}") from error
+        problem = first_line(error)
+        raise ModelError(
+            f"{label}{component} cannot be loaded: {problem}",
+            details={"component": component, "problem": problem},
+        ) from error
 
 
 # 1. Configs.
@@ -173,16 +177,16 @@ def read_json(folder: Path, name: str) -> JsonFile:
         ModelError: the file is missing, is not regular, cannot be read, or holds no JSON object.
     """
     if not (folder / name).is_file():  # also a pipe, which would never end
-        raise ModelError(f"{name} is missing")
+        raise ModelError(f"{name} is missing", details={"file": name})
     try:
         with (folder / name).open("rb") as file:
             values = json.loads(file.read(_MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelError(f"{name} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:  # also of a longer file
-        raise ModelError(f"{name} does not hold valid JSON") from error
+        raise ModelError(f"{name} does not hold valid JSON", details={"file": name}) from error
     if not isinstance(values, dict):
-        raise ModelError(f"{name} does not hold a JSON object")
+        raise ModelError(f"{name} does not hold a JSON object", details={"file": name})
     return JsonFile(name, values)
 
 
@@ -463,10 +467,16 @@ def read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
         with path.open("rb") as file, safe_open(path, framework="np"):
             header = file.read(int.from_bytes(file.read(8), "little"))
     except OSError as error:
-        raise ModelError(f"{label} cannot be read ({error.strerror or error})") from error
+        problem = error.strerror or str(error)
+        raise ModelError(
+            f"{label} cannot be read ({problem})", details={"file": label, "problem": problem}
+        ) from error
     except SafetensorError as error:
         reason = short_repr(str(error)).strip("'\"")
-        raise ModelError(f"{label} is damaged or truncated: {reason}") from error
+        raise ModelError(
+            f"{label} is damaged or truncated: {reason}",
+            details={"file": label, "problem": str(error)},
+        ) from error
     entries: dict[str, Any] = json.loads(header)
     entries.pop("__metadata__", None)
     return header, entries

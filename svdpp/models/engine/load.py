@@ -288,7 +288,10 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     for problem in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, info[f"{problem}_keys"])):
             first = f"weights are {problem}, the first is {short_repr(names[0])}"
-            raise ModelError(f"{part}: {first} of {len(names)}")
+            raise ModelError(
+                f"{part}: {first} of {len(names)}",
+                details={"component": part, problem: names[:20], "count": len(names)},
+            )
     return module
 
 
