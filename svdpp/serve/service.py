@@ -129,7 +129,8 @@ class Service:
         """Whether new jobs are refused, because the server ends."""
         for name in (PHOTOS, CLIPS, LATENTS):
             output_files.check_writable(self.folder / name)
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
+            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / name).chmod(0o700)  # also where an earlier version has made it
         self.photos = PhotoFolder(self.folder / PHOTOS, settings.max_pixels)
         self._leftovers: Seen = set()
         self.followers = Followers()

@@ -21,6 +21,7 @@ from svdpp.media.video import file_sha256
 from svdpp.serve.auth import add_key
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.server import build
 from tests.cli.shell import DEMO as ON_CPU
 from tests.cli.shell import Answer, assert_error, svdpp_here
 from tests.serve.engines import job_of
@@ -262,6 +263,22 @@ def _goes_on_and_ends_without_grace(folder: Path, left: str) -> None:
             waits = newest()
             server.stop()
         assert error_of(answer.result(), 503, "closing")["details"] == {"id": waits}
+
+
+def test_its_files_are_its_users_own_whatever_the_folder_is(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "clips").mkdir(parents=True, mode=0o755)
+    before = os.umask(0o022)
+    try:
+        _, service = build(*asked(folder, *DUMMY, "--adopt"))
+        (folder / "clips/a.mp4").touch()  # as a rank does
+        service.queue.close()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*")}
+    assert {modes[name] for name in ("photos", "clips", "latents")} == {0o700}
+    assert {mode for name, mode in modes.items() if (folder / name).is_file()} == {0o600}
+    assert modes["a.mp4"] == 0o600
 
 
 @pytest.mark.processes
