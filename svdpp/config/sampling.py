@@ -107,9 +107,7 @@ SHARED: Mapping[str, Param] = {
     "width": _whole(8, MAX_SIDE, "Frame width, a multiple of 8."),
     "num_frames": _whole(1, MAX_FRAMES, "Frames of each clip.", api="frames"),
     "fps": _whole(1, 240, "Frames per second, 1 to 240."),
-    "decode_chunk_size": _whole(
-        1, MAX_FRAMES, "Frames to decode at a time; bits and memory depend on it."
-    ),
+    "decode_chunk_size": _whole(1, MAX_FRAMES, "Frames to decode at a time; bits depend on it."),
     "guidance_scale": Param(None, MAX_GUIDANCE, "Guidance by the prompt; up to 1 it is off."),
     "max_sequence_length": _whole(
         1,

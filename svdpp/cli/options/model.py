@@ -158,9 +158,7 @@ class ModelOptions:
     ] = None
     steps: Annotated[int | None, _of("num_inference_steps", common=True)] = None
     num_frames: Annotated[int | None, _of("num_frames", "F", common=True)] = None
-    decode_chunk_size: Annotated[
-        int | None, _of("decode_chunk_size", "F", default="all by default", common=True)
-    ] = None
+    decode_chunk_size: Annotated[int | None, _of("decode_chunk_size", "F", common=True)] = None
     seed: Annotated[
         int | None,
         option(
