@@ -209,6 +209,8 @@ class Service:
         if self.queue.store.why_away:
             return "the store of files cannot be used"
         try:
+            if self.queue.is_shared:  # a read alone is answered also by a read-only database
+                self.queue.database.check()
             is_full = self.queue.num_open() >= self.settings.max_open
         except OutputError:
             return "the queue cannot be used"

@@ -71,6 +71,12 @@ def test_a_session_that_has_become_read_only_is_replaced(queue: JobQueue) -> Non
     for connection in queue.database._open.values():  # type: ignore[union-attr]
         connection.execute("SET default_transaction_read_only = on")
     with pytest.raises(AwayError, match="read-only"):
+        queue.database.check()  # as /ready does
+    queue.database.check()
+    queue.database._open["write"].execute(  # type: ignore[union-attr]
+        "SET default_transaction_read_only = on"
+    )
+    with pytest.raises(AwayError, match="read-only"):
         queue.cancel_waiting(id)
     assert queue.cancel_waiting(id)
     queue.database.check()

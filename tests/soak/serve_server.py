@@ -33,6 +33,8 @@ _START_LINE = "--- start\n"
 # How a server ends at SIGTERM before Python, or the command, has handlers for it.
 _ENDS_AT_START = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _FORK_SERVER = "multiprocessing.forkserver"
+# Of the module that sets the clock.
+_SITE = Path(__file__).parent / "clock"
 # Why a server may end before it listens: the database, or the files, are away at that moment.
 _AWAY_AT_START = ("does not answer", "is not that of the queue", "cannot use the data folder")
 
@@ -46,12 +48,12 @@ class FaultyServer:
         chance: random.Random,
         *options: str,
         data: Path,
-        faketime: Path | None = None,
+        has_clock: bool = False,
     ) -> None:
-        """With the library `faketime`, its clock can be set; else it is the machine's."""
+        """Start it; unless it `has_clock`, its clock is the machine's and cannot be set."""
         self.data, self.temporary = data, folder / "tmp"
         self.temporary.mkdir(parents=True)
-        self._faketime, self._clock = faketime, folder / "clock"
+        self._has_clock, self._clock = has_clock, folder / "clock"
         self._folder, self._options = folder, options
         self.log = folder / "server.log"
         with socket.socket() as free:
@@ -70,13 +72,12 @@ class FaultyServer:
         self.starts += 1
         command = [sys.executable, "-m", "svdpp", "serve", "--data", str(self.data)]
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
-        if self._faketime is not None:
+        if self._has_clock:
             self.set_clock(0)  # what has finished is old for a server that starts later
+            paths = (str(_SITE), os.environ.get("PYTHONPATH", ""))
             environment |= {
-                "LD_PRELOAD": str(self._faketime),
-                "FAKETIME_TIMESTAMP_FILE": str(self._clock),
-                "FAKETIME_CACHE_DURATION": "1",
-                "DONT_FAKE_MONOTONIC": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "SVDPP_SOAK_CLOCK": str(self._clock),
             }
         with self.log.open("ab") as log:
             log.write(_START_LINE.encode())

@@ -104,9 +104,7 @@ class FaultyServers:
                 "end the connections": lambda _: database.execute(_END),
                 "end some connections": lambda _: database.execute(f"{_END} AND random() < 0.4"),
             }
-        faketime = None
         if asked.clocks:
-            faketime = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
             more += "--keep-days", "1"
             self._inflicts["a clock jumps"] = self._jump
         if asked.storage:
@@ -117,7 +115,9 @@ class FaultyServers:
                 "the database is read-only": lambda _: self._make_read_only(database),
             }
         self.servers = [
-            FaultyServer(folder / f"server{n}", chance, *more, data=self.data, faketime=faketime)
+            FaultyServer(
+                folder / f"server{n}", chance, *more, data=self.data, has_clock=asked.clocks > 0
+            )
             for n in range(asked.servers)
         ]
 
