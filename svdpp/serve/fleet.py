@@ -10,7 +10,7 @@ import socket
 import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import QUEUED, JobQueue
 from svdpp.serve.views import size_of
-from svdpp.worker.messages import ActionDone, Event, StepDone
+from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
 # Two renewals can be late before a claim ends.
 _RENEWALS = 3
@@ -64,11 +64,14 @@ class _Pace:
     encode: float
     step: float
     decode: float
+    write: float = 0.0
 
     def left(self, sampling: SamplingConfig, steps_done: int = 0) -> float:
         """Return the seconds of work that is left of a clip after some steps."""
         steps = sampling.num_inference_steps - steps_done
-        seconds = steps * self.step + self.decode + (0.0 if steps_done else self.encode)
+        seconds = (
+            steps * self.step + self.decode + self.write + (0.0 if steps_done else self.encode)
+        )
         return seconds * _volume(sampling)
 
     def left_of(self, clip: RunningClip) -> float:
@@ -92,19 +95,27 @@ class Estimates:
         self._feeder = engine.feeder
         self._num_ranks = engine.config.world_size // engine.config.cfg_parallel
         self._num_servers = num_servers
-        kinds = (Kind.ENCODE, "step", Kind.DECODE)
+        kinds = (Kind.ENCODE, "step", Kind.DECODE, "write")
         self._samples = {kind: deque[float](maxlen=_MAX_SAMPLES) for kind in kinds}
+        # Ranks and seconds of the latest actions; a clip has about one on each rank.
+        self._work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
+        self._cfg_parallel = engine.config.cfg_parallel
         self._lock = threading.Lock()
         self._made_at = -_MAX_AGE
         self._latest: dict[str, Estimate] = {}
 
-    def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
+    def __call__(self, rank: int, event: Event) -> None:
         """Take an event of `rank`."""
         match event:
             case StepDone():
                 self._add("step", event.clip, event.seconds)
             case ActionDone():
-                self._add(event.action.kind, event.action.clip, event.end - event.start)
+                seconds = event.end - event.start
+                self._add(event.action.kind, event.action.clip, seconds)
+                if rank % self._cfg_parallel == 0:  # both ranks of a pair work at once
+                    self._work.append((rank, seconds))
+            case ClipDone():
+                self._add("write", event.clip, event.write_seconds)
             case _:
                 pass
 
@@ -145,7 +156,7 @@ class Estimates:
         etas = {clip.job.id: made.left_of(clip) for clip in begun}
         places: dict[str, int] = {}
         ahead = self._until_free(made, begun[-1]) if begun else 0.0
-        num_ranks = self._num_ranks * self._num_servers()
+        num_ranks = self._num_busy_ranks() * self._num_servers()
         for id, sampling, steps_done in self._in_order(clips, waiting):
             if id not in etas:
                 seconds = made.left(sampling, steps_done)
@@ -155,6 +166,20 @@ class Estimates:
                 ahead += seconds / num_ranks
         known = pace is not None
         return {id: Estimate(places.get(id), eta if known else None) for id, eta in etas.items()}
+
+    def _num_busy_ranks(self) -> float:
+        """Return the mean number of ranks that work at once while clips wait.
+
+        The busiest rank sets the pace of a full pipeline, and the others wait for it: of two ranks
+        of which one works half as long, 1.5 work at once. All of them until each has worked.
+        """
+        seconds = defaultdict[int, float](float)
+        for rank, each in self._work.copy():
+            seconds[rank] += each
+        most = max(seconds.values(), default=0.0)
+        if len(seconds) < self._num_ranks or not most:
+            return self._num_ranks
+        return sum(seconds.values()) / most
 
     def _until_free(self, pace: _Pace, latest: RunningClip) -> float:
         """Return the seconds until the first rank has done its part of the latest clip."""
@@ -177,10 +202,10 @@ class Estimates:
         """Return the medians of the latest work; None before the first step."""
         if not self._samples["step"]:
             return None
-        encode, step, decode = (
+        encode, step, decode, write = (
             statistics.median(samples.copy() or [0.0]) for samples in self._samples.values()
         )
-        return _Pace(encode, step, decode)
+        return _Pace(encode, step, decode, write)
 
 
 def _volume(sampling: SamplingConfig) -> int:

@@ -19,6 +19,9 @@ from svdpp.driver.clips import ClipProgress
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.actions import Action
+from svdpp.plan.costs import Costs
+from svdpp.plan.forecast import replay, steady_seconds_per_clip
+from svdpp.plan.layout import Layout
 from svdpp.serve.clips import Admission, RunningClip
 from svdpp.serve.engine import Rank, RankView
 from svdpp.serve.fleet import Estimate, Estimates
@@ -28,7 +31,7 @@ from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.server import build
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.views import as_api_error
-from svdpp.worker.messages import ActionDone, Heartbeat, Joined, RankStats, StepDone
+from svdpp.worker.messages import ActionDone, ClipDone, Heartbeat, Joined, RankStats, StepDone
 from tests.serve.engines import (
     SAMPLING,
     STEPS,
@@ -50,7 +53,7 @@ def test_steps_that_need_a_rank_without_weights() -> None:
         Admission(dummy_config(4, split="alternating", sampling=few), None).check(many)
     error = as_api_error(caught.value)
     assert error.hint == "use 2 steps"
-    assert error.details == {"field": "steps"}
+    assert error.details["field"] == "steps"
     Admission(dummy_config(4, split="alternating", sampling=many), None).check(many)
 
 
@@ -161,6 +164,27 @@ def test_clips_that_wait_share_all_ranks_in_the_order_of_their_turns(
     assert [one.place for one in found.values()] == list(range(7))
     expected = [WHOLE * (1 + place / (ranks * servers)) for place in range(7)]
     assert [one.eta_seconds for one in found.values()] == pytest.approx(expected)
+
+
+def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
+    store: JobQueue, estimates: Callable[..., Estimates]
+) -> None:
+    """Equal shares of steps and the decode on the last of two ranks: the first one waits."""
+    for seed in range(3):
+        store.add(dummy_job(seed), max_open=None)
+    made = estimates(ranks=2)
+    made._work.clear()
+    layout = Layout(num_steps=STEPS, world_size=2, costs=Costs(step_seconds=2, decode_seconds=4))
+    for rank, action, start, end in replay(layout.schedule(3), layout.costs):
+        made(rank, ActionDone(action=action, start=start, end=end, waited=0.0))
+    etas = [one.eta_seconds or 0.0 for one in made.all().values()]
+    period = steady_seconds_per_clip(layout)
+    work = etas[0]
+    assert period == pytest.approx(STEPS + 4)
+    assert etas[1] - etas[0] == pytest.approx(work * period / (2 * STEPS + 4))
+    made(1, ClipDone(clip=0, metadata={}, write_seconds=3.0))
+    first = next(iter(made.all(max_age=-1).values()))
+    assert first.eta_seconds == pytest.approx(work + 3)
 
 
 @pytest.mark.parametrize(
