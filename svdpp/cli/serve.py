@@ -294,7 +294,6 @@ class ServeOptions(PipelineOptions, ImageOptions):
 @app.command(
     **about(
         "svdpp serve --gpus 7 --data clips",
-        "svdpp serve --device cpu --model demo",
         "svdpp serve --new-key alice --api-key-file keys.txt",
     )
 )

@@ -127,7 +127,6 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
     **about(
         "svdpp verify",
         "svdpp verify out/photo_0.mp4",
-        "svdpp verify photo.jpg --gpus 4 --split alternating",
     )
 )
 @with_option_groups
