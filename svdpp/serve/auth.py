@@ -30,7 +30,7 @@ _NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" makes one'
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose jobs a request is about: the name of the API key; empty without keys."""
+    """Owner of jobs: the name of an API key; empty without keys."""
 
     name: str = ""
     max_open: int | None = None
@@ -38,10 +38,10 @@ class Owner:
 
 
 class Keys(dict[str, Owner]):
-    """The owners of the keys that a server accepts, by the keys' hashes; some have several."""
+    """Owners of the keys that a server accepts, by the keys' SHA-256; an owner may have several."""
 
     def find(self, key: str) -> Owner | None:
-        """The owner of a client's key; None if the key is unknown.
+        """Return the owner of a client's key; None if the key is unknown.
 
         The time that it takes does not depend on how much of a key is right.
         """
@@ -53,7 +53,12 @@ class Keys(dict[str, Owner]):
 
 
 def check_host(host: str, key_file: Path | None) -> Keys | None:
-    """The API keys; None if there are none, which only a loopback address may have."""
+    """Return the API keys; None if there are none, as only a loopback address may have it.
+
+    Raises:
+        RequestError: other machines could reach the server without a key.
+        InputError: the file is not one of keys.
+    """
     if key_file is not None:
         return read_keys(key_file)
     if not is_loopback(host):
@@ -76,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def new_key() -> tuple[str, str]:
-    """A new random key, and its hash for the file."""
+    """Return a new random key, and its SHA-256 for the file."""
     key = f"svdpp_{secrets.token_urlsafe(32)}"
     return key, _hash(key)
 

@@ -31,7 +31,7 @@ _PREPARE_SECONDS = 60.0
 
 
 class Admission:
-    """Refuses clips that the ranks cannot make. Any thread may call it.
+    """Check of clips against what the ranks can make. Any thread may call it.
 
     A clip of the sampling of `config`, which is resolved, fits.
     """
@@ -45,13 +45,18 @@ class Admission:
         self._no_route = functools.lru_cache(_MAX_SHAPES)(self._new_no_route)
 
     def check(self, sampling: SamplingConfig) -> None:
-        """Refuses a clip that could only fail: it has no route through the ranks, or no memory."""
+        """Check that a clip has a route through the ranks, and memory.
+
+        Raises:
+            RequestError: no route of the ranks can make it.
+            OutOfMemoryError: it needs more memory than a device has.
+        """
         if (error := self._no_route(sampling)) is not None:
             raise RequestError(error.message, error.hint, details=error.details)
         self._check_memory(sampling)
 
     def why_no_route(self, sampling: SamplingConfig) -> str | None:
-        """Why the ranks cannot make a clip that another server has accepted; None if they can.
+        """Return why the ranks cannot make another server's clip; None if they can.
 
         Memory does not count: what is free at the start of a server says little of later.
         """
@@ -140,7 +145,7 @@ def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
 
 @dataclass
 class RunningClip:
-    """One clip in the pipeline, or one whose large image the ranks prepare before."""
+    """Clip in the pipeline, or one whose large image the ranks prepare before."""
 
     job: Job
     request: ClipRequest
@@ -164,7 +169,7 @@ class RunningClip:
 
     @property
     def progress(self) -> ClipProgress:
-        """How far the ranks are; steps of an earlier run count."""
+        """Progress of the ranks; steps of an earlier run count."""
         if self.handle is not None:
             return self.handle.progress
         return ClipProgress(self.request.done_steps, self.job.sampling.num_inference_steps)
@@ -176,7 +181,7 @@ class RunningClip:
 
 
 class ToRequest:
-    """Turns jobs into requests. Any thread may call it.
+    """Converter of jobs into requests. Any thread may call it.
 
     The dummy model has no checkpoint and writes no files.
     """
@@ -211,17 +216,17 @@ class ToRequest:
         return RunningClip(job, request, metadata)
 
     def forget(self, job: Job) -> None:
-        """Removes the job's latent checkpoints."""
+        """Remove the job's latent checkpoints."""
         with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
             tensor_files.prune(self.latents_folder, self._metadata_and_key(job)[1])
 
     def forget_all(self) -> None:
-        """Removes all latent checkpoints; only if no job is unfinished."""
+        """Remove all latent checkpoints; only if no job is unfinished."""
         for key, _ in tensor_files.saved(self.latents_folder):
             tensor_files.prune(self.latents_folder, key)
 
     def publish(self) -> None:
-        """Makes the latent checkpoints of the store those of the folder, while it answers."""
+        """Make the latent checkpoints of the store those of the folder, while it answers."""
         self._store.look()
         published = self._published.copy()  # first: what is fetched meanwhile is not among it
         saved = tensor_files.saved(self.latents_folder)

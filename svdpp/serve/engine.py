@@ -1,4 +1,4 @@
-"""The engine: the thread that feeds a pipeline from the queue, and restarts it; what ranks do."""
+"""Engine: the thread that feeds a pipeline from the queue and restarts it; states of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _END_SECONDS = 30.0
 
 
 class Engine:
-    """Makes the clips of a queue, on ranks that it restarts when they die. Any thread may call it.
+    """Maker of a queue's clips, on ranks that it restarts when they die. Any thread may call it.
 
     A rank that dies ends its pipeline. The unfinished clips go back to the queue, and continue from
     their latent checkpoints in the next pipeline. The clip during which the rank died counts an
@@ -79,11 +79,11 @@ class Engine:
     # --- for the server -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the ranks in a thread."""
+        """Start the ranks in a thread."""
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Finishes what it can within the grace, drops the rest, and ends the ranks.
+        """Finish what it can within the grace, drop the rest, and end the ranks.
 
         Dropped jobs stay in progress in the store: `JobQueue.recover` queues them.
         """
@@ -131,11 +131,11 @@ class Engine:
         return self.state == "ready" and self.feeder.is_empty
 
     def observe(self, observer: Observer) -> None:
-        """Adds an observer, before the start; what it raises goes to the log."""
+        """Add an observer, before the start; what it raises goes to the log."""
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
-        """The id of the job that is a clip of the pipeline."""
+        """Return the id of the job that is a clip of the pipeline."""
         return self.feeder.job_of(clip) or f"clip {clip}"
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
@@ -232,7 +232,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank does now."""
+    """Present work of a rank."""
 
     rank: int
     device: str
@@ -250,7 +250,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class RankSpan:
-    """What a rank did, in unix seconds."""
+    """Past work of a rank, in unix seconds."""
 
     rank: int
     video: str | None
@@ -272,7 +272,7 @@ class _State:
 
 
 class RankView:
-    """Collects the events of the ranks. One thread adds them, any thread reads.
+    """Collector of the ranks' events. One thread adds them, any thread reads.
 
     `job_of` gives the id of the job of a clip.
     """
@@ -284,12 +284,12 @@ class RankView:
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
 
     def reset(self) -> None:
-        """Forgets what the ranks do, because they have ended; keeps the spans."""
+        """Forget the ranks' present work, because they have ended; keep the spans."""
         with self._lock:
             self._ranks = [_State() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
-        """Takes one event."""
+        """Take one event."""
         with self._lock:
             at = self._ranks[rank]
             match event:
@@ -320,13 +320,13 @@ class RankView:
         return [RankSpan(rank, job, kind, start + ahead, end + ahead)]
 
     def clip_of(self, rank: int) -> int | None:
-        """The clip of the rank's last report; None if it was between actions."""
+        """Return the clip of the rank's last report; None if it was between actions."""
         with self._lock:
             action = self._ranks[rank].action if rank < len(self._ranks) else None
         return None if action is None else action.clip
 
     def now(self) -> list[Rank]:
-        """What each rank does now."""
+        """Return the present work of each rank."""
         with self._lock:
             return [self._now(rank, at) for rank, at in enumerate(self._ranks)]
 
@@ -339,7 +339,7 @@ class RankView:
         return Rank(rank, at.device, job, kind, step, doing, at.stats)
 
     def spans(self) -> list[RankSpan]:
-        """The spans of the last 60 seconds, and those of the actions at work."""
+        """Return the spans of the last 60 seconds, and those of the actions at work."""
         oldest, now = time.time() - _SPAN_SECONDS, time.monotonic()
         with self._lock:
             spans = [span for span in self._spans if span.end >= oldest]

@@ -157,12 +157,12 @@ class VideoRequest(BaseModel):
     ] = None
 
     def value(self, name: str) -> Any:
-        """The value of a field; None if it is not given, or not in this family's form."""
+        """Return the value of a field; None if it is not given, or not in this family's form."""
         return getattr(self, name, None)
 
     @property
     def files(self) -> dict[str, UploadFile]:
-        """The files of the form, by field."""
+        """Files of the form, by field."""
         return {name: value for name, value in self if hasattr(value, "filename")}
 
 
@@ -215,7 +215,7 @@ def _param_field(param: Param, highest: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What clients may request."""
+    """Limits of what clients may request of the server's model."""
 
     model: str
     sampling: SamplingConfig
@@ -234,7 +234,7 @@ class Capabilities:
 
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint | None, **settings: Any) -> Self:
-        """Those of a checkpoint; None: the dummy model, which takes the place of SVD."""
+        """Return those of a checkpoint; None is the dummy model, which takes the place of SVD."""
         if checkpoint is None:
             return cls(model=model, **settings)
         weights = ""
@@ -254,7 +254,7 @@ class Capabilities:
 
     @property
     def kind(self) -> str:
-        """As that of the jobs that are made by its model; see `Job.kind`."""
+        """Kind of the jobs that the model makes; see `Job.kind`."""
         return self.weights or self.model
 
     @property
@@ -263,7 +263,7 @@ class Capabilities:
 
     @cached_property
     def form(self) -> type[VideoRequest]:
-        """The form of a request."""
+        """Form of a request."""
         kind = type(self.sampling)
         highest = {"steps": self.max_steps, "frames": self.max_frames}
         return create_model(
@@ -280,7 +280,7 @@ class Capabilities:
         )
 
     def to_json(self, **limits: Any) -> dict[str, Any]:
-        """The model as `/v1/models` lists it, with what a request may have."""
+        """Return the model as `/v1/models` lists it, with what a request may have."""
         inputs: dict[str, Use] = {
             IMAGE_FIELD: self.photo,
             "prompt": self.prompt,
@@ -310,7 +310,11 @@ class Capabilities:
         }
 
     def check_model(self, id: str | None) -> None:
-        """Refuses another model than the server's own; None stands for that."""
+        """Check that a model is the server's own; None stands for that.
+
+        Raises:
+            ApiError: it is another one.
+        """
         if id not in (None, self.model):
             text = f"this server runs {self.model!r}, not {str(id)[:100]!r}"
             raise ApiError(404, "model_not_found", text, field="model", model=self.model)
@@ -336,7 +340,12 @@ class Capabilities:
             raise invalid_request(faults, hint) from None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
-        """The parameters of the requested clip."""
+        """Return the parameters of the requested clip.
+
+        Raises:
+            ApiError: the server does not make such a clip.
+            RequestError: a parameter does not fit the model.
+        """
         self.check_model(request.model)
         if self.prompt == "refused" and request.value("prompt"):
             text = "Stable Video Diffusion takes no prompt"

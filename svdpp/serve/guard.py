@@ -1,4 +1,4 @@
-"""What stands around all routes: hosts, keys, the size of a body, HEAD, headers, the access log."""
+"""HTTP middleware: hosts, keys, body limits, headers, access log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _HEADERS = {
 
 @dataclass
 class Guard:
-    """An ASGI application around `app`, whose routes find the owner in `scope["state"]["owner"]`.
+    """ASGI application around `app`, whose routes find the owner in `scope["state"]["owner"]`.
 
     It refuses a request before its body is read, and also sees the answers to errors. `owner_of` is
     that of a key, None if the key is unknown. Without it there are no keys, and only loopback hosts

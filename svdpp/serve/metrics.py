@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the service, in a registry of its own.
+"""Prometheus metrics of the service, in a registry of its own.
 
 What the queue and the processes know is read at each scrape, so that it is never out of date. Only
 what happens at a moment, such as a step, is counted when it happens.
@@ -71,7 +71,7 @@ _KEPT_ERRORS = 1000
 
 
 class Metrics(Collector):
-    """The metrics of one server. Any thread may call any method.
+    """Metrics of one server. Any thread may call any method.
 
     An instance is an observer of a `Pipeline`: it is called with (rank, event).
     """
@@ -142,7 +142,7 @@ class Metrics(Collector):
         self._counters["rank_seconds"].labels(rank, state).inc(max(0.0, seconds))
 
     def ended(self, job: Job) -> None:
-        """Counts a job that has reached a final state."""
+        """Count a job that has reached a final state."""
         self._counters["clips"].labels(job.state).inc()
         if job.state is not JobState.COMPLETED or job.finished_at is None:
             return
@@ -156,7 +156,7 @@ class Metrics(Collector):
             self._eta_errors.append(ratio)
 
     def verified(self, proof: Proof) -> None:
-        """Counts a finished comparison with one device."""
+        """Count a finished comparison with one device."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 
@@ -173,13 +173,13 @@ class Metrics(Collector):
         self._histograms["http_request_seconds"].labels(route, status).observe(seconds)
 
     def eta_error(self) -> dict[str, float | int | None]:
-        """The newest (actual - promised) / promised: their number and median."""
+        """Return number and median of the newest (actual - promised) / promised seconds."""
         ratios = self._eta_errors.copy()
         median = round(statistics.median(ratios), 4) if ratios else None
         return {"clips": len(ratios), "median": median}
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """What is read at each scrape."""
+        """Yield what is read at each scrape."""
         engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
         num_ranks = engine.config.world_size if engine.state == "ready" else 0
         age = 0.0 if oldest is None else max(0.0, self._queue.now() - oldest)
@@ -221,7 +221,7 @@ class Metrics(Collector):
             yield _by("rank", name, text, known if num_ranks else {})
 
     def exposed(self) -> bytes:
-        """All metrics in the text format 0.0.4 of Prometheus."""
+        """Return all metrics in the text format 0.0.4 of Prometheus."""
         return generate_latest(self._registry)
 
 

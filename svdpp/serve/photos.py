@@ -71,7 +71,7 @@ _SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
 
 
 class DecoderBusyError(SvdppError):
-    """Too many images are being decoded: the same request can succeed later."""
+    """No decoder became free in time: the same request can succeed later."""
 
 
 class DecoderPlaces:
@@ -131,7 +131,7 @@ class DecoderPlaces:
 
 
 class PhotoFolder:
-    """The images of all jobs, named by the jobs' ids; any thread may call any method.
+    """Images of all jobs, named by the jobs' ids; any thread may call any method.
 
     The folder is created if it does not exist. Names that clients give are never used as paths.
     """
@@ -195,7 +195,7 @@ class PhotoFolder:
 
 
 def shown_name(name: str | None) -> str:
-    """A client's name of a file, for people: without folders and control characters, shortened."""
+    """Return a client's name of a file without folders and control characters, shortened."""
     last = re.split(r"[/\\]", name or "")[-1]
     printable = "".join(char for char in last if char.isprintable()).strip()
     return printable[:_MAX_NAME] or "photo"

@@ -1,4 +1,4 @@
-"""The verification of finished clips on one device, on request or when the ranks are idle.
+"""Verification of finished clips on one device, on request or when the ranks are idle.
 
 Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is ended at once when
 work arrives for the ranks. This module is also that process: `prover JSON PHOTO PARENT_PID`, where
@@ -41,7 +41,7 @@ _NICE = 19
 
 
 class Prover:
-    """Verifies clips one at a time, requested ones first. Any thread may call it.
+    """Verifier of clips, one at a time, requested ones first. Any thread may call it.
 
     With `when_idle` clips are verified without a request, the newest first. What is stopped stays
     requested. `on_verdict` is called in the prover's thread.
@@ -69,7 +69,7 @@ class Prover:
         """The thread, which also answers the requests to earlier servers."""
 
     def request(self, id: str) -> bool:
-        """Has a completed clip with files verified once the ranks are idle; False: it is none."""
+        """Have a completed clip verified once the ranks are idle; return whether it has files."""
         job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
@@ -78,7 +78,7 @@ class Prover:
         return is_taken
 
     def drop(self, id: str) -> None:
-        """Drops the request to verify a clip; soon nothing reads its files."""
+        """Drop the request to verify a clip; soon nothing reads its files."""
         self._queue.set_proof(id, "none")
         self._dropped = id
 
@@ -188,7 +188,7 @@ def _parsed(output: bytes, code: int) -> dict[str, Any]:
 
 
 def main(clip: str, photo: str, parent: str) -> None:
-    """Verifies the clip and writes the answer."""
+    """Verify the clip and write the answer."""
     exit_on_signals(exit_with_signal_code)
     end_with_parent(int(parent), signal.SIGTERM)
     os.nice(_NICE)

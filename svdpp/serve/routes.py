@@ -1,4 +1,4 @@
-"""The routes of clips: request, list, follow, fetch, verify, cancel, delete."""
+"""Routes of videos: request, list, follow, fetch, verify, cancel, delete."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _file(kind: str) -> dict[str, Any]:
 
 
 def create_routes(form_type: type[VideoRequest]) -> APIRouter:
-    """The routes whose body is a `form_type`."""
+    """Return the routes whose body is a `form_type`."""
     routes = APIRouter(tags=["videos"])
     body = {"requestBody": _described(form_type)}
 
@@ -87,7 +87,7 @@ def create_routes(form_type: type[VideoRequest]) -> APIRouter:
         owner: Owned,
         key: IdempotencyKey = None,
     ) -> Video:
-        """Requests a clip. It is stored durably before the answer."""
+        """Request a clip. It is stored durably before the answer."""
         video = await _requested(request, service, owner, key)
         response.headers["Location"] = f"/v1/videos/{video.id}"
         return video
@@ -96,7 +96,7 @@ def create_routes(form_type: type[VideoRequest]) -> APIRouter:
     async def make_video(
         request: Request, service: Served, owner: Owned, key: IdempotencyKey = None
     ) -> Response:
-        """Requests a clip, waits until it is made, and answers with the mp4.
+        """Request a clip, wait until it is made, and send the mp4.
 
         A client that goes away does not cancel it; the list has it.
         """
@@ -214,7 +214,7 @@ def list_videos(
     order: Annotated[Literal["asc", "desc"], Query(description="By the time of request.")] = "desc",
     status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
 ) -> VideoPage:
-    """The videos of this key, the newest first."""
+    """List the videos of this key, the newest first."""
     more = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
     videos = more[:limit]
     return VideoPage(
@@ -227,7 +227,7 @@ def list_videos(
 
 @routes.get("/v1/videos/{id}")
 def get_video(id: str, service: Served, owner: Owned) -> Video:
-    """A video's state, progress and ETA."""
+    """Show a video's state, progress and ETA."""
     return service.video(service.job(id, owner))
 
 
@@ -279,7 +279,7 @@ def get_content(
         Literal["video"], Query(description="Only the clip itself: there are no thumbnails.")
     ] = "video",
 ) -> Response:
-    """The clip as mp4; takes Range requests."""
+    """Send the clip as mp4; takes Range requests."""
     job = service.completed(id, owner)
     path = _fetched(service, job.clip_in(service.folder), "no_content")
     sha256 = job.metadata.get("file_sha256", "")
@@ -288,7 +288,7 @@ def get_content(
 
 @routes.get("/v1/videos/{id}/input", **_file("image/*"))
 def get_input(id: str, service: Served, owner: Owned, field: str = IMAGE_FIELD) -> Response:
-    """The image, or the video of another field, as the client sent it."""
+    """Send the image, or the video of another field, as the client sent it."""
     job, folder = service.job(id, owner), service.folder
     paths = {IMAGE_FIELD: job.photo_in(folder), **job.videos_in(folder)}
     path = _fetched(service, paths.get(field), "no_input")
@@ -298,13 +298,13 @@ def get_input(id: str, service: Served, owner: Owned, field: str = IMAGE_FIELD) 
 
 @routes.get("/v1/videos/{id}/metadata")
 def get_metadata(id: str, service: Served, owner: Owned) -> dict[str, Any]:
-    """The clip's JSON: parameters, hashes, versions."""
+    """Show the clip's JSON: parameters, hashes, versions."""
     return service.completed(id, owner).metadata
 
 
 @routes.post("/v1/videos/{id}/verify", status_code=202)
 def verify_video(id: str, service: Served, owner: Owned) -> Video:
-    """Has the clip made again on one device, when the ranks are idle, and compared bit by bit."""
+    """Make the clip again on one device, once the ranks are idle, and compare it bit by bit."""
     return service.verify(id, owner)
 
 
@@ -350,7 +350,7 @@ async def follow_video(
     owner: Owned,
     last_id: LastEventId = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """The video's state as server-sent events, on every change; ends after a final state.
+    """Send the video as server-sent events, on every change, until a final state.
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """

@@ -1,4 +1,4 @@
-"""The server: its application, its socket, the signals, and the order in which parts end."""
+"""HTTP server: application, socket, signals, and the order in which the parts end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
-    """Checks what could keep the ranks from starting, also other sizes; returns it resolved."""
+    """Check what could keep the ranks from starting, also other sizes; return it resolved."""
     pipeline = Pipeline(config)
     config, checkpoint = pipeline.config, pipeline.checkpoint
     for width, height in sizes:
@@ -100,7 +100,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
 
 
 class Server:
-    """Serves `app` until a signal, then ends all parts in order; `service` is started here.
+    """Server of `app` until a signal, then ends all parts in order; `service` is started here.
 
     The first SIGTERM, SIGINT or SIGHUP refuses new jobs and lets the ranks finish or checkpoint
     what they do, while clients still read. The second one ends the process at once.
@@ -138,7 +138,11 @@ class Server:
             self._threads.append(Background("store", publish, 1.0, failure=why))
 
     def run(self) -> None:
-        """Serves until a signal, or until the engine gives up, and raises why."""
+        """Serve until a signal, or until the engine gives up.
+
+        Raises:
+            Exception: what ended the engine.
+        """
         # The soft limit of open files is often 1024.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -229,7 +233,7 @@ class _Http(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves the signals to `Server`."""
+        """Leave the signals to `Server`."""
         yield
 
 
@@ -253,7 +257,7 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "It has the 
 
 
 def create_app(service: Service, keys: Keys | None) -> ASGIApp:
-    """The whole application, for an ASGI server."""
+    """Return the whole application, for an ASGI server."""
     app = FastAPI(
         title="svdpp",
         version=__version__,
@@ -275,7 +279,7 @@ def create_app(service: Service, keys: Keys | None) -> ASGIApp:
 
 @server.get("/v1/models")
 def list_models(service: Served) -> dict[str, Any]:
-    """The model of this server, with its defaults and limits."""
+    """List the model of this server, with its defaults and limits."""
     settings = service.settings
     model = service.capabilities.to_json(
         max_upload_bytes=settings.upload_bytes,
@@ -288,14 +292,14 @@ def list_models(service: Served) -> dict[str, Any]:
 
 @server.get("/v1/models/{id:path}")
 def get_model(id: str, service: Served) -> dict[str, Any]:
-    """The model of this server, if that is its id."""
+    """Show the model of this server, if that is its id."""
     service.capabilities.check_model(id)
     return dict(list_models(service)["data"][0])
 
 
 @server.get("/v1/engine")
 def get_engine(service: Served, owner: Owned) -> dict[str, Any]:
-    """What the ranks do now, and did in the last minute; clips of other keys are `other`."""
+    """Show the ranks' work, now and in the last minute; videos of other keys are `other`."""
     engine = service.engine
 
     @functools.cache
@@ -315,7 +319,7 @@ def get_engine(service: Served, owner: Owned) -> dict[str, Any]:
 
 @server.get("/v1/servers")
 def list_servers(service: Served) -> dict[str, Any]:
-    """The servers that share the queue: this one first, and the others as they were seen last."""
+    """List the servers that share the queue: this one first, the others as they were last seen."""
     return {"object": "list", "data": service.fleet.servers()}
 
 
@@ -345,12 +349,12 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
 
 @server.get("/metrics", response_class=PlainTextResponse)
 def get_metrics(service: Served) -> Response:
-    """Prometheus metrics."""
+    """Show the metrics for Prometheus."""
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return Response(service.metrics.exposed(), media_type=kind)
 
 
 @public.get("/", include_in_schema=False)
 def get_page() -> Response:
-    """The page."""
+    """Send the page."""
     return FileResponse(_PAGE / "index.html")

@@ -1,4 +1,4 @@
-"""What the routes do: the service between HTTP and the queue. It knows no HTTP itself."""
+"""Service between the routes and the queue, which knows no HTTP itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LOOKS_PER_SECOND = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a server is asked to be; `config` is of the pipeline, `folder` has all files."""
+    """Settings of a server; `config` is of the pipeline, `folder` has all files."""
 
     config: PipelineConfig
     folder: Path
@@ -108,12 +108,12 @@ class Followers:
             self.by_owner[owner] -= 1
 
     async def pause(self) -> None:
-        """Returns once it is time for another look at the job."""
+        """Return once it is time for another look at the job."""
         await asyncio.sleep(max(_LOOK_SECONDS, self.number / _LOOKS_PER_SECOND))
 
 
 class Service:
-    """One server: the queue, the engine and what clients may request. Any thread may call it.
+    """Queue, engine and limits of one server. Any thread may call it.
 
     Nothing is started. `settings.config` is resolved.
     """
@@ -201,7 +201,7 @@ class Service:
             raise self._full({"open": num_open, "limit": self.settings.max_open})
 
     def why_not_ready(self) -> str | None:
-        """Why requests are refused, or no rank can begin them; None if they are taken."""
+        """Return why requests are refused, or no rank can begin them; None if they are taken."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
         if why_not := self.queue.why_unusable:
@@ -217,7 +217,7 @@ class Service:
         return "the queue is full" if is_full else None
 
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
-        """Checks and stores image and job durably; the same request may have created the job.
+        """Check and store image and job durably; the same request may have created the job.
 
         The ETA of the answer is a promise, which is scored when the clip is completed.
         """
@@ -315,7 +315,7 @@ class Service:
         return ApiError(429, "queue_full", text, hint, retry=seconds, open=num_open, limit=limit)
 
     def remove_leftovers(self) -> None:
-        """Removes what no job needs, and did not at the call before."""
+        """Remove what no job needs, and did not at the call before."""
         in_use = [clip.job.id for clip in self.engine.feeder.clips()]
         in_use += [self.prover.running] if self.prover.running else []
         self._leftovers = remove_leftovers(self.queue, self._leftovers, in_use)
@@ -367,7 +367,11 @@ class Service:
         return self.job(id, owner)
 
     def verify(self, id: str, owner: Owner) -> Video:
-        """Has a completed clip verified."""
+        """Have a completed clip verified.
+
+        Raises:
+            ApiError: there is no such clip, or it has no files.
+        """
         job = self.completed(id, owner)
         if not self.prover.request(id):
             raise ApiError(409, "not_verifiable", "the video cannot be verified")
@@ -376,7 +380,7 @@ class Service:
     # --- views ----------------------------------------------------------------------------------
 
     def job(self, id: str, owner: Owner) -> Job:
-        """The job of that id; one of another owner is not told from none."""
+        """Return the job of an id; another owner's job looks like a missing one."""
         job = self.queue.get(id)
         if job is None and self.queue.is_unreadable(id, owner.name):
             text = "a newer server has accepted this video, and this one cannot read it"
@@ -386,7 +390,7 @@ class Service:
         return job
 
     def video(self, job: Job) -> Video:
-        """The API's view of `job`. One that the ranks have and no rank has begun is queued."""
+        """Return the API's view of `job`; one that no rank has begun is queued."""
         if job.state.is_final:
             kept = self.settings.keep_seconds
             expires_at = None if kept is None else (job.finished_at or 0.0) + kept
@@ -423,7 +427,7 @@ class Service:
         order: Literal["asc", "desc"],
         status: JobState | None,
     ) -> list[Video]:
-        """The views of an owner's jobs by the time of their requests, after the job of an id."""
+        """Return views of an owner's jobs by the time of request, after the job of an id."""
         if after is not None:
             self.job(after, owner)
         states = [] if status is None else [status]
@@ -437,7 +441,11 @@ class Service:
         return list(islice(views, limit))
 
     def completed(self, id: str, owner: Owner) -> Job:
-        """The job of that id, if it is completed."""
+        """Return the job of an id, if it is completed.
+
+        Raises:
+            ApiError: the owner has no such job, or it is not completed.
+        """
         job = self.job(id, owner)
         if job.state is not JobState.COMPLETED:
             status = job.state if job.state.is_final else self.video(job).status

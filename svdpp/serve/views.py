@@ -1,4 +1,4 @@
-"""What the API answers: the names of its fields, videos, the server's state, errors."""
+"""Answers of the API: names of fields, videos, errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
 
 
 def params_by_field(kind: Any) -> dict[str, Param]:
-    """The parameters of a sampling class that requests have, by their names in requests."""
+    """Return the parameters of a sampling class by their names in requests."""
     params = params_of(kind)
     return {param.field: param for name, param in params.items() if name not in _NOT_IN_FORMS}
 
@@ -72,7 +72,7 @@ FIELDS = frozenset(
 
 
 class ErrorBody(BaseModel):
-    """What is wrong with a request, or what happened to a clip."""
+    """Error of a request, or of a clip."""
 
     code: str
     message: str
@@ -118,7 +118,7 @@ class Video(BaseModel):
 
 
 def params_view(sampling: SamplingConfig) -> dict[str, Any]:
-    """The parameters of a clip, or a model's defaults, by the names of the API."""
+    """Return the parameters of a clip, or a model's defaults, by the names of the API."""
     params = params_by_field(type(sampling))
     return {
         **{field: getattr(sampling, param.name) for field, param in params.items()},
@@ -129,7 +129,7 @@ def params_view(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def size_of(width: int, height: int) -> str:
-    """The size as the API writes it."""
+    """Return a size in pixels as the API writes it, such as `832x480`."""
     return f"{width}x{height}"
 
 
@@ -141,7 +141,7 @@ def video_of(
     expires_at: float | None = None,
     **more: Any,
 ) -> Video:
-    """The API's view of a job.
+    """Return the API's view of a job.
 
     Of an open one: the steps that are done, the seconds until it is completed, its `place` if it
     waits or why it is `held`, and its `rank`. Of a final one: when its files are removed.
@@ -194,13 +194,13 @@ def _callback_of(job: Job) -> dict[str, Any] | None:
 
 
 def error_body(record: dict[str, Any]) -> ErrorBody:
-    """What `errors.error_to_dict` wrote, by the names of the API, without folders of the server."""
+    """Return what `errors.error_to_dict` wrote by the API's names, without the server's folders."""
     shown = redact_all(record, without_folders)
     return ErrorBody(code=shown.pop("type") or "SvdppError", **shown)
 
 
 class VideoPage(BaseModel):
-    """A page of the list of clips."""
+    """Page of the list of videos."""
 
     object: Literal["list"] = "list"
     data: list[Video]
@@ -222,13 +222,13 @@ class DeletedVideo(BaseModel):
 
 
 class TypedError(ErrorBody):
-    """An error as the API answers it."""
+    """Error as the API answers it."""
 
     type: str
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer of 400 and above."""
+    """Body of every answer of 400 and above."""
 
     error: TypedError
 
@@ -260,7 +260,7 @@ class ApiError(SvdppError):
 
 
 def error_answer(error: ApiError) -> JSONResponse:
-    """The answer for `error`."""
+    """Return the answer for `error`."""
     otherwise = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {
         "type": _TYPES.get(error.status, otherwise),
@@ -273,7 +273,7 @@ def error_answer(error: ApiError) -> JSONResponse:
 
 
 def as_api_error(error: SvdppError) -> ApiError:
-    """`error` of another layer by the names of the API."""
+    """Return an error of another layer by the names of the API."""
     if isinstance(error, ApiError):
         return error
     status, code = next((status, code) for kind, status, code in _RAISED if isinstance(error, kind))
@@ -331,7 +331,7 @@ def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiE
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes `app` answer every error by `error_answer`."""
+    """Have `app` answer every error by `error_answer`."""
     app.add_exception_handler(SvdppError, _on_svdpp_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
