@@ -230,13 +230,15 @@ class Run:
             ModelError: the model cannot be used.
         """
         from svdpp.driver.jobs import check_outputs, plan_clips
+        from svdpp.media.inputs import stretch_remark
 
         num_there = check_outputs(found, self.seeds, self.policy)
         if self.policy.keeps_finished and num_there > _FEW_CLIPS:
             self.console.info(f"checking {num_there} existing clips frame by frame ...")
         pipeline = self.pipeline(config, found)
         assert pipeline.checkpoint is not None
-        self.console.info(*pipeline.checkpoint.remarks)
+        remark = stretch_remark(found, pipeline.config.sampling)
+        self.console.info(*pipeline.checkpoint.remarks, *([remark] if remark else []))
         clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
         return pipeline, clips
 

@@ -122,6 +122,33 @@ def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> li
     ]
 
 
+# A frame of another shape than this times the image's is worth a remark.
+_STRETCHED = 1.25
+
+
+def stretch_remark(inputs: Sequence[ClipInput], sampling: SamplingConfig) -> str:
+    """Return a sentence on images that the frame's shape distorts; empty if there are none.
+
+    Args:
+        inputs: of the clips.
+        sampling: its `width`, `height` and `fit`; only `stretch` distorts.
+    """
+    if sampling.fit != "stretch":
+        return ""
+    shape = sampling.width / sampling.height
+    photos = dict.fromkeys(each.photo for each in inputs if each.photo is not None)
+    ratios = {photo: photo.width / photo.height / shape for photo in photos}
+    stretched = [photo for photo in photos if not 1 / _STRETCHED <= ratios[photo] <= _STRETCHED]
+    if not stretched:
+        return ""
+    first = stretched[0]
+    more = f" and {len(stretched) - 1} more are" if len(stretched) > 1 else " is"
+    return (
+        f"remark: {str(first.path)!r} ({first.width}x{first.height}){more} stretched to "
+        f"{sampling.width}x{sampling.height}, as by diffusers; --fit crop or pad keeps its shape"
+    )
+
+
 # --- the search for files -------------------------------------------------------------------------
 
 

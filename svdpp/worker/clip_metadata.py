@@ -229,7 +229,8 @@ def parse_clip_json(path: Path) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{str(path)!r} is not a clip's JSON: {error}", details={"path": str(path)}
+            f"{str(path)!r} is not a clip's JSON: {error}",
+            details={"path": str(path), "reason": str(error)},
         ) from error
 
 

@@ -9,6 +9,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -497,3 +498,18 @@ def test_a_file_without_a_video_says_what_it_holds(clip: Path, tmp_path: Path) -
     cut.write_bytes(data[:60])
     with pytest.raises(InputError, match="is cut off, or its index is damaged"):
         inputs.read_video(cut, 7, inputs.MAX_PIXELS)
+
+
+def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
+    shapes = ((600, 800), (800, 600), (1024, 576), (500, 900))
+    found = [
+        inputs.ClipInput(inputs.Photo(Path(f"{width}.jpg"), "0" * 64, width, height), prompt)
+        for width, height in shapes
+        for prompt in ("a", "b")
+    ]
+    wide = SAMPLING_CLASSES["svd"](width=1024, height=576)
+    remark = inputs.stretch_remark(found, wide)
+    assert "'600.jpg' (600x800) and 2 more are stretched to 1024x576" in remark
+    assert "--fit crop" in remark
+    assert inputs.stretch_remark(found[4:6], wide) == ""
+    assert inputs.stretch_remark(found, replace(wide, fit="crop")) == ""
