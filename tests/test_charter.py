@@ -373,8 +373,8 @@ def test_15_a_planted_difference_is_found_and_named() -> None:
 
 
 BENCH = (
-    *("bench", "smoke", "workload.clips=2", "workload.steps=2", "workload.frames=2"),
-    *("workload.height=32", "workload.width=32", "measure.repeats=1"),
+    *("bench", "smoke", "--workload.clips=2", "--workload.steps=2", "--workload.frames=2"),
+    *("--workload.height=32", "--workload.width=32", "--measure.repeats=1"),
 )
 
 
@@ -383,7 +383,7 @@ BENCH = (
 @pytest.mark.parametrize("launcher", ["svdpp", "torchrun"])
 def test_16_a_benchmark_writes_its_results(launcher: str, tmp_path: Path) -> None:
     start = torchrun if launcher == "torchrun" else svdpp_alone
-    answer = start(*BENCH, "profile=true", cwd=tmp_path)
+    answer = start(*BENCH, "--profile=true", cwd=tmp_path)
     assert answer.code == 0, answer.err
     (folder,) = (tmp_path / "results/smoke").iterdir()
     files = {each.name for each in folder.iterdir()}
@@ -401,7 +401,7 @@ def test_16_a_benchmark_writes_its_results(launcher: str, tmp_path: Path) -> Non
 
 
 def test_16_a_configuration_is_checked() -> None:
-    answer = svdpp_here("bench", "smoke", "pipeline.world=many")
+    answer = svdpp_here("bench", "smoke", "--pipeline.world=many")
     assert answer.code == 2
     assert "pipeline.world must be a whole number" in answer.err
 
