@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -28,12 +29,13 @@ import svdpp
 from svdpp import errors
 from svdpp.cli.app import app
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig
+from svdpp.diagnostics.figures import figures_of_run
 from svdpp.errors import SvdppError
 from svdpp.models.dummy import DummyUNet
 from tests.cli.shell import ROOT, Answer, python, svdpp_alone, svdpp_here
 from tests.details import numbers_not_in_details
+from tests.driver.dummies import SHAPE, pids
 from tests.driver.dummies import config as dummy
-from tests.driver.dummies import pids
 from tests.faults.damage import Damage
 from tests.serve.http_server import QUICK, HttpServer, wait
 
@@ -413,10 +415,10 @@ def test_16_a_configuration_is_checked() -> None:
 @pytest.mark.processes
 @pytest.mark.long
 def test_17_a_missed_target_has_its_own_exit_code(tmp_path: Path) -> None:
-    targets = "targets={clips_per_minute: {min: 1e9}, bubble: {max: 1}}"
-    answer = svdpp_alone(*BENCH, targets, cwd=tmp_path)
+    targets = ("--targets.steady_clips_per_minute={min: 1e9}", "--targets.bubble={max: 1}")
+    answer = svdpp_alone(*BENCH, *targets, cwd=tmp_path)
     assert answer.code == errors.TargetMissedError.exit_code == 10, answer
-    assert "clips_per_minute" in answer.err
+    assert "steady_clips_per_minute" in answer.err
     (folder,) = (tmp_path / "results/smoke").iterdir()
     table = json.loads((folder / "summary.json").read_text())["targets"]
     assert {each["name"]: each["met"] for each in table} == {
@@ -427,14 +429,20 @@ def test_17_a_missed_target_has_its_own_exit_code(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_18_each_rank_is_monitored() -> None:
+    requests = [ClipRequest(seed=seed) for seed in range(2)]
     with svdpp.Pipeline(dummy()) as pipeline:
-        pipeline.run([ClipRequest(seed=seed) for seed in range(2)])
-        ranks = pipeline.rank_stats()
-    packet = 2 * 4 * 2 * 8 * 8  # bytes of one fp32 latent, twice
-    assert [each.steps_done for each in ranks] == [4, 4]
-    assert ranks[0].bytes_sent >= packet
-    assert ranks[1].bytes_received >= packet
-    assert all(each.rss_bytes > 10**7 for each in ranks)
+        pipeline.run(requests)
+    figures = figures_of_run(pipeline, requests)
+    assert figures is not None
+    ranks = figures.to_json()["ranks"]
+    moved = 2 * 4 * math.prod(SHAPE)  # two fp32 latents
+    assert [(rank["sent_bytes"], rank["received_bytes"]) for rank in ranks] == [
+        (moved, 0),
+        (0, moved),
+    ]
+    assert all(rank["resident_bytes"] > 2**20 for rank in ranks)
+    assert all(rank["compute"] > 0 <= rank["wait"] for rank in ranks)
+    assert ranks[0].keys() >= {"transfer", "gpu_load", "gpu_watts", "gpu_memory_bytes"}
 
 
 @pytest.mark.processes
