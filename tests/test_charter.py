@@ -403,7 +403,7 @@ def test_16_a_benchmark_writes_its_results(launcher: str, tmp_path: Path) -> Non
     for name in ("rounds.jsonl", "spans.jsonl"):
         assert [json.loads(line) for line in (folder / name).read_text().splitlines()]
     environment = json.loads((folder / "env.json").read_text())
-    assert environment.keys() >= {"packages", "git", "clocks", "topology"}, environment.keys()
+    assert environment.keys() >= {"versions", "git"}, environment.keys()
 
 
 def test_16_a_configuration_is_checked() -> None:
@@ -415,7 +415,7 @@ def test_16_a_configuration_is_checked() -> None:
 @pytest.mark.processes
 @pytest.mark.long
 def test_17_a_missed_target_has_its_own_exit_code(tmp_path: Path) -> None:
-    targets = ("--targets.steady_clips_per_minute={min: 1e9}", "--targets.bubble={max: 1}")
+    targets = ("--targets.steady_clips_per_minute.min=1e9", "--targets.bubble.max=1")
     answer = svdpp_alone(*BENCH, *targets, cwd=tmp_path)
     assert answer.code == errors.TargetMissedError.exit_code == 10, answer
     assert "steady_clips_per_minute" in answer.err
