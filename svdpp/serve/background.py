@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from loguru import logger
 
-from svdpp.errors import ClosedError
+from svdpp.errors import ClosedError, SvdppError
 from svdpp.serve.database import AwayError
 
 # After a failure a thread leaves alone for so long what it does.
@@ -71,5 +71,6 @@ class Background:
                 pass
             except Exception as error:
                 if not is_failing:
-                    logger.opt(exception=True).error("{}: {}", self._failure, error)
+                    is_mistake = not isinstance(error, SvdppError)
+                    logger.opt(exception=is_mistake).error("{}: {}", self._failure, error)
                 is_failing = True

@@ -294,6 +294,7 @@ class Service:
                 end = "" if is_image else where
                 photo = self.photos.keep(upload.file, job.id, name, frames, end, job.owner)
             except InputError as error:
+                self.queue.store.check()  # its disk may have gone before it was decoded
                 error.details["field"] = where
                 raise
             uploads.callback(self.queue.store.discard, photo.path)

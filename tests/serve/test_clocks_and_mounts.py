@@ -164,6 +164,23 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
         assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}
 
 
+def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
+    keyed: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = keyed.service  # type: ignore[attr-defined]
+    keep = service.photos.keep
+
+    def gone(*_: object) -> None:
+        monkeypatch.setattr(service.queue.store, "_is_file_there", lambda: False)
+        raise InputError("'photo.png' does not exist")
+
+    monkeypatch.setattr(service.photos, "keep", gone)
+    error_of(keyed.request(), 503, "storage_unavailable")
+    monkeypatch.undo()
+    assert service.photos.keep == keep
+    assert keyed.request().status_code == 202
+
+
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_server_says_that_its_files_are_not_mounted(

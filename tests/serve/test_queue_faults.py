@@ -135,7 +135,8 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
     """And not at all that the queue is away, which is logged where it is noticed."""
     monkeypatch.setattr(background, "_RETRY_SECONDS", 0.0)
     failed, away = PermissionError("no links here"), AwayError("away")
-    turns = iter([away, failed, failed, away, None, failed, ClosedError("closed")])
+    refused = OutputError("not now")
+    turns = iter([away, failed, failed, away, None, failed, None, refused, ClosedError("closed")])
 
     def turn() -> None:
         if (error := next(turns)) is not None:
@@ -144,7 +145,11 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
     thread = Background("test", turn, 0.0, failure="it fails")
     thread.start()
     thread._thread.join(HANG_SECONDS)
-    assert [line.partition("\n")[0] for line in told] == ["it fails: no links here"] * 2
+    assert [line.partition("\n")[0] for line in told] == [
+        *["it fails: no links here"] * 2,
+        "it fails: not now",
+    ]
+    assert ["Traceback" in line for line in told] == [True, True, False], "a typed error has none"
     assert next(turns, "none") == "none"
 
 
