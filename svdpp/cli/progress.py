@@ -278,6 +278,7 @@ def open_log(
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
+    # Tracebacks do not show the values of variables: some are URLs with passwords, or keys.
 
     def sink(message: Message) -> None:
         # The lines of a traceback are indented, so that no name looks like another record.
@@ -285,10 +286,11 @@ def open_log(
 
     if verbosity > 0 or (warns and not quiet):
         level = ("WARNING", _TRANSFER, "DEBUG")[min(verbosity, 2)]
-        logger.add(sink, level=level, format=_FORMAT, colorize=False)
+        logger.add(sink, level=level, format=_FORMAT, colorize=False, diagnose=False)
     if log_file is not None:
         level = "DEBUG" if verbosity else "INFO"
-        logger.add(_LogFile(log_file, write), level=level, serialize=True, format="{message}")
+        file = _LogFile(log_file, write)
+        logger.add(file, level=level, serialize=True, format="{message}", diagnose=False)
 
 
 class _LogFile(RotatingFileHandler):

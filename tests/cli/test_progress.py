@@ -261,3 +261,19 @@ def test_v_shows_ranges_and_transfers_and_vv_the_steps() -> None:
     assert "rank 1 recv clip 0 at step 2 from rank 0: 8 bytes" in said[1]
     assert "step 2: 0.5000 s" not in said[1]
     assert "rank 1 clip 0 step 2: 0.5000 s" in said[2]
+
+
+def test_tracebacks_show_no_values_of_variables(tmp_path: Path) -> None:
+    """Some are URLs with passwords, or keys."""
+    lines: list[str] = []
+    open_log(verbosity=1, log_file=tmp_path / "log.jsonl", write=lines.append)
+    url = "postgresql://svdpp:" + "pa55" + "w0rd@db/svdpp"
+    try:
+        url.index("absent")
+    except ValueError as error:
+        logger.opt(exception=error).error("it fails")
+    finally:
+        logger.remove()
+    for text in ("\n".join(lines), (tmp_path / "log.jsonl").read_text()):
+        assert "url.index" in text
+        assert "w0rd" not in text
