@@ -91,7 +91,20 @@ def _hash(key: str) -> str:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Creates a key, which is stored nowhere, and appends its hash to the file; maybe a new one."""
+    """Create a key, which is stored nowhere, and append its hash to the file of keys.
+
+    Args:
+        path: file of keys; made, with its folder, if it does not exist.
+        name: owner of the key, 1 to 64 letters, digits or `._@-`.
+
+    Returns:
+        The key, which cannot be recovered from the file.
+
+    Raises:
+        RequestError: the name has other characters or another length.
+        InputError: the existing file is no file of keys.
+        OutputError: the file cannot be written.
+    """
     if _NAME.fullmatch(name) is None:
         raise RequestError(
             f"--new-key {name!r}: the name must be 1 to 64 letters, digits or ._@-",
@@ -116,6 +129,9 @@ def read_keys(path: Path) -> Keys:
 
     A name's limit need not be repeated in its further lines; the last one holds. No error shows a
     line's text, because it may be a key.
+
+    Raises:
+        InputError: the file cannot be read, a line has another form, or two names have one hash.
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
     lines = [line.groups() for line in _read(path, "API key file", _KEY_LINE, form)]
