@@ -1,8 +1,9 @@
-"""A process that estimates a model's memory, and ends.
+"""Memory estimates, in a process of their own wherever this one may compute.
 
 The estimate changes torch's default dtype and its number of threads, which all threads of a process
 share. Under torchrun rank 0 computes in a thread of the process that checks requests: there these
-would change the bits of its clip. So `estimate` of `models.memory` is called here alone.
+would change the bits of its clip. A process that starts its ranks computes nothing, and saves the
+seconds that a further one takes to import diffusers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.errors import SvdppError, error_from_dict, error_to_dict, first_line
 from svdpp.launch.process_lifetime import end_with_parent, environment_defaults
+from svdpp.launch.world import was_launched
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 
@@ -27,14 +29,14 @@ _KEPT = 64
 
 
 @lru_cache(_KEPT)
-def estimate_in_process(
+def estimate_memory(
     checkpoint: Checkpoint,
     model: ModelConfig,
     sampling: SamplingConfig,
     device: str,
     num_threads: int,
 ) -> MemoryEstimate:
-    """Estimate the memory of each part of a model in a process of its own.
+    """Estimate the memory of each part of a model; see `models.memory.estimate`.
 
     Args:
         checkpoint: checked checkpoint; only its configs are read.
@@ -48,12 +50,17 @@ def estimate_in_process(
         ModelError: a component cannot be made from its config.
         SvdppError: the process failed, or took longer than 600 s.
     """
+    given = (checkpoint, model, sampling, device, num_threads)
+    return _in_process(given) if was_launched() else _estimate(given)
+
+
+def _in_process(given: tuple[Any, ...]) -> MemoryEstimate:
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     try:
         done = subprocess.run(
             # `-P`, because `-m` adds the working folder to the path.
             [sys.executable, "-P", "-m", __name__],
-            input=pickle.dumps((checkpoint, model, sampling, device, num_threads)),
+            input=pickle.dumps(given),
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,
             check=False,
@@ -78,13 +85,16 @@ def estimate_in_process(
     return MemoryEstimate(*(PartMemory(*part) for part in answer["parts"]))
 
 
-def _answer(given: tuple[Any, ...]) -> dict[str, Any]:
+def _estimate(given: tuple[Any, ...]) -> MemoryEstimate:
     from svdpp.models.memory import estimate  # diffusers: seconds
 
     checkpoint, model, sampling, device, num_threads = given
+    return estimate(checkpoint, model, sampling, device=device, num_threads=num_threads)
+
+
+def _answer(given: tuple[Any, ...]) -> dict[str, Any]:
     try:
-        options = {"device": device, "num_threads": num_threads}
-        return {"parts": [*estimate(checkpoint, model, sampling, **options)]}
+        return {"parts": [*_estimate(given)]}
     except SvdppError as error:
         return {"error": error_to_dict(error)}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from svdpp.config import DEMO_MODEL, ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.config.limits import require
-from svdpp.driver.memory_process import estimate_in_process
+from svdpp.driver.memory_process import estimate_memory
 from svdpp.errors import OutOfMemoryError, RequestError, first_line
 from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
 from svdpp.launch.world import World
@@ -173,7 +173,7 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     if checkpoint is None:  # the dummy takes megabytes
         nothing = PartMemory(0, 0)
         return MemoryEstimate(nothing, nothing, nothing)
-    return estimate_in_process(
+    return estimate_memory(
         checkpoint, config.model, config.sampling, config.device, config.num_threads
     )
 

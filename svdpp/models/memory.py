@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.errors import ModelError, RequestError, first_line
+from svdpp.errors import ModelError, RequestError, SvdppError, first_line
 from svdpp.models.base import Prepared, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
@@ -80,7 +80,7 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
     """Report errors of a model's code as a size that it cannot make."""
     try:
         yield
-    except ModelError:  # also a ValueError
+    except SvdppError:  # many are RuntimeErrors or ValueErrors, too
         raise
     except (IndexError, RuntimeError, ValueError) as error:
         # For example, a table of positions ends.

@@ -23,7 +23,7 @@ from svdpp.config import (
     VideoFormat,
     WanSampling,
 )
-from svdpp.driver import ranks
+from svdpp.driver import memory_process, ranks
 from svdpp.driver import resolve as memory
 from svdpp.driver.jobs import (
     ClipPlan,
@@ -281,7 +281,12 @@ def test_an_estimate_changes_nothing_that_the_threads_of_a_process_share(
         raise AssertionError("rank 0 would compute other bits")
 
     config, checkpoint = resolve(_sized(1, height=32, width=32, num_frames=2), weights="none")
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    memory_process.estimate_memory.cache_clear()
     with monkeypatch.context() as patch:
+        for name, value in (launched | address).items():
+            patch.setenv(name, value)
         for name in ("set_default_dtype", "set_num_threads"):
             patch.setattr(torch, name, refuse)
         parts = memory.estimate_parts(config, checkpoint)
