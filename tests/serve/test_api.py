@@ -317,8 +317,10 @@ def test_the_events_of_a_deleted_clip_end_by_saying_so(server: HttpServer) -> No
 
 def test_what_no_route_has_is_refused(server: HttpServer) -> None:
     """A thumbnail would otherwise be the whole clip."""
-    path = f"/v1/videos/{server.add()[0]}/content?variant=thumbnail"
+    (id,) = server.add(steps=1)
+    path = f"/v1/videos/{id}/content?variant=thumbnail"
     error = error_of(server.client.get(path), 422, "invalid_request")
+    server.wait_for(id, "completed")
     assert error["message"] == "variant must be 'video', got 'thumbnail'"
 
 

@@ -1,7 +1,7 @@
 // Owns what a person can do with a clip: cancel, remove, verify, download, copy its parameters.
 
 import { apiKey, fileNameOf, get, release, request, wordsOf } from "./api.js";
-import { drop, takeVideo } from "./clips.js";
+import { drop, isOpen, takeVideo } from "./clips.js";
 import { iconButton, make, say, setAttribute } from "./dom.js";
 import { tell } from "./signals.js";
 import { state } from "./state.js";
@@ -46,6 +46,10 @@ export async function cancelAll() {
         await cancel(video.id);
       }
     }
+  }
+  // Running ones end a little later; the list says when.
+  while ([...tried].some((id) => state.videos.has(id) && isOpen(state.videos.get(id)))) {
+    await new Promise((resolve) => setTimeout(resolve, 300));
   }
   say(`${plural(tried.size, "clip")} cancelled.`);
 }

@@ -91,7 +91,7 @@ function updateRow(node, video) {
   setAttribute(bar, "aria-label", `Progress of ${titleOf(video)}`);
   setAttribute(bar, "aria-valuetext", now);
   const busy = busyText(video);
-  setText(status, busy ?? now);
+  setText(status, busy || now);
   const rank = isWaiting || video.rank === null ? "" : `rank ${video.rank}`;
   setText(eta, busy ? "" : [rank, etaText(video)].filter(Boolean).join(" · "));
   setAttribute(button, "aria-disabled", Boolean(busy) || null); // `disabled` would lose the focus
