@@ -23,7 +23,7 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.store import FileStore
 from tests.driver.dummies import HANG_SECONDS
 from tests.serve.engines import add, dummy_config, serving
-from tests.serve.http_server import QUICK, ServerHere, error_of
+from tests.serve.http_server import QUICK, ServerHere, error_of, wait
 from tests.small_disk import small_disk
 
 
@@ -114,8 +114,8 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
                 assert answer.json()["reason"] == "the disk is nearly full"
                 error_of(server.request(), 503, "disk_full")
                 for id in (done[0], running, waiting[0]):
-                    assert server.client.delete(f"/v1/videos/{id}").status_code == 200
-                    assert not list(folder.rglob(f"{id}*"))
+                    assert server.client.delete(f"/v1/videos/{id}").is_success
+                    wait(lambda id=id: not list(folder.rglob(f"{id}*")))
                 assert not (folder / RESERVE).exists()
                 assert server.stop() == 0
                 again = ServerHere(folder, *QUICK)
