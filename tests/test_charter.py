@@ -449,11 +449,11 @@ def test_18_each_rank_is_monitored() -> None:
 @pytest.mark.processes
 @pytest.mark.long
 def test_19_a_service_takes_concurrent_requests_and_verifies_when_idle(tmp_path: Path) -> None:
-    with HttpServer(tmp_path / "data", *DEMO, "--verify-when-idle") as server:
+    small = ("--frames", "2", "--height", "64", "--width", "64", "--verify-when-idle")
+    with HttpServer(tmp_path / "data", *DEMO, *small) as server:
         server.wait_ready()
-        small = {"num_frames": 2, "size": "64x64"}
         with ThreadPoolExecutor(3) as threads:
-            answers = list(threads.map(lambda seed: server.request(seed=seed, **small), range(3)))
+            answers = list(threads.map(lambda seed: server.request(seed=seed), range(3)))
         assert [answer.status_code for answer in answers] == [202] * 3, answers[0].text
         ids = [answer.json()["id"] for answer in answers]
         assert len(set(ids)) == 3
