@@ -32,7 +32,7 @@ _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
 # Options and values for automatic mixed precision, which other programs have.
 _AMP = r"no such option: --(?:amp|autocast)\b|'(?:amp|autocast)' is not one of 'fp32'"
 # Rank 0 may have failed with the same error before it could listen.
-_REPORT_SECONDS = 5.0
+_REPORT_SECONDS = 30.0
 
 
 def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:

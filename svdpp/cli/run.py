@@ -237,9 +237,9 @@ class Run:
             self.console.info(f"checking {num_there} existing clips frame by frame ...")
         pipeline = self.pipeline(config, found)
         assert pipeline.checkpoint is not None
+        clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
         remark = stretch_remark(found, pipeline.config.sampling)
         self.console.info(*pipeline.checkpoint.remarks, *([remark] if remark else []))
-        clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
         return pipeline, clips
 
     def make(self, pipeline: Pipeline, clips: ClipPlan, refused: Sequence[SvdppError]) -> None:

@@ -106,6 +106,7 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+# Stands behind the bounds of a field: pydantic would apply bounds that follow it to null as well.
 _NUMBER = BeforeValidator(_no_bool)
 
 
@@ -132,10 +133,10 @@ class VideoRequest(BaseModel):
 
     model: Annotated[str | None, Field(description="The id in `/v1/models`, or nothing.")] = None
     seed: Annotated[
-        int | None, _NUMBER, Field(ge=0, le=MAX_SEED, description="By default drawn.")
+        int | None, Field(ge=0, le=MAX_SEED, description="By default drawn."), _NUMBER
     ] = None
     seconds: Annotated[
-        float | None, _NUMBER, Field(gt=0, le=MAX_FRAMES, description="Instead of `frames`.")
+        float | None, Field(gt=0, le=MAX_FRAMES, description="Instead of `frames`."), _NUMBER
     ] = None
     size: Annotated[
         str | None, Field(pattern=_SIZE, description="One of `sizes` in `/v1/models`.")
@@ -145,7 +146,7 @@ class VideoRequest(BaseModel):
         Field(max_length=1000, description="Is ignored; OpenAI's clients name their users by it."),
     ] = None
     priority: Annotated[
-        int, _NUMBER, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier.")
+        int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier."), _NUMBER
     ] = 0
     callback_url: Annotated[
         str | None,
@@ -203,14 +204,10 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 def _param_field(param: Param, highest: float) -> Any:
     """Also taken by diffusers' name, which vLLM-Omni's clients send."""
     default = f" By default {param.shown_default}." if param.shown_default else ""
-    about: dict[str, Any] = {
-        "gt" if param.above else "ge": param.lowest,
-        "le": highest,
-        "description": f"{param.help}{default}",
-    }
+    lowest: dict[str, Any] = {"gt" if param.above else "ge": param.lowest}
     names = AliasChoices(*dict.fromkeys((param.field, param.name)))
-    kind: Any = Annotated[param.kind | None, _NUMBER]
-    return (kind, Field(None, validation_alias=names, **about))
+    kind: Any = Annotated[param.kind | None, Field(le=highest, **lowest), _NUMBER]
+    return (kind, Field(None, validation_alias=names, description=f"{param.help}{default}"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,13 @@ def test_true_is_no_number(name: str) -> None:
     assert error.message == f"{name} is refused: it must be a number, got true"
 
 
+@pytest.mark.parametrize("name", ["seed", "steps", "seconds", "guidance_scale", "fps"])
+def test_null_stands_for_the_default(name: str) -> None:
+    default = WAN.sampling_of(WAN.checked({"prompt": "the sea"}))
+    assert WAN.sampling_of(WAN.checked({"prompt": "the sea", name: None})) == default
+    assert refusal(**{name: -1}).details["faults"][0]["field"] == name
+
+
 def test_a_field_that_is_sent_twice_is_refused() -> None:
     with pytest.raises(ApiError, match="'seed' is sent 2 times") as refused:
         _fields(FormData([("seed", "1"), ("steps", "4"), ("seed", "2")]))

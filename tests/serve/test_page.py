@@ -355,7 +355,7 @@ def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
         page.wait_text("#state", "Ready")
         assert page.all("#banner") == []
         page.wait(lambda: re.search(r"Step [1-9]", page.text("#queue-list")))
-        assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+        assert server.client.delete(f"/v1/videos/{id}").status_code == 202
 
 
 @pytest.mark.long
