@@ -311,11 +311,14 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
         missing = [name for name in _EXTRAS[extra] if find_spec(name) is None]
         wrong = f"svdpp serve needs the extra {extra}: {', '.join(missing)} is not installed"
         require(not missing, wrong, f"pip install 'svdpp[{extra}]'", extra=extra, missing=missing)
+    from svdpp.media.output_files import private_files
+
     try:
-        if is_member(launched):
-            _serve_rank(console, options, launched, log)
-        else:
-            _serve(console, options, launched, log)
+        with private_files():  # before any process is started that writes clips
+            if is_member(launched):
+                _serve_rank(console, options, launched, log)
+            else:
+                _serve(console, options, launched, log)
     except Interrupted:
         console.info("ended before it served")
 

@@ -198,6 +198,16 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Have the block create files for this user alone, also in processes that it starts."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
 def disk_errors(text: str) -> Iterator[None]:
     """Turn an OSError of the block into an error with a sentence.
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import resource
 import signal
 import socket
@@ -70,8 +69,6 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
     """Return the application and its service; nothing is started.
 
-    From then on this process and its ranks create files for their own user only.
-
     Args:
         settings: what the server is asked to be, with a config of `check_config`.
         keys: API keys; None serves this machine only.
@@ -80,7 +77,6 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         RequestError: the data folder or the queue is another's.
         OutputError: the folder cannot be written.
     """
-    os.umask(0o077)
     queue = JobQueue(
         settings.folder.absolute(),
         adopts=settings.adopts,

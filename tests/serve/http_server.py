@@ -217,10 +217,7 @@ class ServerHere(HttpServer):
         self.err = self.other_key = ""
         settings, keys = asked(folder, *options)
         self._sink = logger.add(self._note, level="INFO", format="{level} {message}")
-        umask = os.umask(0o077)
-        os.umask(umask)
         app, self.service = build(settings, keys)
-        os.umask(umask)  # of the tests, which this process runs as well
         self.service.engine.observe(EventLog(settings.config.layout, self.service.engine.name_of))
         self._bound = socket.create_server(("127.0.0.1", port))
         is_listening = threading.Event()
