@@ -42,6 +42,8 @@ _CONFIG_PATTERNS = (
     *("model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "guider/*"),
 )
+# A tokenizer's folder may have more than its own files: pickles and programs.
+_NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
@@ -227,7 +229,8 @@ def _fetch(
     from huggingface_hub import snapshot_download
 
     options: Any = {"revision": revision, "local_files_only": local_files_only}
-    return Path(snapshot_download(name, allow_patterns=[*patterns], tqdm_class=bar, **options))
+    wanted: Any = {"allow_patterns": [*patterns], "ignore_patterns": [*_NEVER_DOWNLOADED]}
+    return Path(snapshot_download(name, tqdm_class=bar, **wanted, **options))
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]

@@ -202,6 +202,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.with_suffix(".bin").write_bytes(b"a pickle")
         path.with_suffix(".fp16.safetensors").write_bytes(b"another variant")
     (folder / "wan2.2.safetensors").write_bytes(b"all in one file")
+    for name in ("pytorch_model.bin", "tokenization.py"):
+        (folder / "tokenizer" / name).write_bytes(b"code")
     (folder / "README.md").write_text("about")
     return folder
 
@@ -245,6 +247,7 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> N
         resolve(replace(CONFIG, sampling=LtxSampling(num_inference_steps=4)))
     assert wan.requested
     assert not _weights(wan.requested)
+    assert not [name for name in wan.requested if name.endswith(".py")]
 
 
 def test_a_cache_that_is_partly_filled_and_no_network(
