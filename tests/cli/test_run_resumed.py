@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from svdpp.driver import manifest
 from svdpp.media.inputs import example_photos
 from svdpp.media.output_files import locked
 from svdpp.media.video import read_frames
@@ -108,6 +110,22 @@ def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     assert done.code == 9, done.err
     assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.err
     assert done.out.count("(lost: ") == 2
+
+
+def test_clips_whose_folder_is_deleted_during_the_run_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, look = tmp_path / "out", manifest.find_missing
+
+    def look_too_late(*given: Any) -> Any:
+        shutil.rmtree(out)
+        return look(*given)
+
+    monkeypatch.setattr(manifest, "find_missing", look_too_late)
+    done = _run(PHOTOS[0], "--world", 1, "--out", out)
+    assert done.code == 8, done
+    assert "is gone: it was written, and removed during the run" in done.err
+    assert "svdpp verify" not in done.err
 
 
 def test_control_characters_in_a_name_reach_neither_terminal_nor_log(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import time
 from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -437,6 +438,8 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert server.client.get("/v1/models/dummy").json() == model
     error_of(server.client.get("/v1/models/a/b"), 404, "model_not_found")
     assert (model["id"], model["sizes"]) == ("dummy", ["1024x576"])
+    assert (model["owned_by"], model["object"]) == ("svdpp", "model")
+    assert 0 <= time.time() - model["created"] < 3600
     assert model["limits"]["max_upload_bytes"] == 2**20
     assert model["limits"]["max_megapixels"] == 24
     for path in ("/health", "/ready"):
