@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 #: What a side stream waits for before it touches a tensor: an event; None on the CPU.
-Mark = torch.cuda.Event | None
+Event = torch.cuda.Event | None
 
 
 def use_device(device: torch.device) -> None:
@@ -29,14 +29,14 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def one_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+def single_thread_executor(name: str, device: torch.device) -> ThreadPoolExecutor:
     """Return a pool of one thread, called `name`, whose current device is `device`."""
     return ThreadPoolExecutor(
         max_workers=1, thread_name_prefix=name, initializer=use_device, initargs=(device,)
     )
 
 
-def mark(device: torch.device) -> Mark:
+def record_event(device: torch.device) -> Event:
     """Record an event behind all work that this thread has queued on its current stream so far.
 
     Returns:
@@ -49,13 +49,13 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def wait_for(event: Mark) -> None:
+def wait_for_event(event: Event) -> None:
     """Block this thread until the device has reached an event; return at once on the CPU."""
     if event is not None:
         event.synchronize()
 
 
-def wait_for_queue(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Block until the device has done all that is queued on this thread's current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -69,7 +69,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
-    def beside(self, after: Mark = None) -> Iterator[None]:
+    def stream_context(self, after: Event = None) -> Iterator[None]:
         """Queue the block's work on this stream; wait at the end of the block until it is done.
 
         Args:
@@ -84,7 +84,7 @@ class SideStream:
             yield
             self._stream.synchronize()
 
-    def to_host(self, tensor: torch.Tensor, after: Mark = None) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, after: Event = None) -> torch.Tensor:
         """Copy a tensor to host memory, pinned if the device is a GPU, and wait for the copy.
 
         Args:
@@ -96,7 +96,7 @@ class SideStream:
         """
         if tensor.is_cpu:
             return tensor
-        with self.beside(after):
+        with self.stream_context(after):
             host = self.host_buffer(tensor.shape, tensor.dtype)
             host.copy_(tensor, non_blocking=True)
         return host
@@ -108,17 +108,17 @@ class SideStream:
             host: of any shape and dtype; pinned, so that the copy needs no other buffer.
 
         Returns:
-            The copy; `host` itself on the CPU. Call `lend` before another stream uses it.
+            The copy; `host` itself on the CPU. Call `record_stream` before another stream uses it.
         """
         if self._stream is None:
             return host
-        with self.beside():
+        with self.stream_context():
             tensor = torch.empty_like(host, device=self._device)
             tensor.copy_(host, non_blocking=True)
         return tensor
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return (num_bytes,) uint8 on the device, which this stream may fill; within `beside`."""
+        """Return (num_bytes,) uint8 on the device, for this stream to fill in `stream_context`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def host_buffer(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -126,13 +126,13 @@ class SideStream:
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
 
-def lend(tensor: torch.Tensor) -> None:
+def record_stream(tensor: torch.Tensor) -> None:
     """Tell the allocator that the caller's current stream uses memory of another stream."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class Readback:
+class AsyncFlag:
     """A point of a device's current stream: its moment and a flag, read without stopping the queue.
 
     Args:
@@ -157,7 +157,7 @@ class Readback:
             self._event.synchronize()
         return self._host is None or bool(self._host)
 
-    def seconds_since(self, before: Readback) -> float:
+    def seconds_since(self, before: AsyncFlag) -> float:
         """Return the seconds of the device from the point `before` to this one.
 
         Args:

@@ -199,7 +199,7 @@ class Transport:
         link = self._link("to", peer, channel)
         link.wait()
         payload = flatten(packet.tensors, self.device)
-        after = streams.mark(self.device)
+        after = streams.record_event(self.device)
         link.start(lambda: self._send(link, packet, payload, after))
 
     def drain(self) -> None:
@@ -228,7 +228,7 @@ class Transport:
         return self._links[key]
 
     def _send(
-        self, link: _Link, packet: Packet, payload: torch.Tensor, after: streams.Mark
+        self, link: _Link, packet: Packet, payload: torch.Tensor, after: streams.Event
     ) -> None:
         clip, step = packet.clip, packet.next_step
         ends: _Ends = "send", clip, step, link.peer
@@ -237,7 +237,7 @@ class Transport:
                 # A receive of NCCL that is enqueued spins on the receiver's multiprocessors until
                 # the bytes come. The header, which lets the receiver enqueue it, must not leave
                 # before they exist: the partner of a pair would compute beside that kernel.
-                streams.wait_for(after)
+                streams.wait_for_event(after)
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self.checksum and not packet.tombstone
             crc = zlib.crc32(link.stream.to_host(staged, after).numpy().data) if checked else None
@@ -250,7 +250,7 @@ class Transport:
                 dist.send(content, link.peer, group=link.group)
             reached = time.monotonic()
             if payload.numel() and self._direct:
-                with link.stream.beside(after):
+                with link.stream.stream_context(after):
                     self._run_nccl(lambda: dist.isend(staged, link.peer, group=link.group))
             elif payload.numel():
                 dist.send(staged, link.peer, group=link.group)
@@ -281,7 +281,7 @@ class Transport:
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         if self._direct:
-            with stream.beside():
+            with stream.stream_context():
                 payload = stream.empty(num_bytes)
                 self._run_nccl(lambda: dist.irecv(payload, link.peer, group=link.group))
             return payload
@@ -331,7 +331,7 @@ class PendingPacket:
             TransportError: it could not be received.
         """
         description, payload = self._future.result()
-        streams.lend(payload)
+        streams.record_stream(payload)
         packet = description.packet(payload)
         packet.begun_at += self._monotonic_ahead
         if whole is not None and not packet.tombstone:
@@ -352,7 +352,7 @@ class _Link:
     ) -> None:
         self.peer, self.channel, self.group = peer, channel, group
         self.stream = streams.SideStream(device)
-        self._thread = streams.one_thread(name, device)
+        self._thread = streams.single_thread_executor(name, device)
         self._last: Future[Any] | None = None
         self._failure: Exception | None = None
 

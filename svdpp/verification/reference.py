@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from svdpp.comm.streams import SideStream, mark
+from svdpp.comm.streams import SideStream, record_event
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.media import video
 from svdpp.media.inputs import read_source
@@ -146,7 +146,7 @@ class _Recorder:
                 store.keep(self._clip, f"step{step}_branch{branch}", on_host)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._copies.to_host(tensor, mark(tensor.device))
+        return self._copies.to_host(tensor, record_event(tensor.device))
 
     def _report(self, action: Action, now: float) -> None:
         self._reporter.send(ActionDone(action=action, start=self._begun, end=now, waited=0.0))

@@ -18,7 +18,7 @@ import torch
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
-from svdpp.comm.streams import Mark, SideStream, mark
+from svdpp.comm.streams import SideStream, record_event
 from svdpp.comm.transport import Transfer
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import OutputError, error_to_dict
@@ -179,7 +179,7 @@ class BoundedExecutor:
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
-        self._thread = streams.one_thread(name, device)
+        self._thread = streams.single_thread_executor(name, device)
         self._waiting: list[Future[None]] = []
         self._reporter = reporter
         self._device = device
@@ -257,7 +257,7 @@ class ClipWriter(BoundedExecutor):
             decoded: frames, (F, H, W, 3) uint8 RGB; None: only the latent is hashed.
             audio: sound; None: the model makes none.
         """
-        self.submit(self._write_or_lose, job, packet, decoded, audio, mark(self._device))
+        self.submit(self._write_or_lose, job, packet, decoded, audio, record_event(self._device))
 
     def _write_or_lose(self, job: ClipJob, *clip: Any) -> None:
         begun = time.monotonic()
@@ -275,7 +275,7 @@ class ClipWriter(BoundedExecutor):
         packet: Packet,
         decoded: torch.Tensor | None,
         audio: Audio | None,
-        ready: Mark,
+        ready: streams.Event,
     ) -> dict[str, Any]:
         frames: Frames | None = None
         if decoded is not None:
@@ -333,9 +333,9 @@ class LatentCheckpointWriter(BoundedExecutor):
 
     def put(self, key: str, packet: Packet) -> None:
         """Queue a packet, whose tensors must not change any more, under the key of its clip."""
-        self.submit(self._save, key, packet, mark(self._device))
+        self.submit(self._save, key, packet, record_event(self._device))
 
-    def _save(self, key: str, packet: Packet, ready: Mark) -> None:
+    def _save(self, key: str, packet: Packet, ready: streams.Event) -> None:
         try:
             on_host = {
                 name: self._stream.to_host(tensor, ready).contiguous()
@@ -370,10 +370,10 @@ class PhotoReader:
         self._prepare = prepare
         self._upcoming: deque[tuple[int, ClipRequest, Future[Prepared] | None]] = deque()
         self._ahead: dict[int, Future[Prepared]] = {}
-        self._thread = streams.one_thread("photos", device)
+        self._thread = streams.single_thread_executor("photos", device)
         # At most one: if its clip never comes, the next one takes its place.
         self._early: dict[_Image, Future[Prepared]] = {}
-        self._early_thread = streams.one_thread("early photos", device)
+        self._early_thread = streams.single_thread_executor("early photos", device)
 
     def expect(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
         """Add clips, with their requests, that `take` will be called for, in order."""

@@ -18,7 +18,7 @@ import torch
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet, Specs, TensorSpec, check_tensors, mismatch
-from svdpp.comm.streams import Readback
+from svdpp.comm.streams import AsyncFlag
 from svdpp.comm.transport import Channel, PendingPacket, Transport
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import (
@@ -100,7 +100,7 @@ class RankTools:
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a complete copy of a tensor, contiguous, in host memory."""
-        return self._copies.to_host(tensor.contiguous(), streams.mark(self.device))
+        return self._copies.to_host(tensor.contiguous(), streams.record_event(self.device))
 
 
 class PipelineStage:
@@ -217,7 +217,7 @@ class PipelineStage:
                 model = self._model_of(self._sampling_of(action))
                 with _failures_of_clip(action):
                     packet.tensors = model.encode(prepared, request)
-                streams.wait_for_queue(self._tools.device)
+                streams.synchronize(self._tools.device)
             packet.memory_pressure |= self._tools.memory_pressure.rose()
             if request.prompt is not None and (cut := model.removed_text(request.prompt)):
                 self._reporter.send(PromptCut(clip=action.clip, text=cut))
@@ -334,7 +334,7 @@ class PipelineStage:
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
-            streams.wait_for_queue(self._tools.device)
+            streams.synchronize(self._tools.device)
             packet.memory_pressure |= self._tools.memory_pressure.rose()
 
     def _return(self, action: Action) -> None:
@@ -610,8 +610,8 @@ class StepChecks:
         self._device = device
         self._rank = rank
         self._on_done = on_done
-        self._last = Readback(device)
-        self._queued: deque[tuple[int, Readback, Readback]] = deque()
+        self._last = AsyncFlag(device)
+        self._queued: deque[tuple[int, AsyncFlag, AsyncFlag]] = deque()
 
     def add(self, step: int, latent: torch.Tensor) -> None:
         """Queue the check of the latent after `step`, and read the checks that are due.
@@ -619,7 +619,7 @@ class StepChecks:
         Raises:
             NotFiniteError: the latent of a step that was due is NaN or infinite.
         """
-        now = Readback(self._device, torch.isfinite(latent).all())
+        now = AsyncFlag(self._device, torch.isfinite(latent).all())
         self._queued.append((step, self._last, now))
         self._last = now
         self._read(keep=1 if self._device.type == "cuda" else 0)

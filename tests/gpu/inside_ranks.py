@@ -75,7 +75,7 @@ class Watched(Damage):
         if place == "start":
             _watch(Path(self.folder) / f"rank{rank}")
             if self.planted:
-                streams.mark = lambda _: None
+                streams.record_event = lambda _: None
 
 
 def _watch(path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_freed_packet_is_not_reused_while_it_is_read(report: Report) -> None:
     def copied(*, lent: bool) -> torch.Tensor:
         payload = side.to_device(threes)
         if lent:
-            streams.lend(payload)
+            streams.record_stream(payload)
         torch.cuda._sleep(SLEEP_CYCLES)
         copy = payload.clone()
         del payload
@@ -97,7 +97,7 @@ def test_a_freed_packet_is_not_reused_while_it_is_read(report: Report) -> None:
     kept = [bool((copied(lent=False) == 3).all()) for _ in range(5)]
     report.add("memory lent to another stream", lent_whole=sum(lent), of=10, not_lent=sum(kept))
     assert all(lent)
-    assert not all(kept), "without lend() nothing went wrong: this test shows nothing"
+    assert not all(kept), "without record_stream() nothing went wrong: this test shows nothing"
 
 
 class Wire:
@@ -166,7 +166,7 @@ def _in_frames(tensor: torch.Tensor, _: Wire, folder: Path) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor, _: Wire, __: Path) -> torch.Tensor:
-    host = streams.SideStream(DEVICE).to_host(tensor, streams.mark(DEVICE))
+    host = streams.SideStream(DEVICE).to_host(tensor, streams.record_event(DEVICE))
     assert host.is_pinned()
     return host
 
@@ -187,9 +187,13 @@ def test_what_leaves_the_device_waits_for_the_kernel_that_writes_it(
         return bool((leave(tensor, wire, tmp_path) == value).all())
 
     assert is_whole_after(5)
-    beside = streams.SideStream.beside
-    monkeypatch.setattr(streams.SideStream, "beside", lambda self, after=None: beside(self))  # noqa: ARG005
-    assert not is_whole_after(6), "without its mark the copy did no harm: this test shows nothing"
+    stream_context = streams.SideStream.stream_context
+    monkeypatch.setattr(
+        streams.SideStream,
+        "stream_context",
+        lambda self, after=None: stream_context(self),  # noqa: ARG005
+    )
+    assert not is_whole_after(6), "without its event the copy did no harm: this test shows nothing"
 
 
 def _receive(transport: Transport, clip: int) -> torch.Tensor:
@@ -242,13 +246,13 @@ def test_a_received_packet_keeps_its_memory_until_queued_kernels_have_read_it(
         return bool((received == 3).all())
 
     assert is_whole()
-    monkeypatch.setattr(streams, "lend", lambda _: None)
-    assert not is_whole(), "without lend() nothing went wrong: this test shows nothing"
+    monkeypatch.setattr(streams, "record_stream", lambda _: None)
+    assert not is_whole(), "without record_stream() nothing went wrong: this test shows nothing"
 
 
 def test_a_flag_and_a_step_are_read_without_a_stop() -> None:
-    before = streams.Readback(DEVICE)
+    before = streams.AsyncFlag(DEVICE)
     torch.cuda._sleep(SLEEP_CYCLES)
-    after = streams.Readback(DEVICE, torch.isfinite(torch.ones(4, device=DEVICE)).all())
+    after = streams.AsyncFlag(DEVICE, torch.isfinite(torch.ones(4, device=DEVICE)).all())
     assert after.wait()
     assert after.seconds_since(before) > 0.05

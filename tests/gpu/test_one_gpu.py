@@ -144,7 +144,7 @@ def _relay_over_nccl(context: RankContext, asked: tuple[str, int]) -> None:
             matrix @ matrix.T
         if rank + 1 < context.world.size:
             transport.send(packet, rank + 1)
-        on_host = copies.to_host(packet.tensors["latents"], streams.mark(device))
+        on_host = copies.to_host(packet.tensors["latents"], streams.record_event(device))
         hashes.append(hashlib.sha256(on_host.numpy().tobytes()).hexdigest())
     transport.drain()
     transport.close()

@@ -73,13 +73,13 @@ def event(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
     waited: list[object] = []
 
     @contextmanager
-    def beside(_: streams.SideStream, after: object = None) -> Iterator[None]:
+    def stream_context(_: streams.SideStream, after: object = None) -> Iterator[None]:
         waited.append(after)
         yield
 
-    monkeypatch.setattr(streams.SideStream, "beside", beside)
+    monkeypatch.setattr(streams.SideStream, "stream_context", stream_context)
     for module in (streams, reference, side_threads):
-        monkeypatch.setattr(module, "mark", lambda _: marked)
+        monkeypatch.setattr(module, "record_event", lambda _: marked)
     yield marked
     assert all(after is marked for after in waited)
 

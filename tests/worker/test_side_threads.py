@@ -65,7 +65,7 @@ def test_each_thread_beside_the_work_takes_the_device(monkeypatch: pytest.Monkey
     executor.submit(lambda: names.append(threading.current_thread().name))
     executor.finish()
     assert took == {names[0]: gpu}
-    link = streams.one_thread("to-1", gpu)
+    link = streams.single_thread_executor("to-1", gpu)
     assert took[link.submit(lambda: threading.current_thread().name).result()] == gpu
 
 
