@@ -240,7 +240,7 @@ class OpenClips:
             case StoredTensor():
                 assert self._tensor_folder is not None
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
-            case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip)):
+            case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD_CHECKPOINT, clip=clip)):
                 if (handle := self._open.get(clip)) is not None:
                     handle._advance(handle.progress.steps_done, rank)
             case StepDone():

@@ -155,8 +155,8 @@ class RunManifest:
         """Take one event of a rank."""
         match event:
             case (
-                Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
-                | ActionDone(action=Action(kind=Kind.ENCODE | Kind.LOAD, clip=clip))
+                Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD_CHECKPOINT, clip=clip))
+                | ActionDone(action=Action(kind=Kind.ENCODE | Kind.LOAD_CHECKPOINT, clip=clip))
             ):
                 self._set(clip, "running")
             case ClipDone():

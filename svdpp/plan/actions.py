@@ -17,15 +17,15 @@ class Kind(StrEnum):
     """The kinds of action."""
 
     ENCODE = "ENCODE"  # read the clip's image, encode it, draw its noise: the latent before step 0
-    LOAD = "LOAD"  # read the latent checkpoint that an earlier run wrote after `start` steps
+    LOAD_CHECKPOINT = "LOAD_CHECKPOINT"  # read the latent that an earlier run kept at `start`
     RECV = "RECV"  # post the receive of the packet; the action that uses the latent waits for it
     DENOISE = "DENOISE"  # run steps `start` to `end` (exclusive) of the clip
     SHARE = "SHARE"  # send the clip's packet to `peer`, the other rank of the pair, and go on
     SEND = "SEND"  # send the clip's packet to `peer` in the background
-    DROP = "DROP"  # forget the clip: the other rank of the pair has its latent and finishes it
+    FREE = "FREE"  # free the clip: the other rank of the pair has its latent and finishes it
     DECODE = "DECODE"  # turn the final latent, or the part that `frames` names, into frames
-    RETURN = "RETURN"  # send the decoded frames to `peer`, which finishes the clip, and forget it
-    GATHER = "GATHER"  # wait for the frames that `peer` decodes
+    SEND_FRAMES = "SEND_FRAMES"  # send the decoded frames to `peer`, then free the clip
+    RECV_FRAMES = "RECV_FRAMES"  # wait for the frames that `peer` decodes
     FINISH = "FINISH"  # hash the result, write it in the background, report the clip as finished
 
 
@@ -118,9 +118,9 @@ class Action(NamedTuple):
 
 
 #: Actions that send a packet.
-SENDS = (Kind.SEND, Kind.SHARE, Kind.RETURN)
+SENDS = (Kind.SEND, Kind.SHARE, Kind.SEND_FRAMES)
 
-_ARROWS = {Kind.RECV: "<", Kind.GATHER: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
+_ARROWS = {Kind.RECV: "<", Kind.RECV_FRAMES: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
 _ACTION = re.compile(
     rf"({'|'.join(Kind)}) c(\d+) @?(\d+)(?::(\d+))?(?: [<>=](\d+))?(?: (\d+):(\d+)/(\d+))?"
 )
@@ -260,7 +260,7 @@ def _visit(route: Route, index: int) -> _Visit:
     first, last = index == 0, index == len(route.ranges) - 1
     work: list[Action] = []
     if first:
-        work = [Action.at(Kind.LOAD if part.start else Kind.ENCODE, clip, part.start)]
+        work = [Action.at(Kind.LOAD_CHECKPOINT if part.start else Kind.ENCODE, clip, part.start)]
     second = part.rank + 1 if route.paired else -1
     if part.num_steps and route.paired and part.start == route.start:
         work.append(Action.at(Kind.SHARE, clip, part.start, second))
@@ -284,14 +284,14 @@ def _decode_actions(route: Route) -> Iterator[Action]:
     if route.decodes:
         yield Action.at(Kind.DECODE, clip, end, frames=route.shares[0].frames if helpers else None)
     for rank, frames in helpers:
-        yield Action.at(Kind.GATHER, clip, end, rank, frames)
+        yield Action.at(Kind.RECV_FRAMES, clip, end, rank, frames)
 
 
 def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
     clip, last = route.clip, route.ranges[-1]
     return (
         Action.at(Kind.DECODE, clip, last.end, frames=share.frames),
-        Action.at(Kind.RETURN, clip, last.end, last.rank, share.frames),
+        Action.at(Kind.SEND_FRAMES, clip, last.end, last.rank, share.frames),
     )
 
 
@@ -309,7 +309,7 @@ def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
     parts = [part for part in route.ranges if part.num_steps] if route.paired else []
     for index, part in enumerate(parts):
         source = parts[index - 1].rank + 1 if index else part.rank
-        ends: tuple[Action, ...] = (Action.at(Kind.DROP, route.clip, part.end),)
+        ends: tuple[Action, ...] = (Action.at(Kind.FREE, route.clip, part.end),)
         for share in route.shares:
             if route.has_latent(share.rank):
                 ends = _helps(route, share)

@@ -119,8 +119,10 @@ class _Replay:
         arrivals: dict[tuple[int, int], Transfer] = {}  # by clip, and sender of frames
         for action in self.schedule[rank]:
             self.current[rank] = action
-            place = action.clip, action.peer if action.kind is Kind.GATHER else -1
-            if action.kind is Kind.RECV or (action.kind is Kind.GATHER and place not in arrivals):
+            place = action.clip, action.peer if action.kind is Kind.RECV_FRAMES else -1
+            if action.kind is Kind.RECV or (
+                action.kind is Kind.RECV_FRAMES and place not in arrivals
+            ):
                 arrivals[place] = self._begin("recv", action, (action.peer, rank), clock)
             if action.kind is Kind.RECV:
                 continue
@@ -137,7 +139,7 @@ class _Replay:
                         yield before
                     clock = max(clock, self.ends[before])
                 self._begin("send", action, link[:2], clock)
-            elif action.kind not in (Kind.FINISH, Kind.DROP):  # in the background, or negligible
+            elif action.kind not in (Kind.FINISH, Kind.FREE):  # in the background, or negligible
                 if action.kind is Kind.DENOISE and action.peer >= 0:
                     first, second = sorted((rank, action.peer))
                     meeting = (first, second, False), -2 - action.clip

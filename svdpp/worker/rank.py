@@ -240,7 +240,7 @@ def load_model(
     return model.load_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# RECV, DECODE and RETURN of a part of a clip's frames.
+# RECV, DECODE and SEND_FRAMES of a part of a clip's frames.
 _HELP_ACTIONS = 3
 
 

@@ -132,14 +132,14 @@ class PipelineStage:
         self._waits: dict[WaitCause, float] = {}
         self._performers: dict[Kind, Callable[[Action], None]] = {
             Kind.ENCODE: self._encode,
-            Kind.LOAD: self._load,
+            Kind.LOAD_CHECKPOINT: self._load_checkpoint,
             Kind.RECV: self._recv,
             Kind.DENOISE: self._denoise,
             Kind.SHARE: self._share,
             Kind.SEND: self._send,
-            Kind.RETURN: self._return,
-            Kind.GATHER: self._gather,
-            Kind.DROP: lambda action: self._forget(self._packet(action).clip),
+            Kind.SEND_FRAMES: self._send_frames,
+            Kind.RECV_FRAMES: self._recv_frames,
+            Kind.FREE: lambda action: self._free(self._packet(action).clip),
             Kind.DECODE: self._decode,
             Kind.FINISH: self._finish_clip,
         }
@@ -152,7 +152,9 @@ class PipelineStage:
                 self._photos.prepare_early(job.request, partial(self._image_ready, job.request))
             return
         self._jobs.update(jobs)
-        self._helps.update(action.clip for action in work.actions if action.kind is Kind.RETURN)
+        self._helps.update(
+            action.clip for action in work.actions if action.kind is Kind.SEND_FRAMES
+        )
         for action in work.actions:
             if action.kind in SENDS:
                 ends = action.peer, _channel_of(action)
@@ -222,7 +224,7 @@ class PipelineStage:
             if request.prompt is not None and (cut := model.removed_text(request.prompt)):
                 self._reporter.send(PromptCut(clip=action.clip, text=cut))
 
-    def _load(self, action: Action) -> None:
+    def _load_checkpoint(self, action: Action) -> None:
         writer = self._tools.checkpoint_writer
         assert writer is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.monotonic(), {})
@@ -317,7 +319,7 @@ class PipelineStage:
             with self._waiting(action, "send"):
                 writer.put(key, packet)
         self._send_packet(action, packet)
-        self._forget(action.clip)
+        self._free(action.clip)
 
     def _send_packet(self, action: Action, packet: Packet) -> None:
         with self._waiting(action, "send"):
@@ -337,14 +339,14 @@ class PipelineStage:
             streams.synchronize(self._tools.device)
             packet.memory_pressure |= self._tools.memory_pressure.rose()
 
-    def _return(self, action: Action) -> None:
+    def _send_frames(self, action: Action) -> None:
         packet = self._packet(action)
         packet.tensors = {} if packet.tombstone else {_FRAMES: self._frames[action.clip]}
         self._send_packet(action, packet)
         self._helps.remove(action.clip)
-        self._forget(action.clip)
+        self._free(action.clip)
 
-    def _gather(self, action: Action) -> None:
+    def _recv_frames(self, action: Action) -> None:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
@@ -374,7 +376,7 @@ class PipelineStage:
                 self._tools.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
         else:
             self._reporter.send(ClipDropped(clip=action.clip))
-        self._forget(action.clip)
+        self._free(action.clip)
 
     def _packet(self, action: Action) -> Packet:
         """The clip's packet; waits for it if it has not arrived."""
@@ -405,7 +407,7 @@ class PipelineStage:
     def _image_ready(self, request: ClipRequest, seconds: float) -> None:
         self._reporter.send(ImageReady(image=request.image, seconds=seconds))
 
-    def _forget(self, clip: int) -> None:
+    def _free(self, clip: int) -> None:
         del self._packets[clip]
         self._frames.pop(clip, None)
         self._audio.pop(clip, None)

@@ -170,7 +170,7 @@ def decode() -> None:
         """From the start of the first decode until the last rank has all frames."""
         with Pipeline(config) as pipeline:
             measure(pipeline, 1)
-        return seconds_of(pipeline.trace.spans, Kind.DECODE, Kind.GATHER)
+        return seconds_of(pipeline.trace.spans, Kind.DECODE, Kind.RECV_FRAMES)
 
     alone = seconds(config(1))
     say("decode, 4 ranks over 1", seconds(config(4, decode_ranks=4)) / alone)

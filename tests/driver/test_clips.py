@@ -431,7 +431,7 @@ def test_the_manifest_follows_each_clip_until_it_is_settled(tmp_path: Path) -> N
     with RunManifest(path, {"model": "demo"}, clips, [lost]) as manifest:
         assert _states(path) == ["failed"] + ["pending"] * 4
         manifest(0, ActionDone(action="ENCODE c0 @0", start=0, end=1, waited=0))
-        manifest(1, Heartbeat(action="LOAD c1 @7"))
+        manifest(1, Heartbeat(action="LOAD_CHECKPOINT c1 @7"))
         manifest(0, Heartbeat(action="ENCODE c2 @0"))
         manifest(1, Heartbeat(action="DECODE c3 @28"))
         manifest(1, ClipDone(clip=0, metadata={"output": "a.mp4", "host": "host1"}))

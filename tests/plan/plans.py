@@ -104,16 +104,16 @@ def steps_in(seconds: float, part: Part) -> float:
 
 # --- the check of a schedule ----------------------------------------------------------------------
 
-_BEGINNINGS = (Kind.ENCODE, Kind.LOAD)
+_BEGINNINGS = (Kind.ENCODE, Kind.LOAD_CHECKPOINT)
 
 
 def check_schedule(schedule: Schedule, num_steps: int) -> None:
     """Check that every clip is started once, does each step once in order, and is finished once.
 
-    A clip is started by ENCODE at step 0, or by LOAD at the step that an earlier run reached. A
-    rank can work only on a clip that it holds, and only at the current step of that clip. It no
-    longer holds a clip that it has sent, and each sent packet is received once. So no step is
-    skipped or repeated. Both ranks of a pair do the same steps. Each frame is decoded once.
+    A clip is started by ENCODE at step 0, or by LOAD_CHECKPOINT at the step that an earlier run
+    reached. A rank can work only on a clip that it holds, and only at the current step of that
+    clip. It no longer holds a clip that it has sent, and each sent packet is received once. So no
+    step is skipped or repeated. Both ranks of a pair do the same steps. Each frame is decoded once.
     """
     transfers: Counter[tuple[Any, ...]] = Counter()
     halves: Counter[tuple[int, ...]] = Counter()
@@ -127,7 +127,7 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
             can_follow = _can_follow(action, held, decoded, num_steps)
             assert can_follow, f"clip {action.clip}: rank {rank} cannot do {action}"
             packet = action.clip, action.start, action.frames
-            if action.kind in (Kind.RECV, Kind.GATHER):
+            if action.kind in (Kind.RECV, Kind.RECV_FRAMES):
                 transfers[action.peer, rank, packet] -= 1
             elif action.kind in SENDS:
                 transfers[rank, action.peer, packet] += 1
@@ -178,9 +178,9 @@ def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_ste
         return first and action.start == num_steps
     if action.kind is Kind.SHARE:
         return True
-    if action.kind is Kind.GATHER:
+    if action.kind is Kind.RECV_FRAMES:
         return clip in decoded
-    if action.kind is Kind.RETURN and clip not in decoded:
+    if action.kind is Kind.SEND_FRAMES and clip not in decoded:
         return False
     del held[clip]
     return action.kind is Kind.SEND or action.start == num_steps

@@ -49,7 +49,9 @@ def test_any_layout_can_be_performed(
     check_schedule(schedule, layout.num_steps)
     check_receives(schedule)
     replay(schedule, layout.costs)
-    loads = {act[1:3] for actions in schedule for act in actions if act.kind is Kind.LOAD}
+    loads = {
+        act[1:3] for actions in schedule for act in actions if act.kind is Kind.LOAD_CHECKPOINT
+    }
     assert loads == {(clip, at) for clip, at in enumerate(ats) if at}
     assert all_stages or talking(schedule) <= set(layout.links)
     assert talking(schedule, decode=True) <= set(layout.decode_links)
