@@ -1,12 +1,12 @@
-"""The packet: the state of a clip that two ranks exchange, its header, description and payload.
+"""The packet: the state of a clip that two ranks exchange, its header, metadata and payload.
 
 gloo and NCCL accept a message of another size or type without an error, so a header of fixed size
-says how many bytes follow, and the receiver checks it before it reads them. The description names
+says how many bytes follow, and the receiver checks it before it reads them. The metadata names
 the packet's clip and step, and the tensors whose bytes are the payload, end to end: those on the
 rank's device. Tensors in host memory, such as the state of a random generator, follow the
-description's text; the receiver keeps them in host memory as well.
+metadata's text; the receiver keeps them in host memory as well.
 
-The receiver does not trust the description: it compares it with its own action list (clip, step)
+The receiver does not trust the metadata: it compares it with its own action list (clip, step)
 and with the `TensorSpec`s that it expects (`check_tensors`).
 """
 
@@ -27,8 +27,8 @@ from svdpp.errors import MismatchError, TransportError
 # All ranks have one version of svdpp (`driver.ranks.shared_settings`).
 _HEADER = struct.Struct("<IIQI")
 HEADER_BYTES = _HEADER.size
-#: Offset of each field of the header. `crc` is of the description, `check` of the fields before.
-FIELDS = {"description": 0, "crc": 4, "bytes": 8, "check": 16}
+#: Offset of each field of the header. `crc` is of the metadata, `check` of the fields before.
+FIELDS = {"metadata": 0, "crc": 4, "bytes": 8, "check": 16}
 
 # Short names, which options have; other dtypes keep torch's.
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -98,9 +98,9 @@ class Packet:
 
 
 class Header(NamedTuple):
-    """Sizes of the messages that follow: the description, with its crc32, and the payload."""
+    """Sizes of the messages that follow: the metadata, with its crc32, and the payload."""
 
-    description_bytes: int
+    metadata_bytes: int
     crc: int
     num_bytes: int
     """Bytes of the payload; 0: no payload follows."""
@@ -127,8 +127,8 @@ def _check_of(header: bytes) -> int:
     return zlib.crc32(header[: FIELDS["check"]])
 
 
-def describe(packet: Packet, device: torch.device, crc: int | None = None) -> bytes:
-    """Return the description of a packet: JSON, a line break, and the tensors in host memory.
+def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) -> bytes:
+    """Return the metadata of a packet: JSON, a line break, and the tensors in host memory.
 
     Args:
         packet: tensors on `device` go into the payload; others must be on the CPU.
@@ -159,11 +159,11 @@ class _Entry(NamedTuple):
     is_host: bool
 
 
-class Description:
-    """A description that has arrived; the payload follows.
+class PacketMetadata:
+    """The metadata of a packet that has arrived; the payload follows.
 
     Args:
-        data: as `describe` returned it.
+        data: as `pack_metadata` returned it.
 
     Raises:
         TransportError: `data` cannot be read.
@@ -183,7 +183,7 @@ class Description:
             for spec, is_host in self._entries.values():
                 self._num_bytes[is_host] += spec.num_bytes
         except (ValueError, AttributeError, TypeError, KeyError) as error:
-            raise TransportError("a packet's description cannot be read") from error
+            raise TransportError("a packet's metadata cannot be read") from error
 
     @property
     def specs(self) -> Specs:
@@ -216,10 +216,10 @@ class Description:
         else:
             check_tensors(self.specs, known, others=True)
         for part, found in ((False, num_bytes), (True, len(self._in_host_memory))):
-            described = self._num_bytes[part]
-            if found != described:
+            declared = self._num_bytes[part]
+            if found != declared:
                 where = "in host memory" if part else "of the payload"
-                raise mismatch(f"bytes {where}", "bytes", found, described)
+                raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
         """Return the packet; each tensor has memory of its own, as a view could be misaligned.

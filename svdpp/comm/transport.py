@@ -1,11 +1,11 @@
 """The transfer of one packet between two ranks: header, check, payload. Point to point only.
 
 Each rank has one link per neighbour and direction, with a thread, so that a transfer runs beneath
-the denoising. The header and the packet's description are messages of their own, always between
+the denoising. The header and the packet's metadata are messages of their own, always between
 CPUs. The payload is the packet's tensors end to end: on the device under NCCL, through pinned host
 memory under gloo, which does not carry CUDA tensors point to point.
 
-The receiver says which tensors it expects before the packet comes, and checks the description
+The receiver says which tensors it expects before the packet comes, and checks the metadata
 before it reads the payload. A difference is a `MismatchError`, which names the rank that sent.
 """
 
@@ -30,14 +30,14 @@ import torch.distributed as dist
 from svdpp.comm import streams
 from svdpp.comm.packet import (
     HEADER_BYTES,
-    Description,
     Header,
     Packet,
+    PacketMetadata,
     Specs,
     check_tensors,
-    describe,
     flatten,
     mismatch,
+    pack_metadata,
 )
 from svdpp.errors import (
     BrokenLinkError,
@@ -242,10 +242,10 @@ class Transport:
             checked = self.checksum and not packet.tombstone
             crc = zlib.crc32(link.stream.to_host(staged, after).numpy().data) if checked else None
             packet = replace(packet, begun_at=packet.begun_at - self.monotonic_ahead)
-            description = describe(packet, self.device, crc)
-            header = Header(len(description), zlib.crc32(description), payload.numel()).pack()
+            metadata = pack_metadata(packet, self.device, crc)
+            header = Header(len(metadata), zlib.crc32(metadata), payload.numel()).pack()
             begun = time.monotonic()
-            for message in (header, description):
+            for message in (header, metadata):
                 content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
                 dist.send(content, link.peer, group=link.group)
             reached = time.monotonic()
@@ -256,25 +256,27 @@ class Transport:
                 dist.send(staged, link.peer, group=link.group)
         self._report(link, ends, payload.numel(), reached, reached - begun)
 
-    def _receive(self, link: _Link, ends: _Ends, known: Specs) -> tuple[Description, torch.Tensor]:
+    def _receive(
+        self, link: _Link, ends: _Ends, known: Specs
+    ) -> tuple[PacketMetadata, torch.Tensor]:
         _, clip, next_step, _ = ends
         with translated_errors(*_attempt(ends, self.rank)):
             data = _receive_bytes(HEADER_BYTES, link)
             begun = time.monotonic()
             header = Header.unpack(data)
-            data = _receive_bytes(header.description_bytes, link)
+            data = _receive_bytes(header.metadata_bytes, link)
             if zlib.crc32(data) != header.crc:
-                raise TransportError("a packet's description is damaged")
-            description = Description(data)
-            description.check(clip, next_step, header.num_bytes, known)
+                raise TransportError("a packet's metadata is damaged")
+            metadata = PacketMetadata(data)
+            metadata.check(clip, next_step, header.num_bytes, known)
             payload = self._receive_payload(link, header.num_bytes)
-            if (sent := description.crc) is not None:
+            if (sent := metadata.crc) is not None:
                 crc = zlib.crc32(link.stream.to_host(payload).numpy().data)
                 if crc != sent:
                     found = f"{sent:08x}", f"{crc:08x}"
                     raise mismatch("crc32 of the payload", "crc32", *found)
         self._report(link, ends, payload.numel(), begun, 0.0)
-        return description, payload
+        return metadata, payload
 
     def _receive_payload(self, link: _Link, num_bytes: int) -> torch.Tensor:
         stream = link.stream
@@ -310,7 +312,7 @@ class Transport:
 class PendingPacket:
     """A packet that is being received, or is there."""
 
-    _future: Future[tuple[Description, torch.Tensor]]
+    _future: Future[tuple[PacketMetadata, torch.Tensor]]
     _monotonic_ahead: float
     _ends: _Ends
     _rank: int
@@ -330,13 +332,13 @@ class PendingPacket:
             MismatchError: it is not the expected one.
             TransportError: it could not be received.
         """
-        description, payload = self._future.result()
+        metadata, payload = self._future.result()
         streams.record_stream(payload)
-        packet = description.packet(payload)
+        packet = metadata.packet(payload)
         packet.begun_at += self._monotonic_ahead
         if whole is not None and not packet.tombstone:
             with translated_errors(*_attempt(self._ends, self._rank)):
-                check_tensors(description.specs, whole(packet.tensors))
+                check_tensors(metadata.specs, whole(packet.tensors))
         return packet
 
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from svdpp.comm.packet import (
     HEADER_BYTES,
-    Description,
     Header,
     Packet,
+    PacketMetadata,
     TensorSpec,
     check_tensors,
-    describe,
+    pack_metadata,
 )
 from svdpp.comm.transport import Transfer, Transport, translated_errors
 from svdpp.errors import (
@@ -244,7 +244,7 @@ def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: 
     assert words in str(caught.value)
 
 
-# --- headers and descriptions ---------------------------------------------------------------------
+# --- headers and metadata ---------------------------------------------------------------------
 
 HEADERS = st.builds(Header, st.integers(0, 2**31), st.integers(0, 2**32 - 1), st.integers(0, 2**63))
 CPU, NOTHING = torch.device("cpu"), torch.empty(0, dtype=torch.uint8)
@@ -262,18 +262,18 @@ def test_header_survives_the_wire_and_changed_bytes_are_noticed(
 
 
 def test_check_names_the_field_and_both_sides() -> None:
-    description = Description(describe(Packet(3, 8, 1.5, {}), CPU))
-    description.check(3, 8, 0, {})
+    metadata = PacketMetadata(pack_metadata(Packet(3, 8, 1.5, {}), CPU))
+    metadata.check(3, 8, 0, {})
     with pytest.raises(MismatchError, match="clip: sent 3, expected 4"):
-        description.check(4, 8, 0, {})
+        metadata.check(4, 8, 0, {})
     with pytest.raises(MismatchError, match="next step: sent 8, expected 12"):
-        description.check(3, 12, 0, {})
+        metadata.check(3, 12, 0, {})
     with pytest.raises(MismatchError, match="bytes of the payload: sent 8, expected 0"):
-        description.check(3, 8, 8, {})
+        metadata.check(3, 8, 8, {})
     known = {"latents": TensorSpec((1, 4), torch.float16)}
     missing = "tensors: sent 0, expected at least 1: latents is missing"
     with pytest.raises(MismatchError, match=missing):
-        description.check(3, 8, 0, known)
+        metadata.check(3, 8, 0, known)
 
 
 def test_tensors_that_differ_are_named_with_both_sides() -> None:
@@ -290,16 +290,16 @@ def test_tensors_that_differ_are_named_with_both_sides() -> None:
 def test_a_lost_clip_has_no_tensors() -> None:
     lost = Packet(3, 8, 1.5, {}, tombstone=True)
     known = {"latents": TensorSpec((1, 4), torch.float16)}
-    Description(describe(lost, CPU)).check(3, 8, 0, known)
+    PacketMetadata(pack_metadata(lost, CPU)).check(3, 8, 0, known)
     lost.tensors = {"latents": torch.zeros(1, 4).half()}
     with pytest.raises(MismatchError, match="latents is not expected"):
-        Description(describe(lost, CPU)).check(3, 8, 8, known)
+        PacketMetadata(pack_metadata(lost, CPU)).check(3, 8, 8, known)
 
 
 def test_what_is_said_of_a_packet_and_tensors_in_host_memory_survive_the_wire() -> None:
     tensors = {"step": torch.tensor(7), "state": torch.arange(5).byte()}
     packet = Packet(3, 1, 2.5, tensors, True, True, 0.25)
-    back = Description(describe(packet, torch.device("cuda"))).packet(NOTHING)
+    back = PacketMetadata(pack_metadata(packet, torch.device("cuda"))).packet(NOTHING)
     assert list(back.tensors) == ["step", "state"]
     assert all(torch.equal(back.tensors[name], each) for name, each in packet.tensors.items())
     assert replace(back, tensors={}) == replace(packet, tensors={})
@@ -317,7 +317,9 @@ def test_what_is_said_of_a_packet_and_tensors_in_host_memory_survive_the_wire() 
 def test_a_description_that_does_not_fit_is_refused(
     entries: bytes, more: bytes, words: str
 ) -> None:
-    whole = describe(Packet(0, 1, 0.0, {}), CPU).replace(b'"tensors": []', b'"tensors": ' + entries)
+    whole = pack_metadata(Packet(0, 1, 0.0, {}), CPU).replace(
+        b'"tensors": []', b'"tensors": ' + entries
+    )
     assert entries in whole
     with pytest.raises(TransportError, match=words):
-        Description(whole + more).check(0, 1, 4, {})
+        PacketMetadata(whole + more).check(0, 1, 4, {})

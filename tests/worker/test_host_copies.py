@@ -155,5 +155,5 @@ def test_a_link(
     link.send(Packet(0, 1, 0.0, _model().encode({}, ClipRequest(seed=0))), 1)
     link.drain()
     before = [event] if backend == "nccl" else []
-    assert sent == [*before, torch.Tensor, torch.Tensor, payload]  # header, description
+    assert sent == [*before, torch.Tensor, torch.Tensor, payload]  # header, metadata
     link.close()
