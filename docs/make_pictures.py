@@ -19,7 +19,7 @@ from svdpp.config import (
 )
 from svdpp.driver.pipeline import Pipeline
 from svdpp.plan.costs import PRESETS
-from svdpp.plan.forecast import replay, steady_seconds_per_clip, summarise
+from svdpp.plan.forecast import simulate_schedule, steady_seconds_per_clip, summarise
 from svdpp.plan.layout import Layout
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -57,7 +57,9 @@ def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
     for layout in layouts:
         rate = 60 / steady_seconds_per_clip(layout)
         title = f"{layout}: {rate:.2f} clips/min of a long queue"
-        panels.append(Panel(title, replay(layout.schedule(_PLANNED_CLIPS), layout.costs)))
+        panels.append(
+            Panel(title, simulate_schedule(layout.schedule(_PLANNED_CLIPS), layout.costs))
+        )
     draw_timeline(panels, layouts[0].world_size, path)
     make_small(path)
 

@@ -23,8 +23,8 @@ from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole, require
 from svdpp.errors import RequestError
 from svdpp.plan.choose import Row, compare_layouts
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import forecast_layout, replay, steady_seconds_per_clip
+from svdpp.plan.costs import CostModel
+from svdpp.plan.forecast import forecast_layout, simulate_schedule, steady_seconds_per_clip
 from svdpp.plan.layout import Layout, check_chunks
 from svdpp.plan.split import EXPERTS, MAX_RANKS
 
@@ -36,7 +36,7 @@ _MAX_DRAWN = 50_000
 _MAX_CUTS = 16
 _COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
-#: The fields of `Costs` that options give.
+#: The fields of `CostModel` that options give.
 _SECONDS = (
     *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds"),
     "inter_host_transfer_seconds",
@@ -209,7 +209,7 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
         )
         return size, per_host
 
-    def costs_on(self, ranks_per_host: int | None) -> Costs:
+    def costs_on(self, ranks_per_host: int | None) -> CostModel:
         """Return the costs with the given seconds, and with `--memory` the memory of the parts.
 
         Args:
@@ -378,7 +378,7 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
     if num_clips > max(1, _MAX_DRAWN // layout.num_stages):
         num_clips = min(num_clips, 4 * layout.world_size)
         console.result(f"the first {num_clips} clips:")
-    console.grid(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
+    console.grid(simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size)
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 

@@ -25,8 +25,8 @@ from svdpp.driver.trace import MeanCosts
 from svdpp.errors import OutputError, RankError, RequestError, one_line, printable, redact
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind, Schedule
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay, summarise
+from svdpp.plan.costs import CostModel
+from svdpp.plan.forecast import simulate_schedule, summarise
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import (
     ActionDone,
@@ -79,7 +79,7 @@ class Progress(Bars):
         *,
         labels: Sequence[str] = (),
         num_clips: int | None = None,
-        costs: Costs | None = None,
+        costs: CostModel | None = None,
         ranks: bool = True,
     ) -> None:
         self._remarks, self._title, self._schedule = console, title, schedule
@@ -89,7 +89,7 @@ class Progress(Bars):
         self._labels = list(map(one_line, labels)) or [
             f"clip {clip + 1}" for clip in range(self.num_clips)
         ]
-        self._costs = costs or Costs()
+        self._costs = costs or CostModel()
         self._means = MeanCosts()
         self._settled: set[int] = set()
         self.num_done = self.num_failed = 0
@@ -220,7 +220,7 @@ class Progress(Bars):
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
-            # A replay of many clips takes a while, on cores that CPU ranks need.
+            # A simulation of many clips takes a while, on cores that CPU ranks need.
             self._next_forecast = elapsed + max(1.0, 50 * (time.monotonic() - begun))
         return None if self._makespan is None else max(0.0, self._makespan - elapsed)
 
@@ -229,7 +229,7 @@ class Progress(Bars):
             return None
         costs = self._means.costs_like(self._costs)
         try:
-            of = summarise(replay(self._schedule, costs), len(self._schedule))
+            of = summarise(simulate_schedule(self._schedule, costs), len(self._schedule))
         except (RequestError, ValueError):  # no transfer between hosts is timed yet
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip

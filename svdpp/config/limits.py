@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.costs import PRESETS, CostModel
 
 #: Denoising steps; models were trained with 1000 noise levels, so more steps gain nothing.
 MAX_STEPS = 1000
@@ -204,7 +204,7 @@ def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) ->
     return data
 
 
-def find_costs(name_or_path: str) -> Costs:
+def find_costs(name_or_path: str) -> CostModel:
     """Return the preset of a name, else the costs in the file at that path.
 
     Raises:
@@ -221,7 +221,7 @@ def find_costs(name_or_path: str) -> Costs:
     return read_costs(name_or_path)
 
 
-def read_costs(path: str | Path) -> Costs:
+def read_costs(path: str | Path) -> CostModel:
     """Read a costs file, or the costs that a run measured, in its `run.json`.
 
     Raises:
@@ -239,4 +239,4 @@ def read_costs(path: str | Path) -> Costs:
         measured = content.get("measured")
         content = measured.get("costs") if isinstance(measured, Mapping) else None
         require(content is not None, f"{path}: the run has measured no costs")
-    return Costs.from_json(content, str(path))
+    return CostModel.from_json(content, str(path))

@@ -30,7 +30,7 @@ from svdpp.config.limits import (
 )
 from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout, Split, frame_chunks, present_split
 from svdpp.plan.split import MAX_RANKS
 
@@ -210,7 +210,7 @@ class PipelineConfig:
     """Number of replicas R, a divisor of W; R = W is data parallel."""
     decoders: int = 1
     """Ranks at the end of each replica that finish its clips alternately."""
-    costs: Costs = field(default_factory=Costs)
+    costs: CostModel = field(default_factory=CostModel)
     """The costs by which splits other than `uniform` cut."""
     expert_boundary: int | None = None
     """Steps of the first of two experts; the model gives it when the configuration is resolved."""
@@ -291,7 +291,7 @@ class PipelineConfig:
 
     def alone(self) -> PipelineConfig:
         """Return the same configuration with one rank."""
-        return replace(self, world_size=1, replicas=1, costs=Costs(), **_WHOLE)
+        return replace(self, world_size=1, replicas=1, costs=CostModel(), **_WHOLE)
 
     def data_parallel(self) -> PipelineConfig:
         """Return the same configuration with whole clips on each rank."""

@@ -13,8 +13,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from svdpp.errors import InputError, RequestError, describe_fault, fault_details
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs, PerRank, step_from_pair
-from svdpp.plan.forecast import Span, replay, summarise
+from svdpp.plan.costs import CostModel, PerRank, step_from_pair
+from svdpp.plan.forecast import Span, simulate_schedule, summarise
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest, PipelineConfig
@@ -122,7 +122,7 @@ class RunFigures:
     """Between the last action of a rank and the last written clip."""
     transfer_seconds: Amount = 0.0
     """Mean of one transfer, at its receiver."""
-    costs: Costs | None = None
+    costs: CostModel | None = None
     """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
     forecast_seconds: Amount | None = None
     """Seconds of the same actions at these costs; None if that is unknown."""
@@ -290,11 +290,11 @@ def _whole(span: Span) -> float:
     return (span.end - span.start) / span.action.fraction
 
 
-def _forecast(costs: Costs | None, schedule: Schedule | None, world_size: int) -> float | None:
+def _forecast(costs: CostModel | None, schedule: Schedule | None, world_size: int) -> float | None:
     if schedule is None or costs is None:
         return None
     try:
-        return summarise(replay(schedule, costs), world_size).makespan
+        return summarise(simulate_schedule(schedule, costs), world_size).makespan
     except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
         return None
 
@@ -306,7 +306,7 @@ def costs_of(
     average: Callable[[Iterable[float]], float] = statistics.fmean,
     tells_ranks_apart: bool = True,
     **about: Any,
-) -> Costs:
+) -> CostModel:
     """Return the average costs of all clips in `traces`.
 
     Args:
@@ -317,7 +317,7 @@ def costs_of(
             than a tenth. A rank without steps counts as fast as the others.
         about: further fields of the costs.
     """
-    host_of = Costs(ranks_per_host=about.get("ranks_per_host")).host_of
+    host_of = CostModel(ranks_per_host=about.get("ranks_per_host")).host_of
     transfers: dict[bool, list[float]] = {False: [], True: []}
     for packet in (packet for trace in traces for packet in trace.received):
         crosses = host_of(packet.rank) != host_of(packet.peer)
@@ -344,7 +344,7 @@ def costs_of(
         seconds = [_whole(span) / (slowness[span.rank] if differs else 1.0) for span in spans]
         return on_ranks(average(seconds or [0.0]))
 
-    return Costs(
+    return CostModel(
         step_seconds=on_ranks(usual),
         encode_seconds=action(Kind.ENCODE),
         decode_seconds=action(Kind.DECODE),

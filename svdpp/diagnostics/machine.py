@@ -44,7 +44,7 @@ from svdpp.launch.world import World
 from svdpp.media import output_files, video
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.inputs import example_requests
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.verification.verify import verify
 
 # --- facts ---------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def profile(
     log: Callable[[str], None],
     open_observer: OpenObserver,
     prompt: str | None,
-) -> Costs:
+) -> CostModel:
     """Measures the parts of a run on the devices of `config`, with all ranks working at once.
 
     CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
@@ -416,7 +416,7 @@ def measured_config(config: PipelineConfig) -> PipelineConfig:
 
 def median_costs(
     config: PipelineConfig, world: World | None, traces: Sequence[Trace], *, source: str
-) -> Costs:
+) -> CostModel:
     """The medians of all clips in `traces`.
 
     Ranks are told apart if GPUs or hosts differ; on one CPU, differences are noise.

@@ -14,7 +14,7 @@ from svdpp.driver.resolve import check_memory
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
 from svdpp.launch.world import is_member
 from svdpp.plan.actions import Schedule
-from svdpp.plan.forecast import Span, replay
+from svdpp.plan.forecast import Span, simulate_schedule
 from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.messages import ClipJob, Work
 
@@ -194,7 +194,7 @@ class Pipeline(PipelineRanks):
             RequestError: no step was measured.
         """
         costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
-        return replay(self.schedule(requests), costs)
+        return simulate_schedule(self.schedule(requests), costs)
 
     # --- entry and exit -------------------------------------------------------------------------
 

@@ -179,7 +179,7 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
 
 
 def memory_as_costs(model: ModelConfig, sampling: SamplingConfig, device: str) -> dict[str, Any]:
-    """Return the memory of each part of the model as fields of `Costs`, in GiB.
+    """Return the memory of each part of the model as fields of `CostModel`, in GiB.
 
     Args:
         model: of the ranks.
@@ -229,7 +229,7 @@ def memory_of_devices(
         free_bytes: function that returns the free memory of a GPU.
 
     Returns:
-        The parts' memory as fields of `Costs`, and that of each rank, both in GiB; nothing on the
+        The parts' memory as fields of `CostModel`, and that of each rank, in GiB; nothing on the
         CPU.
     """
     if device == "cpu":

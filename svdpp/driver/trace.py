@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs, measured_costs
+from svdpp.plan.costs import CostModel, measured_costs
 from svdpp.plan.forecast import Forecast, Span, summarise
 from svdpp.worker.messages import (
     ActionDone,
@@ -88,7 +88,7 @@ class MeanCosts:
         """Whether a step has been measured."""
         return "step" in self._counts
 
-    def costs_like(self, assumed: Costs) -> Costs:
+    def costs_like(self, assumed: CostModel) -> CostModel:
         """Return the measured costs.
 
         Args:
@@ -283,7 +283,7 @@ class Trace:
         """Return the measured makespan, first clip, time per clip and bubble, as in a forecast."""
         return summarise(self.spans, self.world_size)
 
-    def costs(self) -> Costs:
+    def costs(self) -> CostModel:
         """Return the mean seconds of each kind of work over all ranks, for a forecast of this run.
 
         Raises:
@@ -291,7 +291,7 @@ class Trace:
         """
         if not self._means.has_stepped:
             raise RequestError("no step was measured")
-        return self._means.costs_like(Costs())
+        return self._means.costs_like(CostModel())
 
 
 _LISTS: dict[type[Placed], str] = {

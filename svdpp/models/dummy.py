@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Prepared, Source, Tensors
 from svdpp.plan.actions import FrameRange
-from svdpp.plan.costs import Costs, PartFlops
+from svdpp.plan.costs import CostModel, PartFlops
 
 
 class DummyUNet(nn.Module):
@@ -59,7 +59,7 @@ class DummyModel:
     spec: LatentSpec
     num_steps: int
     device: torch.device
-    costs: Costs | None = None
+    costs: CostModel | None = None
     rank: int = 0
     audio: Audio | None = None
     """Sound of the last clip: always None, as the dummy makes none."""
@@ -97,7 +97,7 @@ class DummyModel:
         Returns:
             A packet with the latent, (B, C, F, H, W) in the dtype of `spec`.
         """
-        with self._lasting(Costs.encode_on):
+        with self._lasting(CostModel.encode_on):
             generator = torch.Generator().manual_seed(request.seed)
             noise = torch.randn(self.spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
@@ -130,7 +130,7 @@ class DummyModel:
         latent = tensors[LATENTS]
         for step in range(start, end):
             if partner is None:
-                with self._lasting(Costs.step_on):
+                with self._lasting(CostModel.step_on):
                     latent = self._unet(latent, step)
             else:
                 own: Tensors = {}
@@ -145,7 +145,7 @@ class DummyModel:
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
         """One of two halves of equal length, which share the middle one of an odd number."""
-        with self._lasting(Costs.step_on, 0.5):
+        with self._lasting(CostModel.step_on, 0.5):
             flat = self._unet(latent, step).view(-1)
             size = (flat.numel() + 1) // 2
             own[LATENTS] = flat[-size:] if branch else flat[:size]
@@ -163,13 +163,13 @@ class DummyModel:
         """
         count = self.spec.shape[2]
         part = frames or FrameRange(0, count, count)
-        with self._lasting(Costs.decode_on, part.fraction):
+        with self._lasting(CostModel.decode_on, part.fraction):
             shape = part.end - part.first, 8, 8, 3
             return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     @contextmanager
     def _lasting(
-        self, seconds: Callable[[Costs, int], float], share: float = 1.0
+        self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
         """Sleeps at the end of the block until a share of the part's seconds have passed."""
         start = time.monotonic()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError
-from svdpp.plan.costs import Costs, PerRank
+from svdpp.plan.costs import CostModel, PerRank
 from svdpp.plan.forecast import (
     Forecast,
     forecast_layout,
@@ -219,7 +219,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
                     yield replace(data_parallel, split=split, replicas=replicas, decoders=decoders)
 
 
-def decoders_needed(num_steps: int, replica_size: int, costs: Costs) -> int:
+def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
     """Return the least number of decoders whose decodes fit in an equal share of the work.
 
     Args:

@@ -1,4 +1,4 @@
-"""Costs: seconds and memory of each kind of work and part, the costs file, published costs."""
+"""The cost model: seconds and memory of each kind of work, the costs file, published costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ABOVE_ZERO = ("step_seconds", "ranks_per_host")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class CostModel:
     """Seconds of each kind of work, and its memory where that is known.
 
     Without measurements the unit is one step: a step takes 1, everything else 0.
@@ -132,7 +132,7 @@ class Costs:
         """
         return _on(self.decode_seconds, rank)
 
-    def of(self, action: Action, rank: int) -> float:
+    def action_seconds(self, action: Action, rank: int) -> float:
         """Return the seconds for which an action keeps a rank's device busy; 0 for transfers.
 
         Args:
@@ -160,7 +160,7 @@ class Costs:
         work = [getattr(self, f"{part}_work_gib") for part in roles.held]
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
-    def scaled(self, pace: float) -> Costs:
+    def scaled(self, pace: float) -> CostModel:
         """Return costs for a rehearsal, whose transfers are real and cost nothing extra.
 
         Args:
@@ -199,7 +199,7 @@ class Costs:
         return {"schema_version": SCHEMA_VERSION, **vars(self)}
 
     @staticmethod
-    def from_json(content: object, where: str) -> Costs:
+    def from_json(content: object, where: str) -> CostModel:
         """Return the costs in the output of `to_json`.
 
         Args:
@@ -219,7 +219,7 @@ class Costs:
                 f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}",
                 details={"path": where, "schema_version": version, "expected": SCHEMA_VERSION},
             )
-        known = [field.name for field in fields(Costs)]
+        known = [field.name for field in fields(CostModel)]
         if unknown := sorted(values.keys() - set(known)):
             raise RequestError(
                 f"{where}: unknown key {unknown[0]!r}",
@@ -235,11 +235,11 @@ class Costs:
                     f"{where}: {name} {fault}",
                     details={"path": where, "field": name, "fault": fault},
                 )
-        return Costs(**values)
+        return CostModel(**values)
 
 
 def step_from_pair(seconds: float, transfer: float) -> float:
-    """Return the seconds of a step on one rank from those on a pair, as `Costs.step_on` inverted.
+    """Return the seconds of a step on one rank from those on a pair: `CostModel.step_on` inverted.
 
     Args:
         seconds: Measured seconds of a step on a pair.
@@ -249,19 +249,21 @@ def step_from_pair(seconds: float, transfer: float) -> float:
     return 2 * max(seconds - transfer, seconds / 2)
 
 
-def measured_costs(seconds: Mapping[str, float], assumed: Costs, *, in_pairs: bool) -> Costs:
+def measured_costs(
+    seconds: Mapping[str, float], assumed: CostModel, *, in_pairs: bool
+) -> CostModel:
     """Return costs from measured means.
 
     Args:
         seconds: Means of a "step", of `ENCODE`, of `DECODE` and of a "transfer"; "step" is
             required. A transfer that was not measured takes none.
-        assumed: Costs that give encode and decode where they were not measured, scaled by the step.
+        assumed: Cost model of encode and decode where they were not measured, scaled by the step.
         in_pairs: Whether the steps were done by pairs of ranks.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
     step = step_from_pair(step, transfer) if in_pairs else step
     scale = step / assumed.step_on(0)
-    return Costs(
+    return CostModel(
         step_seconds=step,
         encode_seconds=seconds.get(Kind.ENCODE, scale * assumed.encode_on(0)),
         decode_seconds=seconds.get(Kind.DECODE, scale * assumed.decode_on(0)),
@@ -313,7 +315,7 @@ class MemoryEstimate(NamedTuple):
         return PartMemory(sum(part.weight_bytes for part in held), max(activations, default=0))
 
     def as_costs(self) -> dict[str, float]:
-        """Return the memory fields of `Costs` by name, in GiB."""
+        """Return the memory fields of `CostModel` by name, in GiB."""
         return {
             f"{name}_{kind}_gib": size / 2**30
             for name, part in self._asdict().items()
@@ -350,7 +352,10 @@ def _number_fault(name: str, value: object) -> str:
     return "must be above 0" if name in _ABOVE_ZERO and value == 0 else ""
 
 
-_MAY_BE_UNKNOWN = {field.name: field.default is None for field in fields(Costs)}
+#: Old name, until the next version.
+Costs = CostModel
+
+_MAY_BE_UNKNOWN = {field.name: field.default is None for field in fields(CostModel)}
 
 _STABILITY = (
     "https://huggingface.co/stabilityai/stable-video-diffusion-img2vid-xt-1-1-tensorrt, table "
@@ -359,9 +364,9 @@ _STABILITY = (
 )
 
 
-def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> Costs:
+def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> CostModel:
     """Return a column of the table: milliseconds of 25 UNet calls and of each other part."""
-    return Costs(
+    return CostModel(
         step_seconds=unet / 25 / 1000,
         encode_seconds=(clip + encoder) / 1000,
         decode_seconds=decoder / 1000,

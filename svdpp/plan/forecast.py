@@ -1,4 +1,4 @@
-"""The forecast of a run: the replay of action lists, or a recurrence for very many clips."""
+"""The forecast of a run: a simulation of action lists, or a recurrence for very many clips."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import SENDS, Action, Kind, Route, Schedule
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
@@ -24,7 +24,7 @@ _QUEUED_PER_RANK = 16
 _LARGE_SAMPLE = 65_536
 
 #: The path of one clip: each rank that it visits, and the seconds of work there.
-Way = tuple[tuple[int, float], ...]
+StageTimes = tuple[tuple[int, float], ...]
 
 
 class Span(NamedTuple):
@@ -78,27 +78,27 @@ class DeadlockError(ValueError):
 
 
 #: From rank, to rank, whether it is for a decode by several ranks.
-Link = tuple[int, int, bool]
+_LinkId = tuple[int, int, bool]
 #: A link, and the number of earlier transfers on it; below -1 for a DENOISE of the pair.
-Transfer = tuple[Link, int]
+_TransferId = tuple[_LinkId, int]
 
 
-class _Replay:
+class _Simulation:
     """Performs all lists at once; a rank that waits is resumed at the end of its transfer.
 
     A transfer starts when it is sent, its receive is posted, and the previous transfer on the link
     has ended. A SEND returns at once unless the previous transfer on its link is still running.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
         self.schedule = schedule
         self.costs = costs
         self.spans: list[Span] = []
         self.current: dict[int, Action] = {}
-        self.begun: Counter[tuple[str, Link]] = Counter()
-        self.half_open: dict[Transfer, tuple[Action, float]] = {}
-        self.ends: dict[Transfer, float] = {}
-        self.sleepers: defaultdict[Transfer, list[int]] = defaultdict(list)
+        self.begun: Counter[tuple[str, _LinkId]] = Counter()
+        self.half_open: dict[_TransferId, tuple[Action, float]] = {}
+        self.ends: dict[_TransferId, float] = {}
+        self.sleepers: defaultdict[_TransferId, list[int]] = defaultdict(list)
         self.ready = list(range(len(schedule)))
 
     def run(self) -> list[Span]:
@@ -113,10 +113,10 @@ class _Replay:
             raise DeadlockError(f"deadlock: {', '.join(stuck)}")
         return self.spans
 
-    def _perform(self, rank: int) -> Iterator[Transfer]:
+    def _perform(self, rank: int) -> Iterator[_TransferId]:
         """Perform the rank's actions; yields each transfer that it has to wait for."""
         clock = 0.0
-        arrivals: dict[tuple[int, int], Transfer] = {}  # by clip, and sender of frames
+        arrivals: dict[tuple[int, int], _TransferId] = {}  # by clip, and sender of frames
         for action in self.schedule[rank]:
             self.current[rank] = action
             place = action.clip, action.peer if action.kind is Kind.RECV_FRAMES else -1
@@ -147,11 +147,11 @@ class _Replay:
                     if meeting not in self.ends:
                         yield meeting
                     clock = self.ends[meeting]
-                start, clock = clock, clock + self.costs.of(action, rank)
+                start, clock = clock, clock + self.costs.action_seconds(action, rank)
                 self.spans.append(Span(rank, action, start, clock))
         self.current.pop(rank, None)
 
-    def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> Transfer:
+    def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> _TransferId:
         """One end of the next transfer on the link between `ranks`."""
         link = *ranks, action.frames is not None
         transfer = link, self.begun[end, link]
@@ -159,7 +159,7 @@ class _Replay:
         self._meet(transfer, action, at)
         return transfer
 
-    def _meet(self, transfer: Transfer, action: Action, at: float) -> None:
+    def _meet(self, transfer: _TransferId, action: Action, at: float) -> None:
         """Register one end of a transfer, or of a pair's DENOISE; the second end completes it."""
         other = self.half_open.pop(transfer, None)
         if other is None:
@@ -178,7 +178,7 @@ class _Replay:
         self.ready += self.sleepers.pop(transfer, [])
 
 
-def replay(schedule: Schedule, costs: Costs) -> list[Span]:
+def simulate_schedule(schedule: Schedule, costs: CostModel) -> list[Span]:
     """Forecast when each rank does its actions, transfers excepted.
 
     Args:
@@ -192,7 +192,11 @@ def replay(schedule: Schedule, costs: Costs) -> list[Span]:
         DeadlockError: Each rank with work left waits for another, or two ends of a transfer differ.
         RequestError: The costs lack the time of a transfer between hosts.
     """
-    return _Replay(schedule, costs).run()
+    return _Simulation(schedule, costs).run()
+
+
+#: Old name, until the next version.
+replay = simulate_schedule
 
 
 def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
@@ -257,8 +261,8 @@ def sum_up(
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast clips in a layout, by the costs of the layout.
 
-    The result equals a replay of the action lists. It takes about a microsecond for each visit of a
-    clip at a rank, and computes one replica only if all replicas are alike.
+    The result equals a simulation of the action lists. It takes about a microsecond for each visit
+    of a clip at a rank, and computes one replica only if all replicas are alike.
 
     Args:
         layout: The layout.
@@ -269,7 +273,9 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
             between hosts.
     """
     if layout.decode_ranks > layout.cfg_parallel:
-        return summarise(replay(layout.schedule(num_clips), layout.costs), layout.world_size)
+        return summarise(
+            simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size
+        )
     alike = layout.replicas_are_alike
     visits = min(num_clips, 2 * -(-num_clips // layout.replicas)) if alike else num_clips
     if visits * layout.num_stages > MAX_VISITS:
@@ -282,13 +288,13 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
                 "replica_size": layout.replica_size,
             },
         )
-    known: dict[tuple[int, int, Cuts], tuple[Way, float]] = {}
+    known: dict[tuple[int, int, Cuts], tuple[StageTimes, float]] = {}
 
-    def way_and_work(clip: int) -> tuple[Way, float]:
+    def stage_times_and_work(clip: int) -> tuple[StageTimes, float]:
         kind = clip % layout.replicas, clip // layout.replicas % layout.decoders, layout.cuts(clip)
         if kind not in known:
             route = layout.route(clip)
-            known[kind] = way_of(route, layout.costs), _busy(route, layout.costs)
+            known[kind] = stage_times(route, layout.costs), _busy(route, layout.costs)
         return known[kind]
 
     clips = [(0.0, 0.0)] * num_clips
@@ -297,9 +303,9 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     for replica in range(min(layout.replicas, num_clips)):
         own = range(replica, num_clips, layout.replicas)
         if not alike or len(own) != len(times):
-            pairs = [way_and_work(clip) for clip in own]
+            pairs = [stage_times_and_work(clip) for clip in own]
             seconds = sum(work for _, work in pairs)
-            times = list(clip_times((way for way, _ in pairs), layout.costs.transfer))
+            times = list(clip_times((times for times, _ in pairs), layout.costs.transfer))
         clips[replica :: layout.replicas] = times
         busy += seconds
     return sum_up(
@@ -338,7 +344,7 @@ def steady_seconds_per_clip(layout: Layout) -> float:
     return forecast_layout(layout, num_clips).seconds_per_clip
 
 
-def way_of(route: Route, costs: Costs) -> Way:
+def stage_times(route: Route, costs: CostModel) -> StageTimes:
     """Return the ranks of a route, each with the seconds of its work on the clip.
 
     Args:
@@ -361,7 +367,7 @@ def way_of(route: Route, costs: Costs) -> Way:
     return tuple(zip(ranks, seconds, strict=True))
 
 
-def _seconds_to_decode(route: Route, costs: Costs) -> float:
+def _seconds_to_decode(route: Route, costs: CostModel) -> float:
     """Until the last rank has all frames; it gathers them from one rank after the other."""
     writer = route.ranges[-1].rank
     gathered, *others = _decode_seconds(route, costs)
@@ -371,25 +377,25 @@ def _seconds_to_decode(route: Route, costs: Costs) -> float:
     return gathered
 
 
-def _decode_seconds(route: Route, costs: Costs) -> list[float]:
+def _decode_seconds(route: Route, costs: CostModel) -> list[float]:
     shares = [costs.decode_on(rank) * frames.fraction for rank, frames in route.shares]
     return shares or [costs.decode_on(route.ranges[-1].rank)]
 
 
-def _step_seconds(route: Route, costs: Costs) -> list[float]:
+def _step_seconds(route: Route, costs: CostModel) -> list[float]:
     ranks = [part.rank for part in route.ranges]
     steps = [costs.step_on(rank, rank + 1 if route.paired else -1) for rank in ranks]
     return [part.num_steps * step for part, step in zip(route.ranges, steps, strict=True)]
 
 
-def _busy(route: Route, costs: Costs) -> float:
+def _busy(route: Route, costs: CostModel) -> float:
     ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
     ends += sum(_decode_seconds(route, costs)) if route.decodes else 0.0
     return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
 
 
 def clip_times(
-    ways: Iterable[Way], transfer: Callable[[int, int], float]
+    clips: Iterable[StageTimes], transfer: Callable[[int, int], float]
 ) -> Iterator[tuple[float, float]]:
     """Yield the start and end of each clip, in seconds.
 
@@ -399,16 +405,16 @@ def clip_times(
     does.
 
     Args:
-        ways: Way of each clip, in order.
+        clips: Stage times of each clip, in order.
         transfer: Seconds of a transfer, by sender and receiver.
     """
     free: defaultdict[int, float] = defaultdict(float)  # when the rank is free for its next visit
     before: defaultdict[int, float] = defaultdict(float)  # and for the visit before that
     over: dict[tuple[int, int], float] = {}  # when the last transfer on a link ended
-    for way in ways:
+    for clip in clips:
         end = here = 0.0
-        begun, source = free[way[0][0]], -1
-        for rank, seconds in way:
+        begun, source = free[clip[0][0]], -1
+        for rank, seconds in clip:
             if source >= 0:
                 link = source, rank
                 free[source] = sent = max(end, over.get(link, 0.0))

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import DecodeShare, FrameRange, Route, Schedule, build_schedule
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.split import (
     EXPERTS,
     ClipCuts,
@@ -100,7 +100,7 @@ class Layout:
     """A divisor of the number of ranks, or of pairs."""
     decoders: int = 1
     """Ranks, or pairs, at the end of each replica that finish its clips alternately."""
-    costs: Costs = field(default_factory=Costs)
+    costs: CostModel = field(default_factory=CostModel)
     """Cost model of the balanced and alternating splits, and of the division between experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""

@@ -295,10 +295,10 @@ def _positions_by_turn(part: Part) -> list[Cuts]:
     """
     free: list[int] = []
     stages, num_steps = part.stages, part.num_steps
-    seconds = best = fair_seconds(part)
+    seconds = best = min_period(part)
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
         if any(stages[index].fixed_seconds):
-            without = fair_seconds(part, [*free, index])
+            without = min_period(part, [*free, index])
             if without <= best * (1 + _WORTH_A_UNET):
                 free.append(index)
                 seconds = without
@@ -313,7 +313,7 @@ def _positions_by_turn(part: Part) -> list[Cuts]:
     ]
 
 
-def fair_seconds(part: Part, free: Sequence[int] = ()) -> float:
+def min_period(part: Part, free: Sequence[int] = ()) -> float:
     """Return by bisection the least seconds for each clip in which the stages do all its steps.
 
     Steps count as divisible. A stage whose encode or decode alone takes longer does none.
@@ -359,7 +359,7 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
-        fair_seconds if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
+        min_period if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
     )
     parts: tuple[Part, ...] = (whole,)
     if boundary is not None:

@@ -18,7 +18,7 @@ from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.media.inputs import ClipInput, Photo
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.serve.job import LATENTS, Job
 from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
@@ -111,7 +111,7 @@ class Admission:
             self._config.world_size,
             lambda device: self._free.get(device, 0),
         )
-        costs = Costs(**needs)  # type: ignore[arg-type]
+        costs = CostModel(**needs)  # type: ignore[arg-type]
         for roles, gib in zip(self._config.layout.roles, has, strict=True):
             need = costs.peak_gib(roles)
             if need is not None and need > gib:

@@ -37,13 +37,13 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.media.inputs import example_requests
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.forecast import Forecast, Span, replay, summarise
+from svdpp.plan.costs import PRESETS, CostModel
+from svdpp.plan.forecast import Forecast, Span, simulate_schedule, summarise
 from svdpp.plan.layout import Layout
 
 STEP = 0.2
 ROUNDS = 5
-_ASSUMED = Costs(step_seconds=STEP)
+_ASSUMED = CostModel(step_seconds=STEP)
 _A100 = PRESETS["svd-xt-a100"]
 _SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {"split": "uniform"},
@@ -57,13 +57,13 @@ class Run(NamedTuple):
     times: Forecast
     steps: float
     """Seconds from the first to the last step of the first clip."""
-    costs: Costs
+    costs: CostModel
     """The means of these clips."""
     layout: Layout
 
-    def over_forecast(self, costs: Costs) -> float:
+    def over_forecast(self, costs: CostModel) -> float:
         """The time of all clips, over the forecast of the same actions by `costs`."""
-        spans = replay(self.layout.schedule(self.times.clips), costs)
+        spans = simulate_schedule(self.layout.schedule(self.times.clips), costs)
         return self.times.makespan / summarise(spans, self.layout.world_size).makespan
 
 
@@ -97,7 +97,7 @@ def say(name: str, value: float) -> None:
 
 
 def _sleeping(
-    sampling: SvdSampling, costs: Costs, world_size: int, *, frames: int = 2, **changes: Any
+    sampling: SvdSampling, costs: CostModel, world_size: int, *, frames: int = 2, **changes: Any
 ) -> PipelineConfig:
     shape = (1, 4, frames, 8, 8)
     model = ModelConfig(name="dummy", dummy_sleeps=True, dummy_latent_shape=shape)
@@ -163,7 +163,7 @@ def pairs() -> None:
 def decode() -> None:
     """One clip's decode in eight chunks, by four ranks of a pipeline and by both of a pair."""
     sampling = SvdSampling(num_inference_steps=4, decode_chunk_size=1)
-    costs = Costs(step_seconds=STEP, decode_seconds=8.0)
+    costs = CostModel(step_seconds=STEP, decode_seconds=8.0)
     config = partial(_sleeping, sampling, costs, frames=8)
 
     def seconds(config: PipelineConfig) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.costs import PRESETS, CostModel
 from tests.cli.shell import ROOT, svdpp_here
 from tests.plan import plans
 
@@ -90,7 +90,7 @@ WAN = ("plan", "--world", "4", "--steps", "40", "--expert-boundary", "13")
 COSTS = replace(plans.WAN["costs"], step_seconds=1, encode_seconds=0, decode_seconds=3)
 
 
-def save(costs: Costs, folder: Path) -> str:
+def save(costs: CostModel, folder: Path) -> str:
     (folder / "costs.json").write_text(json.dumps(costs.to_json()), encoding="utf-8")
     return str(folder / "costs.json")
 
@@ -108,7 +108,7 @@ def test_the_experts_and_memory_of_each_rank_are_shown(tmp_path: Path) -> None:
 
 
 #: The estimate of --memory for Wan 2.2 T2V A14B, 81 frames at 480p in bf16, and assumed seconds.
-T2V_480P = Costs(
+T2V_480P = CostModel(
     step_seconds=10,
     encode_seconds=2,
     decode_seconds=10,

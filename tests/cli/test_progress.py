@@ -26,7 +26,7 @@ from rich.console import Console as RichConsole
 from svdpp.cli.console import Console
 from svdpp.cli.options.files import LogOptions
 from svdpp.cli.progress import EventLog, Progress, open_log
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import (
     CheckpointLost,
@@ -112,7 +112,7 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
     [
         # What is not measured weighs as in the assumed costs: a decode takes as long as four steps.
         (
-            {"decodes": True, "costs": Costs(step_seconds=0.5, decode_seconds=2.0)},
+            {"decodes": True, "costs": CostModel(step_seconds=0.5, decode_seconds=2.0)},
             EVENTS,
             "run: 0 of 2 clips, 0:00 elapsed, about 1:40 left",
         ),

@@ -12,20 +12,20 @@ from svdpp.bench.runner import Bench, Round
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics.figures import RunFigures, measured_figures
 from svdpp.driver.trace import Trace
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay
+from svdpp.plan.costs import CostModel
+from svdpp.plan.forecast import simulate_schedule
 from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 
-EVEN = Costs(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
+EVEN = CostModel(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
 
-def replayed(costs: Costs = EVEN, **size: int) -> RunFigures:
+def replayed(costs: CostModel = EVEN, **size: int) -> RunFigures:
     """The figures of a run that took exactly what the forecast says."""
     return _replayed(costs, **size)[1]
 
 
 def _replayed(
-    costs: Costs, *, world_size: int = 2, num_steps: int = 10, clips: int = 40
+    costs: CostModel, *, world_size: int = 2, num_steps: int = 10, clips: int = 40
 ) -> tuple[Trace, RunFigures]:
     config = PipelineConfig(
         world_size=world_size,
@@ -36,7 +36,7 @@ def _replayed(
     for rank in range(world_size):
         trace(rank, Joined(device="cpu", load_seconds=2.0))
         trace(rank, Finished(allocated_bytes=None, reserved_bytes=2**30))
-    for rank, action, start, end in replay(config.layout.schedule(clips), costs):
+    for rank, action, start, end in simulate_schedule(config.layout.schedule(clips), costs):
         for step in range(action.start, action.end):
             trace(rank, StepDone(clip=action.clip, step=step, seconds=costs.step_on(rank)))
         waited = start - ends.get(rank, start)
@@ -102,7 +102,7 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
     """A clip of two steps, on one rank."""
-    costs = Costs(step_seconds=seconds / 2)
+    costs = CostModel(step_seconds=seconds / 2)
     trace, figures = _replayed(costs, world_size=1, num_steps=2, clips=1)
     hashes = [(sha256, None)]
     return Round(case=case, number=number, trace=trace, figures=figures, sha256=hashes)

@@ -23,7 +23,7 @@ from svdpp.diagnostics.report import read_report
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone, TransferDone
@@ -127,7 +127,7 @@ def test_the_parts_of_real_ranks_add_up() -> None:
         world_size=3,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=True),
         sampling=SvdSampling(num_inference_steps=6),
-        costs=Costs(step_seconds=0.1, encode_seconds=0.1, decode_seconds=0.2),
+        costs=CostModel(step_seconds=0.1, encode_seconds=0.1, decode_seconds=0.2),
     )
     requests = [ClipRequest(seed=seed) for seed in range(6)]
     with Pipeline(config) as pipeline:

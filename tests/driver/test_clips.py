@@ -34,7 +34,7 @@ from svdpp.errors import (
 from svdpp.media.inputs import example_photos
 from svdpp.media.video import read_frames
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.worker import device
 from svdpp.worker.messages import (
     ActionDone,
@@ -102,7 +102,7 @@ def test_a_running_clip_ends_when_all_ranks_have_let_go_and_leaves_no_file(
     out, latents = tmp_path / "out", tmp_path / "latents"
     out.mkdir()
     latents.mkdir()
-    slow = config(3, steps=12, costs=Costs(step_seconds=0.1))
+    slow = config(3, steps=12, costs=CostModel(step_seconds=0.1))
     slow = replace(slow, model=replace(slow.model, dummy_sleeps=True))
     output = OutputConfig(path=str(out / "clip.mp4"))
     fault = _held(release, 1, "step5")

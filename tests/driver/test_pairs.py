@@ -17,7 +17,7 @@ from svdpp.errors import NotFiniteError, RankError, RequestError
 from svdpp.media.inputs import example_photos
 from svdpp.models.base import DTYPES
 from svdpp.plan.actions import Kind
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.verification.verify import verify
 from tests.driver.dummies import clips, hashes, plain_hashes
 from tests.driver.dummies import config as dummy
@@ -123,7 +123,7 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
     """From one rank to a pair, or back; both ranks of a pair decode what only lacks its decode."""
     if lost == "the decode":
         whole, request = svd(1), ClipRequest(seed=1, image=PHOTO)
-        costs = Costs(step_seconds=1, decode_seconds=100)
+        costs = CostModel(step_seconds=1, decode_seconds=100)
         first, again = svd(2, split="balanced", costs=costs), svd(2, cfg_parallel=2)
         until = str(tmp_path / f"latents/{KEY}_step4.safetensors")
         fault = Damage("raise", 1, 0, place="decode", until=until)

@@ -23,7 +23,7 @@ from svdpp.media.video import frames_sha256
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_model
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Roles
 from svdpp.worker.device import conditions_of
 from svdpp.worker.messages import ActionDone, Event, Started, StepDone, TransferDone
@@ -35,7 +35,7 @@ from tests.models.range_checks import nothing, whole_clip
 from tests.models.test_rows import CASES, KINDS, chosen
 from tests.models.tiny_families import save_tiny
 
-UNLIKE_RANKS = Costs(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
+UNLIKE_RANKS = CostModel(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
 
 
 @pytest.mark.processes

@@ -22,7 +22,7 @@ from svdpp.errors import (
     error_to_dict,
 )
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.worker.messages import (
     ActionDone,
     ClipDone,
@@ -321,7 +321,7 @@ def test_a_clips_measurements_are_placed_and_summed_up() -> None:
     assert trace.waits == [WaitSpan(0, 0, 10.5, 11.0), WaitSpan(1, 0, 10.5, 15.5)]
     times = [(transfer.start, transfer.end, transfer.waited) for transfer in trace.transfers]
     assert times == [(15.25, 15.5, 3.75), (15.25, 15.5, 0.0)]
-    costs = Costs(step_seconds=1.875, encode_seconds=1, decode_seconds=1, transfer_seconds=0.25)
+    costs = CostModel(step_seconds=1.875, encode_seconds=1, decode_seconds=1, transfer_seconds=0.25)
     assert trace.costs() == costs
     summary = trace.summary()
     assert (summary.clips, summary.makespan, summary.first_clip) == (1, 10.0, 10.0)

@@ -24,7 +24,7 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, RankError
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.worker.messages import ClipDone, Event, Heartbeat
 from svdpp.worker.tensor_files import saved_steps
 from tests.cli.shell import PHOTO
@@ -104,7 +104,7 @@ DECODING = replace(
     DUMMY,
     model=replace(DUMMY.model, dummy_sleeps=True, dummy_latent_shape=(1, 4, 3, 8, 8)),
     sampling=replace(DUMMY.sampling, decode_chunk_size=1),
-    costs=Costs(step_seconds=0.005, decode_seconds=0.03),
+    costs=CostModel(step_seconds=0.005, decode_seconds=0.03),
     decode_ranks=WORLD_SIZE,
 )
 PAIRS = replace(DECODING, world_size=4, cfg_parallel=2, decode_ranks=2)

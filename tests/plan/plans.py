@@ -11,14 +11,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from svdpp.plan.actions import SENDS, Action, FrameRange, Kind, Schedule
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import SPLITS, Layout
 from svdpp.plan.split import Part
 
 # Binary fractions have exact sums in any order, so times can be compared with ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
 costs = st.builds(
-    Costs,
+    CostModel,
     step_seconds=st.integers(1, 32).map(lambda quarters: quarters / 4),
     encode_seconds=seconds,
     decode_seconds=seconds,
@@ -27,7 +27,7 @@ costs = st.builds(
 
 
 def memory(weights: tuple[float, float, float], work: tuple[float, float, float]) -> dict[str, Any]:
-    """The GiB of encode, denoise and decode, as options of `Costs`."""
+    """The GiB of encode, denoise and decode, as options of `CostModel`."""
     parts = ("encode", "denoise", "decode")
     return {
         f"{part}_{kind}_gib": size
@@ -40,7 +40,7 @@ def memory(weights: tuple[float, float, float], work: tuple[float, float, float]
 WAN: dict[str, Any] = {
     "num_steps": 40,
     "expert_boundary": 13,
-    "costs": Costs(
+    "costs": CostModel(
         step_seconds=4, encode_seconds=2, decode_seconds=10, **memory((11, 27, 0.5), (1, 9, 6))
     ),
 }
@@ -86,7 +86,7 @@ def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
 
 
 @st.composite
-def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> Costs:
+def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
     """Of ranks that are alike or differ, on one host or several."""
     given = draw(costs)
     if draw(st.booleans()):

@@ -11,11 +11,11 @@ import pytest
 
 from svdpp.config.limits import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.costs import PRESETS, Costs, MemoryEstimate, PartMemory
+from svdpp.plan.costs import PRESETS, CostModel, MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
 from tests.plan.plans import memory
 
-MEASURED = Costs(
+MEASURED = CostModel(
     step_seconds=(1.5, 2.0),
     encode_seconds=0.25,
     decode_seconds=(4.0, 5.0),
@@ -26,7 +26,7 @@ MEASURED = Costs(
     device="2 cores",
 )
 
-HOSTS = Costs(transfer_seconds=0.25, ranks_per_host=4, inter_host_transfer_seconds=3.0)
+HOSTS = CostModel(transfer_seconds=0.25, ranks_per_host=4, inter_host_transfer_seconds=3.0)
 
 
 def test_a_transfer_between_hosts_has_its_own_time() -> None:
@@ -39,7 +39,7 @@ def test_an_estimate_becomes_costs_with_the_same_peaks() -> None:
     gib = 2**30
     sizes = (1, 10), (2, 30), (4, 20)
     parts = MemoryEstimate(*(PartMemory(held * gib, work * gib) for held, work in sizes))
-    costs = Costs(**parts.as_costs())  # type: ignore[arg-type]
+    costs = CostModel(**parts.as_costs())  # type: ignore[arg-type]
     for roles, peak in (
         (Roles(encode=True, denoise=True), 33),
         (Roles(denoise=True, experts=frozenset({0, 1})), 34),
@@ -47,14 +47,14 @@ def test_an_estimate_becomes_costs_with_the_same_peaks() -> None:
         (Roles(), 0),
     ):
         assert costs.peak_gib(roles) == parts.of_rank(roles).peak_bytes / gib == peak
-    assert Costs().peak_gib(Roles(denoise=True)) is None
+    assert CostModel().peak_gib(Roles(denoise=True)) is None
 
 
 # --- the file -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("costs", [Costs(), MEASURED, HOSTS, *PRESETS.values()], ids=str)
-def test_the_file_both_ways(costs: Costs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("costs", [CostModel(), MEASURED, HOSTS, *PRESETS.values()], ids=str)
+def test_the_file_both_ways(costs: CostModel, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(costs.to_json(), allow_nan=False), encoding="utf-8")
 
@@ -63,7 +63,9 @@ def test_the_file_both_ways(costs: Costs, tmp_path: Path) -> None:
 
 
 def test_a_step_alone_is_enough() -> None:
-    assert Costs.from_json({"schema_version": 1, "step_seconds": 2}, "f") == Costs(step_seconds=2)
+    assert CostModel.from_json({"schema_version": 1, "step_seconds": 2}, "f") == CostModel(
+        step_seconds=2
+    )
 
 
 GOOD = {"schema_version": 1, "step_seconds": 1.0}
@@ -79,7 +81,7 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("content", "words"), REFUSED, ids=str)
 def test_files_that_hold_no_costs(content: Any, words: str) -> None:
     with pytest.raises(RequestError) as caught:
-        Costs.from_json(content, "f")
+        CostModel.from_json(content, "f")
 
     assert caught.value.message.startswith(words)
 
@@ -107,11 +109,11 @@ def test_a_wrong_value_is_named_as_an_option_and_in_a_file(
     name: str, value: Any, words: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        Costs(**{name: value})
+        CostModel(**{name: value})
     assert caught.value.message.startswith(f"--{name.replace('_', '-')} {words}")
     in_file = [*value] if isinstance(value, tuple) else value
     with pytest.raises(RequestError) as caught:
-        Costs.from_json({**GOOD, name: in_file}, "f")
+        CostModel.from_json({**GOOD, name: in_file}, "f")
     assert caught.value.message.startswith(f"f: {name} {words}")
 
 

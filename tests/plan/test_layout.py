@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from svdpp.errors import RequestError
 from svdpp.plan.actions import SENDS, Action, Kind, Schedule, build_schedule
 from svdpp.plan.choose import choose_layout
-from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.forecast import forecast_layout, replay
+from svdpp.plan.costs import PRESETS, CostModel
+from svdpp.plan.forecast import forecast_layout, simulate_schedule
 from svdpp.plan.layout import Layout, Roles, assign_replicas
 from svdpp.plan.split import (
     Part,
@@ -48,7 +48,7 @@ def test_any_layout_can_be_performed(
 
     check_schedule(schedule, layout.num_steps)
     check_receives(schedule)
-    replay(schedule, layout.costs)
+    simulate_schedule(schedule, layout.costs)
     loads = {
         act[1:3] for actions in schedule for act in actions if act.kind is Kind.LOAD_CHECKPOINT
     }
@@ -126,7 +126,7 @@ def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips
 
 
 def test_peak_memory_follows_the_roles() -> None:
-    costs = Costs(decode_seconds=4, **memory((1, 3, 0.5), (1, 5, 9)))
+    costs = CostModel(decode_seconds=4, **memory((1, 3, 0.5), (1, 5, 9)))
     options: dict[str, Any] = {"num_steps": 12, "world_size": 4, "costs": costs}
     assert Layout(**options, split="balanced").peak_gib == (9, 8, 8, 9.5)
     assert Layout(**options, replicas=4).peak_gib == (13.5,) * 4
@@ -176,12 +176,12 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
             "",
         ),
         (
-            {"costs": Costs(step_seconds=(1.0, 2.0))},
+            {"costs": CostModel(step_seconds=(1.0, 2.0))},
             "step_seconds has values for 2 ranks, but the run has 8",
             "use --world 2, or costs with one number for all ranks",
         ),
         (
-            {"costs": Costs(ranks_per_host=3)},
+            {"costs": CostModel(ranks_per_host=3)},
             "8 ranks cannot form hosts of 3 ranks each",
             "use --hosts 3x3, or another --world",
         ),
@@ -317,7 +317,7 @@ def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, ...]]:
 
 
 def test_a_rank_that_only_decodes_holds_no_expert() -> None:
-    costs = Costs(decode_seconds=9)
+    costs = CostModel(decode_seconds=9)
     layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
     assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
     assert [set(role.experts) for role in layout.roles] == [{0}, {1}, {1}, set()]
@@ -338,7 +338,7 @@ def choose(**options: Any) -> tuple[Layout, str]:
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 20), costs)
 @settings(max_examples=50)
 def test_nothing_simple_is_better(
-    num_steps: int, world_size: int, num_clips: int, costs: Costs
+    num_steps: int, world_size: int, num_clips: int, costs: CostModel
 ) -> None:
     counts = {"num_steps": num_steps, "world_size": world_size, "costs": costs}
     chosen, reason = choose(**counts, num_clips=num_clips)
@@ -364,7 +364,7 @@ def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
         choose(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
 
 
-STEPS_ONLY = Costs()
+STEPS_ONLY = CostModel()
 BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
 
 

@@ -1,4 +1,4 @@
-"""Action lists: golden text, links, what the check finds; their replay, forecast and grid."""
+"""Action lists: golden text, links, what the check finds; their simulation, forecast and grid."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from svdpp.plan.actions import (
     build_schedule,
     connect_rounds,
 )
-from svdpp.plan.costs import PRESETS, Costs
-from svdpp.plan.forecast import DeadlockError, Span, draw_grid, forecast_layout, replay, summarise
+from svdpp.plan.costs import PRESETS, CostModel
+from svdpp.plan.forecast import (
+    DeadlockError,
+    Span,
+    draw_grid,
+    forecast_layout,
+    simulate_schedule,
+    summarise,
+)
 from svdpp.plan.layout import Layout
 from tests.plan.plans import check_schedule, costs, layouts
 
@@ -44,11 +51,11 @@ GOLDEN_SCHEDULES = {
     "schedule_data_parallel_w2_n4_m3.txt": layout(4, 2, replicas=2).schedule(3),
     # A decode takes 2.5 steps: thirds of 10.5 give cuts 3.5 and 7, rounded for each clip.
     "schedule_alternating_w3_n8_m4.txt": layout(
-        8, 3, split="alternating", costs=Costs(decode_seconds=2.5)
+        8, 3, split="alternating", costs=CostModel(decode_seconds=2.5)
     ).schedule(4),
     # Rank 0 starts all clips; ranks 1 and 2 alternate to finish them.
     "schedule_two_decoders_w3_n8_m4.txt": layout(
-        8, 3, split="balanced", decoders=2, costs=Costs(decode_seconds=4)
+        8, 3, split="balanced", decoders=2, costs=CostModel(decode_seconds=4)
     ).schedule(4),
     # Ranks 0 and 1 are a pair, ranks 2 and 3 the next; the last clip was resumed after step 3.
     "schedule_pairs_w4_n4_m3.txt": last_resumed(PAIRS, 3, 3),
@@ -96,12 +103,12 @@ def test_the_check_catches_a_missing_or_doubled_action(schedule: Schedule) -> No
                     check_schedule((*schedule[:rank], broken, *schedule[rank + 1 :]), 4)
 
 
-# --- the replay -----------------------------------------------------------------------------------
+# --- the simulation -------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.booleans(), st.integers(1, 12), costs)
 def test_makespan_with_all_costs(
-    world_size: int, per_rank: int, decodes: bool, num_clips: int, costs: Costs
+    world_size: int, per_rank: int, decodes: bool, num_clips: int, costs: CostModel
 ) -> None:
     """A flow shop of equal clips is as fast as its slowest stage; transfers count as stages."""
     schedule = layout(world_size * per_rank, world_size, decodes=decodes).schedule(num_clips)
@@ -111,7 +118,7 @@ def test_makespan_with_all_costs(
     transfers = [costs.transfer_seconds] * (world_size - 1)
     first, pace = sum(stages) + sum(transfers), max(stages + transfers)
     makespan = first + (num_clips - 1) * pace
-    result = summarise(replay(schedule, costs), world_size)
+    result = summarise(simulate_schedule(schedule, costs), world_size)
 
     assert result.clips == num_clips
     assert result.first_clip == first
@@ -127,7 +134,7 @@ def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
     layout: Layout, num_clips: int
 ) -> None:
     schedule = layout.schedule(num_clips)
-    spans = replay(schedule, layout.costs)
+    spans = simulate_schedule(schedule, layout.costs)
     for rank, rank_actions in enumerate(schedule):
         own = [span for span in spans if span.rank == rank]
         assert tuple(Action.parse(str(action)) for action in rank_actions) == rank_actions
@@ -136,7 +143,7 @@ def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
         for before, after in itertools.pairwise(own):
             assert before.end <= after.start
         for span in own:
-            assert span.end == span.start + layout.costs.of(span.action, span.rank)
+            assert span.end == span.start + layout.costs.action_seconds(span.action, span.rank)
 
 
 DEADLOCKS = {
@@ -161,7 +168,7 @@ def test_lists_that_cannot_be_performed_name_where_they_stop(words: str) -> None
         tuple(map(Action.parse, filter(None, text.split(" | ")))) for text in DEADLOCKS[words]
     )
     with pytest.raises(DeadlockError, match=words):
-        replay(schedule, Costs())
+        simulate_schedule(schedule, CostModel())
 
 
 # --- summaries ------------------------------------------------------------------------------------
@@ -187,7 +194,7 @@ def test_cadence_of_groups_does_not_depend_on_where_the_half_lies() -> None:
     """Data parallel over 7 ranks: seven clips every 28 steps, so one every 4."""
     for num_clips in range(1, 40):
         schedule = layout(28, 7, replicas=7).schedule(num_clips)
-        result = summarise(replay(schedule, Costs()), 7)
+        result = summarise(simulate_schedule(schedule, CostModel()), 7)
         assert result.seconds_per_clip == (4 if num_clips >= 7 else 28 / num_clips)
 
 
@@ -212,14 +219,14 @@ def test_measured_times_may_begin_anywhere() -> None:
 
 
 # The decode takes no time, and ends with the step before it, on another rank.
-@example(layout(1, 4, split="alternating", replicas=2, costs=Costs(step_seconds=0.25)), 3)
+@example(layout(1, 4, split="alternating", replicas=2, costs=CostModel(step_seconds=0.25)), 3)
 # Clips that skip different ranks, and ranks that help to decode them.
 @example(
     layout(
         4,
         6,
         split="alternating",
-        costs=Costs(step_seconds=(0.5, 0.5, 0.5, 0.5, 1.0, 0.5)),
+        costs=CostModel(step_seconds=(0.5, 0.5, 0.5, 0.5, 1.0, 0.5)),
         expert_boundary=1,
         decode_ranks=3,
         chunks=(8, 4, 4),
@@ -230,11 +237,11 @@ def test_measured_times_may_begin_anywhere() -> None:
 def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int) -> None:
     layout = replace(layout, decodes=True)
     schedule = layout.schedule(num_clips)
-    replayed = summarise(replay(schedule, layout.costs), layout.world_size)
+    simulated = summarise(simulate_schedule(schedule, layout.costs), layout.world_size)
 
     for name, value in vars(forecast_layout(layout, num_clips)).items():
         # Sums of floats in another order differ in the last bits.
-        assert value == pytest.approx(getattr(replayed, name), rel=1e-9, abs=1e-6), name
+        assert value == pytest.approx(getattr(simulated, name), rel=1e-9, abs=1e-6), name
 
 
 @pytest.mark.parametrize("num_steps", [25, 28, 30])
@@ -263,8 +270,8 @@ def test_what_would_take_minutes_is_refused() -> None:
 
 
 def test_the_grid_of_a_run_that_broke_off() -> None:
-    costs = Costs(step_seconds=1, encode_seconds=2, decode_seconds=4, transfer_seconds=1)
-    spans = replay(layout(28, 4).schedule(3), costs)
+    costs = CostModel(step_seconds=1, encode_seconds=2, decode_seconds=4, transfer_seconds=1)
+    spans = simulate_schedule(layout(28, 4).schedule(3), costs)
     lines = draw_grid(spans, 4, width=80, marks={3: "rank 3 died here"})
     golden = (GOLDEN / "grid_w4_n28_m3_all_costs.txt").read_text(encoding="utf-8")
     assert "\n".join(lines) + "\n" == golden

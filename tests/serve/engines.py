@@ -19,7 +19,7 @@ from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
 from svdpp.media.inputs import example_photos
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import JobQueue
@@ -99,7 +99,7 @@ def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any)
         world_size=world_size,
         model=model,
         sampling=SAMPLING,
-        costs=Costs(step_seconds=step_seconds or 0.001),
+        costs=CostModel(step_seconds=step_seconds or 0.001),
     )
     return replace(config, **changes)
 

@@ -19,8 +19,8 @@ from svdpp.driver.clips import ClipProgress
 from svdpp.driver.resolve import resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.actions import Action
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay, steady_seconds_per_clip
+from svdpp.plan.costs import CostModel
+from svdpp.plan.forecast import simulate_schedule, steady_seconds_per_clip
 from svdpp.plan.layout import Layout
 from svdpp.serve.clips import Admission, RunningClip
 from svdpp.serve.engine import Rank, RankView
@@ -174,8 +174,10 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
         store.add(dummy_job(seed), max_open=None)
     made = estimates(ranks=2)
     made._work.clear()
-    layout = Layout(num_steps=STEPS, world_size=2, costs=Costs(step_seconds=2, decode_seconds=4))
-    for rank, action, start, end in replay(layout.schedule(3), layout.costs):
+    layout = Layout(
+        num_steps=STEPS, world_size=2, costs=CostModel(step_seconds=2, decode_seconds=4)
+    )
+    for rank, action, start, end in simulate_schedule(layout.schedule(3), layout.costs):
         made(rank, ActionDone(action=action, start=start, end=end, waited=0.0))
     etas = [one.eta_seconds or 0.0 for one in made.all().values()]
     period = steady_seconds_per_clip(layout)

@@ -34,7 +34,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files
 from svdpp.models.base import LATENTS
 from svdpp.models.dummy import DummyModel
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.worker import device
 from svdpp.worker.tensor_files import saved_steps, tensor_sha256
 from tests.bench.options import options
@@ -44,7 +44,7 @@ CONFIG = PipelineConfig(
     world_size=4,
     # Steps sleep half a second, whatever the machine's load, so that faults hit every place.
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 32, 32), dummy_sleeps=True),
-    costs=Costs(step_seconds=0.5),
+    costs=CostModel(step_seconds=0.5),
     sampling=SvdSampling(num_inference_steps=28),
     heartbeat_timeout_seconds=15.0,
     checksum=True,

@@ -25,8 +25,8 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.launch.group import Channel, RankContext
 from svdpp.launch.world import World
 from svdpp.plan.actions import Schedule, build_schedule
-from svdpp.plan.costs import Costs
-from svdpp.plan.forecast import replay
+from svdpp.plan.costs import CostModel
+from svdpp.plan.forecast import simulate_schedule
 from svdpp.plan.layout import Layout
 from svdpp.worker import rank as module
 from svdpp.worker.messages import Cancel, ClipJob, Failed, Finished, Stop, Work, parse
@@ -62,8 +62,13 @@ def test_clips_that_two_ranks_decode_together_overlap_also_one_at_a_time() -> No
             queue.add(schedule[rank])
         assert Counter(queue) == Counter(together[rank])
         joined.append(tuple(queue))
-    costs = Costs(step_seconds=1.0, decode_seconds=2.0, encode_seconds=0.0, transfer_seconds=0.0)
-    ends = [max(span.end for span in replay(each, costs)) for each in (together, tuple(joined))]
+    costs = CostModel(
+        step_seconds=1.0, decode_seconds=2.0, encode_seconds=0.0, transfer_seconds=0.0
+    )
+    ends = [
+        max(span.end for span in simulate_schedule(each, costs))
+        for each in (together, tuple(joined))
+    ]
     assert ends[0] == ends[1]
 
 
@@ -81,7 +86,9 @@ def test_lists_that_come_at_any_time_can_be_performed(
         performed.append((*done, *queue))
     check_schedule(tuple(performed), layout.num_steps)
     check_receives(tuple(performed))
-    spans = replay(tuple(performed), Costs())  # raises if the ranks wait for each other
+    spans = simulate_schedule(
+        tuple(performed), CostModel()
+    )  # raises if the ranks wait for each other
     assert {span.action.clip for span in spans} == set(range(clips))
 
 

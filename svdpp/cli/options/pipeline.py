@@ -12,7 +12,7 @@ from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.limits import find_costs, require
 from svdpp.errors import RequestError
-from svdpp.plan.costs import PRESETS, Costs
+from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.layout import Split
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class PipelineOptions(ModelOptions):
         is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
         return is_pipeline and self.split in (None, "uniform")
 
-    def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> Costs:
+    def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> CostModel:
         """Return the costs of `--costs`, or else published ones if clips of SVD are decoded.
 
         Args:
@@ -235,7 +235,7 @@ class PipelineOptions(ModelOptions):
             InputError: the file cannot be read.
         """
         if self.costs is None and not (decodes and family == "svd"):
-            return Costs()
+            return CostModel()
         return find_costs(self.costs or ASSUMED_COSTS)
 
     def device_name(self, *, any_on_cpu: bool = False) -> str:

@@ -11,7 +11,7 @@ from svdpp.config import ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.config.limits import is_number, require
 from svdpp.errors import RequestError
 from svdpp.launch.world import World
-from svdpp.plan.costs import Costs
+from svdpp.plan.costs import CostModel
 from svdpp.plan.split import largest_world
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from svdpp.plan.choose import Choice
 
 
-def remark_on(costs: Costs) -> str:
+def remark_on(costs: CostModel) -> str:
     """Return a remark on costs that the user did not give.
 
     Args:
@@ -48,7 +48,7 @@ class PipelineRequest:
     """Whether the clips are those of a server: its users wait for each, and choose its steps."""
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
-    costs: Costs | None = None
+    costs: CostModel | None = None
     """To plan by, with the ranks on each host; None: those of the options."""
     expert_boundary: int | None = None
     """Of a model whose configs are not at hand; None: read them."""
@@ -222,7 +222,7 @@ class PipelineRequest:
         return size * stages
 
     @cached_property
-    def _costs(self) -> Costs:
+    def _costs(self) -> CostModel:
         if self.costs is not None:
             return self.costs
         costs = self._layout.assumed_costs(decodes=self._decodes, family=self._sampling.family)
@@ -272,7 +272,7 @@ class PipelineRequest:
         }
 
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
-        """Memory that the model's parts need, as fields of `Costs`, and GiB of each device."""
+        """Memory that the model's parts need, as fields of `CostModel`, and GiB of each device."""
         if self.memory_gib is not None:
             return {}, self.memory_gib
         if self._device == "cpu" or self.options.is_dummy:
