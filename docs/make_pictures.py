@@ -20,7 +20,7 @@ from svdpp.config import (
 from svdpp.driver.pipeline import Pipeline
 from svdpp.plan.costs import PRESETS
 from svdpp.plan.forecast import simulate_schedule, steady_seconds_per_clip, summarise
-from svdpp.plan.layout import Layout
+from svdpp.plan.layout import ParallelConfig
 
 PICTURES = Path(__file__).parent / "pictures"
 
@@ -28,15 +28,17 @@ PICTURES = Path(__file__).parent / "pictures"
 _A100 = PRESETS["svd-xt-a100"]
 _PLANNED_CLIPS = 12
 _SPLITS = [
-    Layout(num_steps=28, world_size=7, costs=_A100),
-    Layout(num_steps=28, world_size=7, split="balanced", costs=_A100),
-    Layout(num_steps=28, world_size=7, split="alternating", costs=_A100),
-    Layout(num_steps=28, world_size=7, replicas=7, costs=_A100),
+    ParallelConfig(num_steps=28, world_size=7, costs=_A100),
+    ParallelConfig(num_steps=28, world_size=7, split="balanced", costs=_A100),
+    ParallelConfig(num_steps=28, world_size=7, split="alternating", costs=_A100),
+    ParallelConfig(num_steps=28, world_size=7, data_parallel_size=7, costs=_A100),
 ]
 _WIDER = [
-    Layout(num_steps=25, world_size=8, split="alternating", costs=_A100),
-    Layout(num_steps=25, world_size=8, split="alternating", decoders=2, costs=_A100),
-    Layout(num_steps=25, world_size=8, split="alternating", replicas=2, costs=_A100),
+    ParallelConfig(num_steps=25, world_size=8, split="alternating", costs=_A100),
+    ParallelConfig(num_steps=25, world_size=8, split="alternating", num_decoders=2, costs=_A100),
+    ParallelConfig(
+        num_steps=25, world_size=8, split="alternating", data_parallel_size=2, costs=_A100
+    ),
 ]
 
 
@@ -51,7 +53,7 @@ def main() -> None:
         rehearse_seven_ranks()
 
 
-def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
+def draw_plans(layouts: Sequence[ParallelConfig], path: Path) -> None:
     """The first clips of several layouts above each other, on one axis of time."""
     panels = []
     for layout in layouts:

@@ -25,7 +25,7 @@ from svdpp.errors import RequestError
 from svdpp.plan.choose import Row, compare_layouts
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule, steady_seconds_per_clip
-from svdpp.plan.layout import Layout, check_chunks
+from svdpp.plan.layout import ParallelConfig, check_chunks
 from svdpp.plan.split import EXPERTS, MAX_RANKS
 
 #: Of the JSON of `svdpp plan`.
@@ -346,21 +346,25 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     shown = layout.replica_ranks[0] if layout.replicas_are_alike else range(layout.world_size)
     console.show({"ranks": [ranks[rank] for rank in shown]})
     if len(shown) < layout.world_size:
-        console.result(f"and so on, in {layout.replicas} replicas of {layout.replica_size}")
+        console.result(
+            f"and so on, in {layout.data_parallel_size} replicas of {layout.replica_size}"
+        )
     if layout.split == "alternating" and 1 < layout.num_stages <= _MAX_CUTS:
         console.result()
-        for clip in range(0, min(num_clips, 4) * layout.replicas, layout.replicas):
+        for clip in range(
+            0, min(num_clips, 4) * layout.data_parallel_size, layout.data_parallel_size
+        ):
             console.result(f"clip {clip} is cut at {' '.join(map(str, layout.cuts(clip)[1:-1]))}")
     console.result()
     _print_picture(console, layout, num_clips)
     console.result()
     if reason:
         console.prose(f"auto picks {reason}")
-    is_data_parallel = layout.replica_size * layout.cfg_parallel == 1
+    is_data_parallel = layout.replica_size * layout.cfg_parallel_size == 1
     _print_forecasts(console, rows[:1] if is_data_parallel else rows, num_clips, layout.world_size)
 
 
-def _rank(layout: Layout, rank: int) -> dict[str, Any]:
+def _rank(layout: ParallelConfig, rank: int) -> dict[str, Any]:
     role, found = layout.roles[rank], layout.all_shares[rank]._asdict()
     found |= {name: getattr(role, name) for name in ("encode", "denoise", "decode")}
     if layout.expert_boundary is not None:
@@ -370,7 +374,7 @@ def _rank(layout: Layout, rank: int) -> dict[str, Any]:
     return found | {"peak_gib": layout.peak_gib[rank]}
 
 
-def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
+def _print_picture(console: Console, layout: ParallelConfig, num_clips: int) -> None:
     """Prints the rank x time grid, of the first clips if there are many."""
     if layout.world_size > MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
@@ -382,12 +386,13 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
-def _facts(layout: Layout) -> dict[str, Any]:
+def _facts(layout: ParallelConfig) -> dict[str, Any]:
     """The properties of a layout, for JSON; those of experts only if the model has two."""
-    names = ["split", "replicas", "decoders", "cfg_parallel", "decode_ranks"]
+    facts = {"description": str(layout), **layout.options()}
     if layout.expert_boundary is not None:
-        names += ["expert_boundary", "share_experts"]
-    return {"description": str(layout), **{name: getattr(layout, name) for name in names}}
+        facts["expert_boundary"] = layout.expert_boundary
+        facts["share_experts"] = layout.share_experts
+    return facts
 
 
 def _print_forecasts(

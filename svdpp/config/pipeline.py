@@ -31,7 +31,7 @@ from svdpp.config.limits import (
 from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import Layout, Split, frame_chunks, present_split
+from svdpp.plan.layout import ParallelConfig, Split, frame_chunks, present_split
 from svdpp.plan.split import MAX_RANKS
 
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -262,20 +262,25 @@ class PipelineConfig:
         )
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelConfig:
         """Layout of the ranks, which gives the route of each clip through them.
 
         Raises:
             RequestError: the ranks do not divide the steps, or the fields contradict each other.
         """
-        same = (
-            *("world_size", "split", "replicas", "decoders", "costs", "decodes", "chunks"),
-            *("expert_boundary", "share_experts", "cfg_parallel"),
-        )
-        return Layout(
+        return ParallelConfig(
             num_steps=self.sampling.num_inference_steps,
-            decode_ranks=1 if self.decode_ranks is None else self.decode_ranks,
-            **{name: getattr(self, name) for name in same},
+            world_size=self.world_size,
+            split=self.split,
+            data_parallel_size=self.replicas,
+            num_decoders=self.decoders,
+            costs=self.costs,
+            decodes=self.decodes,
+            chunks=self.chunks,
+            expert_boundary=self.expert_boundary,
+            share_experts=self.share_experts,
+            cfg_parallel_size=self.cfg_parallel,
+            decode_parallel_size=1 if self.decode_ranks is None else self.decode_ranks,
         )
 
     @property

@@ -192,7 +192,7 @@ def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None
             num_clips=clips,
             costs=figures.costs,
             decodes=figures.decodes,
-            cfg_parallel=figures.cfg_parallel,
+            cfg_parallel_size=figures.cfg_parallel,
         ).layout
         now = figures.forecast_seconds * clips / figures.clips
         times = now / forecast_layout(layout, clips).makespan
@@ -205,7 +205,8 @@ def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None
         text += ", if each device holds the whole model"
         if option == _OF_COMMANDS:
             return Advice(text, "--layout data-parallel", times)
-    given = {name: getattr(layout, name) for name in ("split", "replicas", "decoders")}
+    options = layout.options()
+    given = {name: options[name] for name in ("split", "replicas", "decoders")}
     if layout.split != "uniform":
         given["costs"] = shlex.quote(str(costs))
     return Advice(text, " ".join(option.format(*each) for each in given.items()), times)

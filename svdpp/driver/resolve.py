@@ -18,7 +18,7 @@ from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
 from svdpp.plan.costs import MemoryEstimate, PartMemory
-from svdpp.plan.layout import Layout, Roles, check_chunks
+from svdpp.plan.layout import ParallelConfig, Roles, check_chunks
 from svdpp.worker.messages import ClipJob, Work
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.
@@ -395,7 +395,7 @@ class ClipWork:
             )
         return config
 
-    def _can_take(self, layout: Layout, route: Route) -> bool:
+    def _can_take(self, layout: ParallelConfig, route: Route) -> bool:
         roles = self._config.layout.roles
         return route.links <= self._links and all(
             layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges

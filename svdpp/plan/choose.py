@@ -16,7 +16,7 @@ from svdpp.plan.forecast import (
     makespan_and_latency,
     steady_seconds_per_clip,
 )
-from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.layout import SPLITS, ParallelConfig
 from svdpp.plan.split import check_counts, divisors
 
 # Longer replicas are not tried: their forecasts take long, and they promise no gain.
@@ -31,7 +31,7 @@ _RATE_KEPT = 0.9
 class Choice:
     """A layout, and the reason for it in one line."""
 
-    layout: Layout
+    layout: ParallelConfig
     reason: str
 
 
@@ -63,13 +63,13 @@ def choose_layout(
     Raises:
         RequestError: No layout is possible, or none fits in memory.
     """
-    units = counts["world_size"] // max(1, counts.get("cfg_parallel", 1))
-    data_parallel = Layout(**counts, replicas=max(1, units))
+    units = counts["world_size"] // max(1, counts.get("cfg_parallel_size", 1))
+    data_parallel = ParallelConfig(**counts, data_parallel_size=max(1, units))
     return _Search(data_parallel, num_clips, memory_gib, pairs, fixed, sooner).choice()
 
 
 class _Candidate(NamedTuple):
-    layout: Layout
+    layout: ParallelConfig
     seconds: float
     """Until all clips are finished."""
     latency: float
@@ -78,7 +78,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
-    data_parallel: Layout
+    data_parallel: ParallelConfig
     num_clips: int
     memory_gib: Sequence[float]
     pairs: bool
@@ -104,14 +104,14 @@ class _Search:
 
     # --- the layouts ----------------------------------------------------------------------------
 
-    def _paired(self) -> list[Layout]:
+    def _paired(self) -> list[ParallelConfig]:
         whole = self.data_parallel
         per_host = whole.costs.ranks_per_host or 2
         if not self.pairs or whole.world_size % 2 or per_host % 2:
             return []
-        return [replace(whole, replicas=whole.world_size // 2, cfg_parallel=2)]
+        return [replace(whole, data_parallel_size=whole.world_size // 2, cfg_parallel_size=2)]
 
-    def _layouts(self, wholes: Sequence[Layout]) -> list[Layout]:
+    def _layouts(self, wholes: Sequence[ParallelConfig]) -> list[ParallelConfig]:
         if self.fixed is None:
             return [layout for whole in wholes for layout in _candidates(whole)]
         layouts = []
@@ -120,7 +120,7 @@ class _Search:
                 layouts.append(replace(whole, **self.fixed))
         return layouts
 
-    def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
+    def _with_shared_experts(self, wholes: Sequence[ParallelConfig]) -> Iterator[ParallelConfig]:
         """Layouts that fit with a rank of a longer replica that holds both experts."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
@@ -135,7 +135,7 @@ class _Search:
             ):
                 yield layout
 
-    def _fits(self, layout: Layout) -> bool:
+    def _fits(self, layout: ParallelConfig) -> bool:
         return not _needs_more(layout, self.memory_gib)
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
@@ -151,8 +151,8 @@ class _Search:
         if not rivals:
             return "no other layout is possible"
         clips = f"{self.num_clips} clip{'s' if self.num_clips > 1 else ''}"
-        size = best.layout.cfg_parallel
-        others = [each for each in rivals if each.layout.cfg_parallel != size]
+        size = best.layout.cfg_parallel_size
+        others = [each for each in rivals if each.layout.cfg_parallel_size != size]
         next_best = self._best(others) if others else min(rivals, key=lambda each: each.seconds)
         longer = next_best.seconds / best.seconds - 1
         if others or longer < 1 / _EQUAL - 1:
@@ -162,7 +162,9 @@ class _Search:
             )
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
-    def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
+    def _left_out(
+        self, best: ParallelConfig, possible: Sequence[ParallelConfig], unknown: int
+    ) -> Iterator[str]:
         if best.expert_boundary is not None:
             num_both = sum(len(role.experts) > 1 for role in best.roles)
             yield f"{num_both} of {best.world_size} ranks hold both experts"
@@ -174,7 +176,7 @@ class _Search:
                 "time the costs do not give: set --inter-host-transfer-seconds"
             )
 
-    def _nothing_fits(self, layouts: Sequence[Layout]) -> RequestError:
+    def _nothing_fits(self, layouts: Sequence[ParallelConfig]) -> RequestError:
         least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
         has = " to ".join(
             f"{each:.4g}" for each in sorted({min(self.memory_gib), max(self.memory_gib)})
@@ -203,20 +205,24 @@ def _least(
     return [each for each in candidates if key(each) <= most]
 
 
-def _candidates(data_parallel: Layout) -> Iterator[Layout]:
+def _candidates(data_parallel: ParallelConfig) -> Iterator[ParallelConfig]:
     """Layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
-    num_steps, num_units = data_parallel.num_steps, data_parallel.replicas
+    num_steps, num_units = data_parallel.num_steps, data_parallel.data_parallel_size
     for replica_size in divisors(num_units):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
             return
         needed = 1
         if data_parallel.decodes:
             needed = decoders_needed(num_steps, replica_size, data_parallel.costs)
-        for decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
+        for num_decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                replicas = num_units // replica_size
                 with suppress(RequestError):  # only the uniform rule refuses these counts
-                    yield replace(data_parallel, split=split, replicas=replicas, decoders=decoders)
+                    yield replace(
+                        data_parallel,
+                        split=split,
+                        data_parallel_size=num_units // replica_size,
+                        num_decoders=num_decoders,
+                    )
 
 
 def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
@@ -236,7 +242,7 @@ def _mean(value: PerRank) -> float:
     return math.fsum(value) / len(value) if isinstance(value, tuple) else value
 
 
-def _has_known_transfers(layout: Layout) -> bool:
+def _has_known_transfers(layout: ParallelConfig) -> bool:
     host, links = layout.costs.host_of, (*layout.links, *layout.decode_links)
     crosses = any(host(source) != host(target) for source, target in links)
     return not crosses or layout.costs.inter_host_transfer_seconds is not None
@@ -249,7 +255,7 @@ class Row(NamedTuple):
     """One layout of a comparison; its note says why it is chosen, or cannot run."""
 
     name: str
-    layout: Layout | None = None
+    layout: ParallelConfig | None = None
     forecast: Forecast | None = None
     seconds_per_clip: float = 0.0
     """Mean time between finished clips in a long queue."""
@@ -285,11 +291,12 @@ def compare_layouts(
     decoders = min(world_size, max(2, decoders_needed(num_steps, world_size, costs)))
     named: dict[str, dict[str, Any] | None] = {
         **{split: {"split": split} for split in SPLITS},
-        f"{decoders} decoders": {"split": "alternating", "decoders": decoders},
+        f"{decoders} decoders": {"split": "alternating", "num_decoders": decoders},
         "auto": None,
-        "data parallel": {"replicas": world_size},
-        **({} if world_size % 2 else {"pairs": {"replicas": world_size // 2, "cfg_parallel": 2}}),
+        "data parallel": {"data_parallel_size": world_size},
     }
+    if world_size % 2 == 0:
+        named["pairs"] = {"data_parallel_size": world_size // 2, "cfg_parallel_size": 2}
     rows = []
     for name, options in named.items():
         try:
@@ -298,7 +305,7 @@ def compare_layouts(
                 choice = choose_layout(num_clips=num_clips, sooner=sooner, **limits, **counts)
                 layout, note = choice.layout, choice.reason
             else:
-                layout = Layout(**counts, **options)
+                layout = ParallelConfig(**counts, **options)
                 note = _needs_more(layout, memory_gib)
             forecast = forecast_layout(layout, num_clips)
             rows.append(Row(name, layout, forecast, steady_seconds_per_clip(layout), note))
@@ -307,7 +314,7 @@ def compare_layouts(
     return rows
 
 
-def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
+def _needs_more(layout: ParallelConfig, memory_gib: Sequence[float]) -> str:
     for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
         if needs is not None and needs > has:
             return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from svdpp.errors import RequestError
 from svdpp.plan.actions import SENDS, Action, Kind, Route, Schedule
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import Layout
+from svdpp.plan.layout import ParallelConfig
 from svdpp.plan.split import Cuts
 
 #: The most visits (one clip at one rank) in a forecast; that many take a few seconds.
@@ -258,7 +258,7 @@ def sum_up(
 # --- the recurrence, without action lists --------------------------------------------------------
 
 
-def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
+def forecast_layout(layout: ParallelConfig, num_clips: int) -> Forecast:
     """Forecast clips in a layout, by the costs of the layout.
 
     The result equals a simulation of the action lists. It takes about a microsecond for each visit
@@ -272,12 +272,12 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
         RequestError: They are too many to forecast, or the costs lack the time of a transfer
             between hosts.
     """
-    if layout.decode_ranks > layout.cfg_parallel:
+    if layout.decode_parallel_size > layout.cfg_parallel_size:
         return summarise(
             simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size
         )
     alike = layout.replicas_are_alike
-    visits = min(num_clips, 2 * -(-num_clips // layout.replicas)) if alike else num_clips
+    visits = min(num_clips, 2 * -(-num_clips // layout.data_parallel_size)) if alike else num_clips
     if visits * layout.num_stages > MAX_VISITS:
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
@@ -291,7 +291,11 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     known: dict[tuple[int, int, Cuts], tuple[StageTimes, float]] = {}
 
     def stage_times_and_work(clip: int) -> tuple[StageTimes, float]:
-        kind = clip % layout.replicas, clip // layout.replicas % layout.decoders, layout.cuts(clip)
+        kind = (
+            clip % layout.data_parallel_size,
+            clip // layout.data_parallel_size % layout.num_decoders,
+            layout.cuts(clip),
+        )
         if kind not in known:
             route = layout.route(clip)
             known[kind] = stage_times(route, layout.costs), _busy(route, layout.costs)
@@ -300,23 +304,23 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     clips = [(0.0, 0.0)] * num_clips
     times: list[tuple[float, float]] = []
     busy = seconds = 0.0
-    for replica in range(min(layout.replicas, num_clips)):
-        own = range(replica, num_clips, layout.replicas)
+    for replica in range(min(layout.data_parallel_size, num_clips)):
+        own = range(replica, num_clips, layout.data_parallel_size)
         if not alike or len(own) != len(times):
             pairs = [stage_times_and_work(clip) for clip in own]
             seconds = sum(work for _, work in pairs)
             times = list(clip_times((times for times, _ in pairs), layout.costs.transfer))
-        clips[replica :: layout.replicas] = times
+        clips[replica :: layout.data_parallel_size] = times
         busy += seconds
     return sum_up(
         clips,
         busy=busy,
         world_size=layout.world_size,
-        num_finishers=min(layout.replicas * layout.decoders, num_clips),
+        num_finishers=min(layout.data_parallel_size * layout.num_decoders, num_clips),
     )
 
 
-def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
+def makespan_and_latency(layout: ParallelConfig, num_clips: int) -> tuple[float, float]:
     """Return the seconds until all clips are finished, and the mean of one clip from its start.
 
     Args:
@@ -333,13 +337,13 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
     return forecast.makespan + more, forecast.latency
 
 
-def steady_seconds_per_clip(layout: Layout) -> float:
+def steady_seconds_per_clip(layout: ParallelConfig) -> float:
     """Return the mean seconds between finished clips in a queue whose ends matter little.
 
     Args:
         layout: The layout, with its costs.
     """
-    most = max(layout.replicas, MAX_VISITS // layout.num_stages // 10)
+    most = max(layout.data_parallel_size, MAX_VISITS // layout.num_stages // 10)
     num_clips = min(_QUEUED_PER_RANK * layout.world_size, most)
     return forecast_layout(layout, num_clips).seconds_per_clip
 

@@ -1,8 +1,8 @@
-"""The layout: which ranks form replicas, where each clip is cut, and its route."""
+"""The layout of the ranks: which form replicas, where each clip is cut, and its route."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -36,6 +36,25 @@ def present_split(split: Any) -> Any:
         split: Name that a user or a file gives; it need not be one.
     """
     return "alternating" if split == "dithered" else split
+
+
+#: Fields of a `ParallelConfig` that options, JSON and `PipelineConfig` name in another way.
+FIELD_OF_OPTION = {
+    "replicas": "data_parallel_size",
+    "decoders": "num_decoders",
+    "cfg_parallel": "cfg_parallel_size",
+    "decode_ranks": "decode_parallel_size",
+}
+_OPTION_FIELDS = ("split", *FIELD_OF_OPTION.values())
+
+
+def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by the names of the fields of a `ParallelConfig`.
+
+    Args:
+        options: Values by the names of options, such as `replicas`; others stay as they are.
+    """
+    return {FIELD_OF_OPTION.get(name, name): value for name, value in options.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +92,34 @@ class StepShare(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """`replicas` replicas of equal size; clip i runs on replica i mod `replicas`.
+class ParallelConfig:
+    """Layout of the ranks: clip i runs on replica i mod `data_parallel_size`.
 
-    The last `decoders` ranks of a replica alternate: each does the last steps and the decode of
-    every `decoders`-th clip. Replicas of one rank are data parallel. Every rank gets its clips in
-    increasing order, so action lists made from these routes cannot deadlock. With two experts, all
-    clips are cut at the boundary, and each stage of a replica holds one of them, unless it is the
-    only one or `share_experts` is set.
+    The last `num_decoders` ranks of a replica alternate: each does the last steps and the decode of
+    every `num_decoders`-th clip. Replicas of one rank are data parallel. Every rank gets its clips
+    in increasing order, so action lists made from these routes cannot deadlock. With two experts,
+    all clips are cut at the boundary, and each stage of a replica holds one of them, unless it is
+    the only one or `share_experts` is set.
 
     Eight ranks, N = 28; a row is a replica, its ranks and the steps of each:
 
-        replicas=1                  0  1  2  3  4  5  6  7     3 or 4 each, by `balanced`
-        replicas=2                  0  1  2  3                 7 each: clips 0, 2, 4 ...
-                                    4  5  6  7                 7 each: clips 1, 3, 5 ...
-        replicas=8                  0                          28: clips 0, 8, 16 ...
-        replicas=2, cfg_parallel=2  0+1  2+3                   14 each; a pair halves each step
-                                    4+5  6+7
-        decoders=2                  0  1  2  3  4  5  {6|7}    6 finishes even clips, 7 odd ones
+        data_parallel_size=1    0  1  2  3  4  5  6  7     3 or 4 each, by `balanced`
+        data_parallel_size=2    0  1  2  3                 7 each: clips 0, 2, 4 ...
+                                4  5  6  7                 7 each: clips 1, 3, 5 ...
+        data_parallel_size=8    0                          28: clips 0, 8, 16 ...
+        data_parallel_size=2,   0+1  2+3                   14 each; a pair halves each step
+        cfg_parallel_size=2     4+5  6+7
+        num_decoders=2          0  1  2  3  4  5  {6|7}    6 finishes even clips, 7 odd ones
+
+    The options, JSON and `PipelineConfig` have older names for four fields: see `FIELD_OF_OPTION`.
     """
 
     num_steps: int
     world_size: int
     split: Split = "uniform"
-    replicas: int = 1
-    """A divisor of the number of ranks, or of pairs."""
-    decoders: int = 1
+    data_parallel_size: int = 1
+    """Number of replicas: a divisor of the number of ranks, or of pairs."""
+    num_decoders: int = 1
     """Ranks, or pairs, at the end of each replica that finish its clips alternately."""
     costs: CostModel = field(default_factory=CostModel)
     """Cost model of the balanced and alternating splits, and of the division between experts."""
@@ -108,10 +129,10 @@ class Layout:
     """Number of steps that the first of two experts does, 1 to N - 1; None: the model has one."""
     share_experts: bool = False
     """Whether one rank of a longer replica can hold both experts; the boundary is then no cut."""
-    cfg_parallel: int = 1
+    cfg_parallel_size: int = 1
     """2: ranks 2u and 2u + 1 are a pair. Both do the same steps, each one branch of the guidance,
     so that a pair stands where a single rank would."""
-    decode_ranks: int = 1
+    decode_parallel_size: int = 1
     """Ranks that decode each clip together; one with fewer chunks of frames takes fewer ranks."""
     chunks: tuple[int, ...] = ()
     """Frames of each part of a clip that is decoded at once; empty: one part for each rank."""
@@ -128,38 +149,40 @@ class Layout:
             self._check_uniform()
 
     def _check_pairs(self) -> None:
-        if self.cfg_parallel not in (1, 2):
+        if self.cfg_parallel_size not in (1, 2):
             raise RequestError(
-                f"--cfg-parallel must be 1 or 2, got {self.cfg_parallel}",
-                details={"cfg_parallel": self.cfg_parallel, "allowed": [1, 2]},
+                f"--cfg-parallel must be 1 or 2, got {self.cfg_parallel_size}",
+                details={"cfg_parallel": self.cfg_parallel_size, "allowed": [1, 2]},
             )
         for count, place in ((self.world_size, ""), (self.costs.ranks_per_host, " on each host")):
-            if count is not None and count % self.cfg_parallel:
+            if count is not None and count % self.cfg_parallel_size:
                 raise RequestError(
                     f"--cfg-parallel 2 needs pairs of ranks, got {count}{place}",
-                    details={"cfg_parallel": self.cfg_parallel, "ranks": count},
+                    details={"cfg_parallel": self.cfg_parallel_size, "ranks": count},
                 )
 
     def _check_replicas(self) -> None:
-        units = self.world_size // self.cfg_parallel
-        if self.replicas < 1 or units % self.replicas:
-            what = f"{units} pairs of ranks" if self.cfg_parallel == 2 else f"{units} ranks"
+        units = self.world_size // self.cfg_parallel_size
+        if self.data_parallel_size < 1 or units % self.data_parallel_size:
+            what = f"{units} pairs of ranks" if self.cfg_parallel_size == 2 else f"{units} ranks"
             raise RequestError(
-                f"{what} cannot form {self.replicas} replicas of equal size",
+                f"{what} cannot form {self.data_parallel_size} replicas of equal size",
                 f"use a divisor: --replicas {', '.join(map(str, divisors(units)))}",
                 details={
-                    **{"world_size": self.world_size, "replicas": self.replicas},
-                    **{"cfg_parallel": self.cfg_parallel, "units": units},
+                    **{"world_size": self.world_size, "replicas": self.data_parallel_size},
+                    **{"cfg_parallel": self.cfg_parallel_size, "units": units},
                 },
             )
-        ranks = self.cfg_parallel * (self.replica_size if self.decoders == 1 else 1)
-        limits = {"decoders": self.replica_size, "decode_ranks": ranks}
-        for name, most in limits.items():
-            if not 1 <= getattr(self, name) <= most:
+        ranks = self.cfg_parallel_size * (self.replica_size if self.num_decoders == 1 else 1)
+        for name, value, most in (
+            ("decoders", self.num_decoders, self.replica_size),
+            ("decode_ranks", self.decode_parallel_size, ranks),
+        ):
+            if not 1 <= value <= most:
                 raise RequestError(
                     f"--{name.replace('_', '-')} must be {_up_to(most)}, the ranks of a replica or "
-                    f"decoder, got {getattr(self, name)}",
-                    details={name: getattr(self, name), "minimum": 1, "most": most},
+                    f"decoder, got {value}",
+                    details={name: value, "minimum": 1, "most": most},
                 )
 
     def _check_experts(self) -> None:
@@ -172,10 +195,14 @@ class Layout:
             )
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(
-                f"--decoders must be {_up_to(self.replica_size - 1)}, got {self.decoders}: all "
+                f"--decoders must be {_up_to(self.replica_size - 1)}, got {self.num_decoders}: all "
                 f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the other",
                 "use --layout data-parallel or --share-experts for ranks that hold both",
-                details={"decoders": self.decoders, "most": self.replica_size - 1, "minimum": 1},
+                details={
+                    "decoders": self.num_decoders,
+                    "most": self.replica_size - 1,
+                    "minimum": 1,
+                },
             )
 
     def _check_uniform(self) -> None:
@@ -185,27 +212,35 @@ class Layout:
             check_uniform(self.num_steps, self.num_stages, self.world_size)
 
     def __str__(self) -> str:
-        pairs = self.cfg_parallel == 2
+        pairs = self.cfg_parallel_size == 2
         if self.replica_size == 1:
-            if self.replicas > 1:
+            if self.data_parallel_size > 1:
                 return "data parallel of pairs" if pairs else "data parallel"
             return "one pair of ranks" if pairs else "one rank"
-        unit, many = "pairs" if pairs else "ranks", "s" * (self.replicas > 1)
-        words = [f"{self.replicas} replica{many} of {self.replica_size} {unit}", self.split]
-        words += [f"{self.decoders} decoders"] * (self.decoders > 1)
-        words += [f"{self.decode_ranks} decode ranks"] * (self.decode_ranks > 1)
+        unit, many = "pairs" if pairs else "ranks", "s" * (self.data_parallel_size > 1)
+        words = [
+            f"{self.data_parallel_size} replica{many} of {self.replica_size} {unit}",
+            self.split,
+        ]
+        words += [f"{self.num_decoders} decoders"] * (self.num_decoders > 1)
+        words += [f"{self.decode_parallel_size} decode ranks"] * (self.decode_parallel_size > 1)
         words += ["shared experts"] * (self.share_experts and self.expert_boundary is not None)
         return ", ".join(words)
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields that options set, by the options' names; JSON has them too."""
+        names = {field: name for name, field in FIELD_OF_OPTION.items()}
+        return {names.get(field, field): getattr(self, field) for field in _OPTION_FIELDS}
 
     @property
     def replica_size(self) -> int:
         """Number of ranks of each replica; a pair counts as one."""
-        return self.world_size // self.cfg_parallel // self.replicas
+        return self.world_size // self.cfg_parallel_size // self.data_parallel_size
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica, in the order in which clips visit them; the first of pairs."""
-        size, per_host = self.cfg_parallel, self.costs.ranks_per_host
+        size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
         )
@@ -217,7 +252,7 @@ class Layout:
         Args:
             rank: A rank of the layout.
         """
-        return rank % self.cfg_parallel == 1
+        return rank % self.cfg_parallel_size == 1
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -250,7 +285,7 @@ class Layout:
     @property
     def num_stages(self) -> int:
         """Stages of a replica: its ranks, with all decoders counted as one."""
-        return self.replica_size - self.decoders + 1
+        return self.replica_size - self.num_decoders + 1
 
     def route(self, clip: int, *, all_stages: bool = False) -> Route:
         """Return the route of a clip, which does not depend on other clips.
@@ -259,7 +294,7 @@ class Layout:
             clip: Index of the clip.
             all_stages: Whether stages without steps of this clip are visited as well.
         """
-        replica, index = clip % self.replicas, clip // self.replicas
+        replica, index = clip % self.data_parallel_size, clip // self.data_parallel_size
         return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 
     def cuts(self, clip: int) -> Cuts:
@@ -268,7 +303,7 @@ class Layout:
         Args:
             clip: Index of the clip.
         """
-        return self._cuts_of(clip % self.replicas).cuts(clip // self.replicas)
+        return self._cuts_of(clip % self.data_parallel_size).cuts(clip // self.data_parallel_size)
 
     def schedule(self, num_clips: int) -> Schedule:
         """Return each rank's action list.
@@ -299,7 +334,7 @@ class Layout:
             decode.update([route.ranges[-1].rank] if route.decodes else [])
             decode.update(share.rank for share in route.shares)
             for part in route.ranges:
-                for rank in range(part.rank, part.rank + self.cfg_parallel):
+                for rank in range(part.rank, part.rank + self.cfg_parallel_size):
                     experts[rank] |= self.experts_of(part)
         return tuple(
             Roles(encode=rank in encode, denoise=bool(held), decode=rank in decode, experts=held)
@@ -318,12 +353,14 @@ class Layout:
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
         starts = {part.rank: part.start for part in sorted(parts, reverse=True)}
         ends = {part.rank: part.end for part in sorted(parts, key=lambda part: part.end)}
-        for replica in range(self.replicas):
+        for replica in range(self.data_parallel_size):
             for place, stage in enumerate(self.stages(replica)):
                 for turn, rank in enumerate(stage.ranks):
                     mean = self._cuts_of(replica).mean_steps(place, turn, len(stage.ranks))
                     steps = starts.get(rank, 0), ends.get(rank, 0), mean
-                    shares += [StepShare(rank + half, *steps) for half in range(self.cfg_parallel)]
+                    shares += [
+                        StepShare(rank + half, *steps) for half in range(self.cfg_parallel_size)
+                    ]
         return tuple(sorted(shares))
 
     def stages(self, replica: int) -> list[Stage]:
@@ -333,12 +370,12 @@ class Layout:
             replica: Index of the replica.
         """
         ranks = self.replica_ranks[replica]
-        body, tail = ranks[: -self.decoders], ranks[-self.decoders :]
+        body, tail = ranks[: -self.num_decoders], ranks[-self.num_decoders :]
         return [
             Stage(
                 unit,
                 tuple(
-                    self.costs.step_on(rank, rank + 1 if self.cfg_parallel == 2 else -1)
+                    self.costs.step_on(rank, rank + 1 if self.cfg_parallel_size == 2 else -1)
                     for rank in unit
                 ),
                 tuple(
@@ -352,13 +389,13 @@ class Layout:
 
     def _decode_seconds(self, rank: int, writer: int) -> float:
         """Seconds of work of `rank`, or the pair of which it is the first, for a decode."""
-        if not self.decodes or (self.decode_ranks == 1 and rank != writer):
+        if not self.decodes or (self.decode_parallel_size == 1 and rank != writer):
             return 0.0
         shares = self._decode_shares[writer]
         seconds = [
             self.costs.decode_on(share.rank) * share.frames.fraction
             for share in shares
-            if share.rank - rank in range(self.cfg_parallel)
+            if share.rank - rank in range(self.cfg_parallel_size)
         ]
         return max(seconds, default=0.0 if shares else self.costs.decode_on(rank))
 
@@ -368,16 +405,16 @@ class Layout:
 
         Its own come first, then those of the other rank of its pair and of the ranks before them.
         """
-        chunks = self.chunks or (1,) * self.decode_ranks
-        count = min(self.decode_ranks, len(chunks)) if self.decodes else 1
+        chunks = self.chunks or (1,) * self.decode_parallel_size
+        count = min(self.decode_parallel_size, len(chunks)) if self.decodes else 1
         ends = (0, *accumulate(chunks))
         cuts = pairwise(ends[index * len(chunks) // count] for index in range(count + 1))
         parts = [FrameRange(first, end, ends[-1]) for first, end in cuts] if count > 1 else []
         shares = {}
         for ranks in self.replica_ranks:
-            for writer in ranks[-self.decoders :]:
-                units = ranks[::-1] if self.decoders == 1 else (writer,)
-                each = (unit + half for unit in units for half in range(self.cfg_parallel))
+            for writer in ranks[-self.num_decoders :]:
+                units = ranks[::-1] if self.num_decoders == 1 else (writer,)
+                each = (unit + half for unit in units for half in range(self.cfg_parallel_size))
                 shares[writer] = tuple(map(DecodeShare, each, parts))
         return shares
 
@@ -385,15 +422,15 @@ class Layout:
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
     ) -> Route:
         """Unless `all_stages`, it skips stages without steps, except the first and the last."""
-        ranks, body = self.replica_ranks[replica], self.replica_size - self.decoders
+        ranks, body = self.replica_ranks[replica], self.replica_size - self.num_decoders
         ranges = [
             StepRange(ranks[index], cuts[index], cuts[index + 1])
             for index in range(body)
             if all_stages or index == 0 or cuts[index] < cuts[index + 1]
         ]
-        last = StepRange(ranks[body + turn % self.decoders], cuts[body], cuts[body + 1])
+        last = StepRange(ranks[body + turn % self.num_decoders], cuts[body], cuts[body + 1])
         shares = self._decode_shares[last.rank]
-        return Route(clip, (*ranges, last), self.decodes, self.cfg_parallel == 2, shares)
+        return Route(clip, (*ranges, last), self.decodes, self.cfg_parallel_size == 2, shares)
 
     def _cuts_of(self, replica: int) -> ClipCuts:
         return self._cuts[replica % len(self._cuts)]
@@ -401,16 +438,20 @@ class Layout:
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
         """One for each replica, or a single one if all ranks are alike."""
-        replicas = range(self.replicas if self.costs.differ_by_rank else 1)
+        replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (Part(self.num_steps, self.stages(replica)) for replica in replicas)
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _kinds_of_route(self) -> Iterator[Route]:
         """One route of each kind that a clip can take; its clip index is 0."""
-        for replica in range(self.replicas):
+        for replica in range(self.data_parallel_size):
             for turn, cuts in self._cuts_of(replica).all_cuts():
                 yield self._route(0, replica, turn, cuts)
+
+
+#: Old name, until the next version.
+Layout = ParallelConfig
 
 
 def assign_replicas(

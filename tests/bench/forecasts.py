@@ -39,7 +39,7 @@ from svdpp.media.inputs import example_requests
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.forecast import Forecast, Span, simulate_schedule, summarise
-from svdpp.plan.layout import Layout
+from svdpp.plan.layout import ParallelConfig
 
 STEP = 0.2
 ROUNDS = 5
@@ -59,7 +59,7 @@ class Run(NamedTuple):
     """Seconds from the first to the last step of the first clip."""
     costs: CostModel
     """The means of these clips."""
-    layout: Layout
+    layout: ParallelConfig
 
     def over_forecast(self, costs: CostModel) -> float:
         """The time of all clips, over the forecast of the same actions by `costs`."""

@@ -25,7 +25,7 @@ from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout
-from svdpp.plan.layout import Layout
+from svdpp.plan.layout import ParallelConfig, layout_fields
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone, TransferDone
 from tests.cli.shell import parsed
 from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
@@ -208,12 +208,15 @@ def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_pa
     if advice is None:
         return
     asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
-    names: dict[str, Any] = {"replicas": figures.world_size}
+    names: dict[str, Any] = {"data_parallel_size": figures.world_size}
     if asked.layout is None:
         names = {name: getattr(asked, name) for name in ("split", "replicas", "decoders")}
+        names = layout_fields(names)
     counts = {"num_steps": figures.num_steps, "world_size": figures.world_size}
-    layout = Layout(**counts, **names, costs=figures.costs)
-    assert (layout.split, layout.replicas) != ("uniform", 1), "the layout of each made-up run"
+    layout = ParallelConfig(**counts, **names, costs=figures.costs)
+    assert (layout.split, layout.data_parallel_size) != ("uniform", 1), (
+        "the layout of each made-up run"
+    )
     assert figures.forecast_seconds is not None
     times = figures.forecast_seconds / forecast_layout(layout, figures.clips).makespan
     assert times == pytest.approx(advice.times_as_fast, rel=0.05), advice

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from svdpp.plan.actions import SENDS, Action, FrameRange, Kind, Schedule
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import SPLITS, Layout
+from svdpp.plan.layout import SPLITS, ParallelConfig
 from svdpp.plan.split import Part
 
 # Binary fractions have exact sums in any order, so times can be compared with ==.
@@ -47,7 +47,7 @@ WAN: dict[str, Any] = {
 
 
 @st.composite
-def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
+def layouts(draw: st.DrawFn, *, pairs: bool = False) -> ParallelConfig:
     """Any layout that can be built, on one host or several, of single ranks or also of pairs."""
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     cfg_parallel = draw(st.integers(1, 1 + pairs))
@@ -69,18 +69,20 @@ def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
         num_steps = draw(st.integers(1 + has_two, 12))
     if has_two and boundary is None:
         boundary = draw(st.integers(1, num_steps - 1))
-    return Layout(
+    return ParallelConfig(
         num_steps=num_steps,
         world_size=world_size,
         split=split,
-        replicas=replicas,
-        decoders=decoders,
+        data_parallel_size=replicas,
+        num_decoders=decoders,
         costs=draw(_costs_of(world_size, cfg_parallel)),
         decodes=draw(st.booleans()),
         expert_boundary=boundary,
         share_experts=share,
-        cfg_parallel=cfg_parallel,
-        decode_ranks=draw(st.integers(1, cfg_parallel * (replica_size if decoders == 1 else 1))),
+        cfg_parallel_size=cfg_parallel,
+        decode_parallel_size=draw(
+            st.integers(1, cfg_parallel * (replica_size if decoders == 1 else 1))
+        ),
         chunks=draw(st.sampled_from([(8,), (8, 8), (8, 4, 4), (4,) * 4, (2,) * 8])),
     )
 

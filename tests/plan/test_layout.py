@@ -16,7 +16,7 @@ from svdpp.plan.actions import SENDS, Action, Kind, Schedule, build_schedule
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule
-from svdpp.plan.layout import Layout, Roles, assign_replicas
+from svdpp.plan.layout import ParallelConfig, Roles, assign_replicas
 from svdpp.plan.split import (
     Part,
     Stage,
@@ -34,7 +34,7 @@ num_clips = st.integers(1, 20)
 @given(layouts(pairs=True), num_clips, st.data())
 @settings(max_examples=200)
 def test_any_layout_can_be_performed(
-    is_resumed: bool, layout: Layout, clips: int, data: st.DataObject
+    is_resumed: bool, layout: ParallelConfig, clips: int, data: st.DataObject
 ) -> None:
     """Each step is done once and in order, without deadlock, with at most two packets in flight.
 
@@ -73,7 +73,7 @@ def talking(schedule: Schedule, *, decode: bool = False) -> set[tuple[int, int]]
     }
 
 
-def used_roles(layout: Layout, actions: Sequence[Action]) -> Roles:
+def used_roles(layout: ParallelConfig, actions: Sequence[Action]) -> Roles:
     kinds = {action.kind for action in actions}
     boundary = layout.expert_boundary or layout.num_steps
     steps = [
@@ -92,9 +92,9 @@ def used_roles(layout: Layout, actions: Sequence[Action]) -> Roles:
 
 @pytest.mark.long
 @given(layouts(pairs=True))
-def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
+def test_links_and_roles_are_those_that_come_to_be_used(layout: ParallelConfig) -> None:
     """Many clips use no other links or roles; rare alternating cuts may not occur among them."""
-    schedule = layout.schedule(60 * layout.replicas * layout.decoders)
+    schedule = layout.schedule(60 * layout.data_parallel_size * layout.num_decoders)
     used = [used_roles(layout, actions) for actions in schedule]
 
     assert list(layout.links) == sorted(set(layout.links))
@@ -106,18 +106,23 @@ def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
 
 
 @given(layouts(pairs=True), num_clips)
-def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips: int) -> None:
+def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(
+    layout: ParallelConfig, clips: int
+) -> None:
     """It skips ranks without steps, except the first and the last."""
     shares = {share.rank: share for share in layout.all_shares}
     assert sorted(shares) == list(range(layout.world_size))
     for clip in range(clips):
-        route, index = layout.route(clip), clip // layout.replicas
+        route, index = layout.route(clip), clip // layout.data_parallel_size
         assert route == replace(layout).route(clip)
-        own = layout.replica_ranks[clip % layout.replicas]
+        own = layout.replica_ranks[clip % layout.data_parallel_size]
         ranks = [part.rank for part in route.ranges]
         assert set(ranks) <= set(own)
         assert ranks == sorted(ranks)
-        assert ranks[-1] == own[layout.replica_size - layout.decoders + index % layout.decoders]
+        assert (
+            ranks[-1]
+            == own[layout.replica_size - layout.num_decoders + index % layout.num_decoders]
+        )
         if layout.num_stages > 1:
             assert ranks[0] == own[0]
         assert all(part.num_steps for part in route.ranges[1:-1])
@@ -128,9 +133,9 @@ def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips
 def test_peak_memory_follows_the_roles() -> None:
     costs = CostModel(decode_seconds=4, **memory((1, 3, 0.5), (1, 5, 9)))
     options: dict[str, Any] = {"num_steps": 12, "world_size": 4, "costs": costs}
-    assert Layout(**options, split="balanced").peak_gib == (9, 8, 8, 9.5)
-    assert Layout(**options, replicas=4).peak_gib == (13.5,) * 4
-    assert Layout(num_steps=12, world_size=4).peak_gib == (None,) * 4
+    assert ParallelConfig(**options, split="balanced").peak_gib == (9, 8, 8, 9.5)
+    assert ParallelConfig(**options, data_parallel_size=4).peak_gib == (13.5,) * 4
+    assert ParallelConfig(num_steps=12, world_size=4).peak_gib == (None,) * 4
 
 
 @pytest.mark.parametrize(
@@ -166,10 +171,10 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
     ("options", "message", "hint"),
     [
         ({"world_size": 0}, "the number of ranks must be 1 to 65536, got 0", ""),
-        ({"replicas": 3}, NOT_EQUAL.format(3), DIVISORS),
-        ({"replicas": 0}, NOT_EQUAL.format(0), DIVISORS),
-        ({"decoders": 0}, RANGE.format(8, 0), ""),
-        ({"decoders": 5, "replicas": 2}, RANGE.format(4, 5), ""),
+        ({"data_parallel_size": 3}, NOT_EQUAL.format(3), DIVISORS),
+        ({"data_parallel_size": 0}, NOT_EQUAL.format(0), DIVISORS),
+        ({"num_decoders": 0}, RANGE.format(8, 0), ""),
+        ({"num_decoders": 5, "data_parallel_size": 2}, RANGE.format(4, 5), ""),
         (
             {"split": "equal"},
             "--split must be one of uniform, balanced, alternating, got 'equal'",
@@ -186,7 +191,7 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
             "use --hosts 3x3, or another --world",
         ),
         (
-            {"num_steps": 25, "decoders": 2},
+            {"num_steps": 25, "num_decoders": 2},
             EVENLY.format("25 steps", "7 stages; the nearest step counts that can are 21 and 28"),
             "use --steps 21 or --steps 28, or --split alternating",
         ),
@@ -201,10 +206,10 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
             "use --steps 8, or --world 4, or --split alternating",
         ),
         ({**WAN, "expert_boundary": 40}, BOUNDARY.format(40), ""),
-        ({**WAN, "expert_boundary": 0, "replicas": 8}, BOUNDARY.format(0), ""),
+        ({**WAN, "expert_boundary": 0, "data_parallel_size": 8}, BOUNDARY.format(0), ""),
         (WAN, EVENLY.format(EXPERTS, "8 stages with one expert each"), OTHER_SPLITS),
         (
-            {**WAN, "decoders": 4, "replicas": 2, "split": "alternating"},
+            {**WAN, "num_decoders": 4, "data_parallel_size": 2, "split": "alternating"},
             "--decoders must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
             "must hold the other",
             "use --layout data-parallel or --share-experts for ranks that hold both",
@@ -215,7 +220,7 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
 def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
     options = {"num_steps": 24, "world_size": 8, **options}
     with pytest.raises(RequestError) as caught:
-        Layout(**options)
+        ParallelConfig(**options)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
@@ -277,10 +282,10 @@ def test_alternating_ranges_are_in_order_and_near_their_means(
 
 
 @given(layouts())
-def test_no_division_of_the_steps_and_ranks_is_faster(layout: Layout) -> None:
+def test_no_division_of_the_steps_and_ranks_is_faster(layout: ParallelConfig) -> None:
     """Of fixed cuts the slowest stage is as fast as possible, of alternating ones up to 0.5%."""
     shares = {share.rank: share.mean_steps for share in layout.all_shares}
-    for replica in range(layout.replicas):
+    for replica in range(layout.data_parallel_size):
         stages = layout.stages(replica)
         slowest = max(busy_seconds(stage, shares) for stage in stages)
         for parts in divisions(layout, stages):
@@ -305,7 +310,7 @@ def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
     )
 
 
-def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, ...]]:
+def divisions(layout: ParallelConfig, stages: list[Stage]) -> list[tuple[Part, ...]]:
     """All divisions of the stages between separate experts, at least one each."""
     if layout.expert_boundary is None or not layout.separates_experts:
         return [(Part(layout.num_steps, stages),)]
@@ -318,7 +323,9 @@ def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[Part, ...]]:
 
 def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     costs = CostModel(decode_seconds=9)
-    layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
+    layout = ParallelConfig(
+        num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6
+    )
     assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
     assert [set(role.experts) for role in layout.roles] == [{0}, {1}, {1}, set()]
 
@@ -328,7 +335,7 @@ def test_a_rank_that_only_decodes_holds_no_expert() -> None:
 A100 = PRESETS["svd-xt-a100"]
 
 
-def choose(**options: Any) -> tuple[Layout, str]:
+def choose(**options: Any) -> tuple[ParallelConfig, str]:
     choice = choose_layout(
         **{"num_steps": 25, "world_size": 8, "num_clips": 80, "costs": A100, **options}
     )
@@ -346,7 +353,7 @@ def test_nothing_simple_is_better(
     makespan = forecast_layout(chosen, num_clips).makespan
     for replicas in divisors(world_size):
         for split in ("balanced", "alternating"):
-            other = Layout(**counts, replicas=replicas, split=split)  # type: ignore[arg-type]
+            other = ParallelConfig(**counts, data_parallel_size=replicas, split=split)  # type: ignore[arg-type]
             if other.replica_size <= num_steps + 2:
                 assert makespan <= forecast_layout(other, num_clips).makespan * 1.002
     assert "\n" not in reason
@@ -357,7 +364,7 @@ def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
     """Rank 0 needs 47 GiB, ranks 1 and 2 need 36, rank 3 needs 36.5."""
     counts = {**WAN, "world_size": 4, "num_clips": 16}
     layout, reason = choose(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5))
-    assert layout.replicas == 1
+    assert layout.data_parallel_size == 1
     assert "; 0 of 4 ranks hold both experts; " in reason
     words = "no layout of 4 ranks fits in 36 to 47 GiB a rank: the smallest one needs 47"
     with pytest.raises(RequestError, match=words):
@@ -394,14 +401,14 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
         ({"costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
         ({"world_size": 7}, "data parallel", "the next best"),
         (  # only pairs can divide these steps evenly
-            {"fixed": {"replicas": 1}, "num_steps": 28},
+            {"fixed": {"data_parallel_size": 1}, "num_steps": 28},
             "1 replica of 4 pairs, uniform",
             "no other layout is possible",
         ),
         (
             {
                 **{"sooner": True, "costs": STEPS_ONLY, "num_steps": 24},
-                "fixed": {"replicas": 2, "split": "balanced"},
+                "fixed": {"data_parallel_size": 2, "split": "balanced"},
             },
             "2 replicas of 2 pairs, balanced",
             "a clip takes 12 s and 80 clips 246 s, with 2 replicas of 4 ranks, balanced 24 s",
@@ -416,7 +423,7 @@ def test_pairs_are_chosen_for_latency(options: dict[str, Any], layout: str, reas
 
 def test_what_is_fixed_and_impossible_is_said_of_single_ranks() -> None:
     with pytest.raises(RequestError, match="over 8 ranks"):
-        choose(pairs=True, fixed={"replicas": 1})
+        choose(pairs=True, fixed={"data_parallel_size": 1})
 
 
 def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:

@@ -28,43 +28,43 @@ from svdpp.plan.forecast import (
     simulate_schedule,
     summarise,
 )
-from svdpp.plan.layout import Layout
+from svdpp.plan.layout import ParallelConfig
 from tests.plan.plans import check_schedule, costs, layouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def layout(num_steps: int, world_size: int, **options: Any) -> Layout:
-    return Layout(num_steps=num_steps, world_size=world_size, **options)
+def layout(num_steps: int, world_size: int, **options: Any) -> ParallelConfig:
+    return ParallelConfig(num_steps=num_steps, world_size=world_size, **options)
 
 
-def last_resumed(layout: Layout, num_clips: int, at: int) -> Schedule:
+def last_resumed(layout: ParallelConfig, num_clips: int, at: int) -> Schedule:
     *routes, last = map(layout.route, range(num_clips))
     return build_schedule([*routes, last.resumed(at)], layout.world_size)
 
 
-PAIRS = layout(4, 4, cfg_parallel=2)
-PAIR = layout(4, 2, cfg_parallel=2, decode_ranks=2, chunks=(8, 8, 8, 1))
+PAIRS = layout(4, 4, cfg_parallel_size=2)
+PAIR = layout(4, 2, cfg_parallel_size=2, decode_parallel_size=2, chunks=(8, 8, 8, 1))
 GOLDEN_SCHEDULES = {
     "schedule_w4_n28_m3.txt": layout(28, 4).schedule(3),
     "schedule_w2_n4_m2_no_decode.txt": layout(4, 2, decodes=False).schedule(2),
-    "schedule_data_parallel_w2_n4_m3.txt": layout(4, 2, replicas=2).schedule(3),
+    "schedule_data_parallel_w2_n4_m3.txt": layout(4, 2, data_parallel_size=2).schedule(3),
     # A decode takes 2.5 steps: thirds of 10.5 give cuts 3.5 and 7, rounded for each clip.
     "schedule_alternating_w3_n8_m4.txt": layout(
         8, 3, split="alternating", costs=CostModel(decode_seconds=2.5)
     ).schedule(4),
     # Rank 0 starts all clips; ranks 1 and 2 alternate to finish them.
     "schedule_two_decoders_w3_n8_m4.txt": layout(
-        8, 3, split="balanced", decoders=2, costs=CostModel(decode_seconds=4)
+        8, 3, split="balanced", num_decoders=2, costs=CostModel(decode_seconds=4)
     ).schedule(4),
     # Ranks 0 and 1 are a pair, ranks 2 and 3 the next; the last clip was resumed after step 3.
     "schedule_pairs_w4_n4_m3.txt": last_resumed(PAIRS, 3, 3),
     # Both ranks of a pair decode; the last clip was resumed after its last step.
     "schedule_pair_decodes_w2_n4_m3.txt": last_resumed(PAIR, 3, 4),
     # All ranks decode, ranks 0 and 1 between their steps of later clips.
-    "schedule_decode_ranks_w3_n6_m4.txt": layout(6, 3, decode_ranks=3, chunks=(8, 8, 8)).schedule(
-        4
-    ),
+    "schedule_decode_ranks_w3_n6_m4.txt": layout(
+        6, 3, decode_parallel_size=3, chunks=(8, 8, 8)
+    ).schedule(4),
 }
 
 
@@ -131,7 +131,7 @@ def test_makespan_with_all_costs(
 
 @given(layouts(pairs=True), st.integers(1, 12))
 def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
-    layout: Layout, num_clips: int
+    layout: ParallelConfig, num_clips: int
 ) -> None:
     schedule = layout.schedule(num_clips)
     spans = simulate_schedule(schedule, layout.costs)
@@ -193,7 +193,7 @@ def test_cadence_and_jitter_are_those_of_the_second_half(
 def test_cadence_of_groups_does_not_depend_on_where_the_half_lies() -> None:
     """Data parallel over 7 ranks: seven clips every 28 steps, so one every 4."""
     for num_clips in range(1, 40):
-        schedule = layout(28, 7, replicas=7).schedule(num_clips)
+        schedule = layout(28, 7, data_parallel_size=7).schedule(num_clips)
         result = summarise(simulate_schedule(schedule, CostModel()), 7)
         assert result.seconds_per_clip == (4 if num_clips >= 7 else 28 / num_clips)
 
@@ -219,7 +219,9 @@ def test_measured_times_may_begin_anywhere() -> None:
 
 
 # The decode takes no time, and ends with the step before it, on another rank.
-@example(layout(1, 4, split="alternating", replicas=2, costs=CostModel(step_seconds=0.25)), 3)
+@example(
+    layout(1, 4, split="alternating", data_parallel_size=2, costs=CostModel(step_seconds=0.25)), 3
+)
 # Clips that skip different ranks, and ranks that help to decode them.
 @example(
     layout(
@@ -228,13 +230,13 @@ def test_measured_times_may_begin_anywhere() -> None:
         split="alternating",
         costs=CostModel(step_seconds=(0.5, 0.5, 0.5, 0.5, 1.0, 0.5)),
         expert_boundary=1,
-        decode_ranks=3,
+        decode_parallel_size=3,
         chunks=(8, 4, 4),
     ),
     5,
 )
 @given(layouts(pairs=True), st.integers(1, 20))
-def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int) -> None:
+def test_a_layouts_forecast_is_that_of_its_replay(layout: ParallelConfig, num_clips: int) -> None:
     layout = replace(layout, decodes=True)
     schedule = layout.schedule(num_clips)
     simulated = summarise(simulate_schedule(schedule, layout.costs), layout.world_size)
@@ -250,7 +252,7 @@ def test_alternating_is_as_fast_as_data_parallel(
     num_steps: int, world_size: int, decoders: int
 ) -> None:
     costs = PRESETS["svd-xt-a100"]
-    options: dict[str, Any] = {"split": "alternating", "decoders": decoders, "costs": costs}
+    options: dict[str, Any] = {"split": "alternating", "num_decoders": decoders, "costs": costs}
     forecast = forecast_layout(layout(num_steps, world_size, **options), 60 * world_size)
     clip = costs.encode_on(0) + num_steps * costs.step_on(0) + costs.decode_on(0)
     assert 0.99 <= clip / world_size / forecast.seconds_per_clip <= 1.001

@@ -21,7 +21,7 @@ from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.actions import Action
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule, steady_seconds_per_clip
-from svdpp.plan.layout import Layout
+from svdpp.plan.layout import ParallelConfig
 from svdpp.serve.clips import Admission, RunningClip
 from svdpp.serve.engine import Rank, RankView
 from svdpp.serve.fleet import Estimate, Estimates
@@ -174,7 +174,7 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
         store.add(dummy_job(seed), max_open=None)
     made = estimates(ranks=2)
     made._work.clear()
-    layout = Layout(
+    layout = ParallelConfig(
         num_steps=STEPS, world_size=2, costs=CostModel(step_seconds=2, decode_seconds=4)
     )
     for rank, action, start, end in simulate_schedule(layout.schedule(3), layout.costs):

@@ -27,7 +27,7 @@ from svdpp.launch.world import World
 from svdpp.plan.actions import Schedule, build_schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule
-from svdpp.plan.layout import Layout
+from svdpp.plan.layout import ParallelConfig
 from svdpp.worker import rank as module
 from svdpp.worker.messages import Cancel, ClipJob, Failed, Finished, Stop, Work, parse
 from svdpp.worker.rank import ActionQueue, Inbox
@@ -36,12 +36,12 @@ from tests.models.tiny_families import save_tiny_wan
 from tests.plan.plans import check_receives, check_schedule, layouts
 
 
-def _one_by_one(layout: Layout, clips: int) -> list[Schedule]:
+def _one_by_one(layout: ParallelConfig, clips: int) -> list[Schedule]:
     return [build_schedule([layout.route(clip)], layout.world_size) for clip in range(clips)]
 
 
-@given(layouts().map(lambda layout: replace(layout, decode_ranks=1)), st.integers(1, 8))
-def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: int) -> None:
+@given(layouts().map(lambda layout: replace(layout, decode_parallel_size=1)), st.integers(1, 8))
+def test_lists_that_wait_join_to_the_list_of_all_clips(layout: ParallelConfig, clips: int) -> None:
     together = layout.schedule(clips)
     alone = _one_by_one(layout, clips)
     for rank in range(layout.world_size):
@@ -53,7 +53,7 @@ def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: in
 
 def test_clips_that_two_ranks_decode_together_overlap_also_one_at_a_time() -> None:
     """A service submits them so: the first rank decodes its part after the next clip's steps."""
-    layout = Layout(num_steps=4, world_size=2, decode_ranks=2, chunks=(1, 1))
+    layout = ParallelConfig(num_steps=4, world_size=2, decode_parallel_size=2, chunks=(1, 1))
     together, alone = layout.schedule(6), _one_by_one(layout, 6)
     joined = []
     for rank in range(2):
@@ -74,7 +74,7 @@ def test_clips_that_two_ranks_decode_together_overlap_also_one_at_a_time() -> No
 
 @given(layouts(pairs=True), st.integers(1, 8), st.data())
 def test_lists_that_come_at_any_time_can_be_performed(
-    layout: Layout, clips: int, data: st.DataObject
+    layout: ParallelConfig, clips: int, data: st.DataObject
 ) -> None:
     performed = []
     for rank in range(layout.world_size):

@@ -289,6 +289,7 @@ class PipelineRequest:
             OutOfMemoryError: no layout fits the devices' memory.
         """
         from svdpp.plan.choose import choose_layout
+        from svdpp.plan.layout import layout_fields
 
         layout = self._layout
         if not layout.chooses:
@@ -296,8 +297,8 @@ class PipelineRequest:
         fixed = {} if layout.layout == "data-parallel" else {"replicas": 1, **layout.refined}
         return choose_layout(
             **self.counts,
-            cfg_parallel=layout.pair_size,
-            fixed=None if layout.layout == "auto" else fixed,
+            cfg_parallel_size=layout.pair_size,
+            fixed=None if layout.layout == "auto" else layout_fields(fixed),
             decodes=self._decodes,
         )
 
@@ -314,8 +315,9 @@ class PipelineRequest:
             if layout.decode_ranks is not None:
                 plan["decode_ranks"] = layout.decode_ranks
         else:
-            names = ("split", "replicas", "decoders", "cfg_parallel", "costs")
-            plan |= {name: getattr(choice.layout, name) for name in names}
+            chosen = choice.layout.options()
+            del chosen["decode_ranks"]  # follows from the model
+            plan |= {**chosen, "costs": choice.layout.costs}
             if choice.layout.share_experts:  # also if the options do not say so
                 plan["share_experts"] = True
             why = f"layout: {choice.reason}"
