@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands, and the table of families in docs/models.md from the rows.
+"""Writes docs/cli.md from the commands, and the table of families in docs/models.md from the specs.
 
 python docs/generate_cli_reference.py            writes them
 python docs/generate_cli_reference.py --check    exit 1 where one is not what would be written
@@ -40,7 +40,7 @@ _HEAD = (
 
 def main() -> int:
     """Writes both pages or checks them; the process exit code."""
-    parser = argparse.ArgumentParser(description="Write pages from the commands and the rows.")
+    parser = argparse.ArgumentParser(description="Write pages from the commands and the specs.")
     parser.add_argument("--check", action="store_true", help="compare only; 1 where one is stale")
     pages = _pages()
     if parser.parse_args().check:

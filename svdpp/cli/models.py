@@ -71,17 +71,17 @@ def describe(family: str) -> dict[str, Any]:
     Returns:
         Plain values, one entry of the list in `svdpp models --json`.
     """
-    from svdpp.models.engine.rows import ROWS
+    from svdpp.models.engine.registry import FAMILY_SPECS
 
-    row, sampling = ROWS[family], SAMPLING_CLASSES[family]()
-    classes = {"text": row.text, _visual(sampling): row.image}
+    spec, sampling = FAMILY_SPECS[family], SAMPLING_CLASSES[family]()
+    classes = {"text": spec.text_pipeline, _visual(sampling): spec.image_pipeline}
     return {
         "family": family,
-        "title": row.title,
+        "title": spec.title,
         "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
         "inputs": [what for what, name in classes.items() if name is not None],
-        "schedulers": list(row.schedulers),
-        "lora": row.loras,
+        "schedulers": list(spec.schedulers),
+        "lora": spec.loras,
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
             name: {
@@ -120,7 +120,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         **about,
         "model": name,
         "inputs": takes[checkpoint.image_use],
-        "components": list(checkpoint.weighted),
+        "components": list(checkpoint.weighted_components),
         "experts": checkpoint.num_experts,
         "schedulers": [checkpoint.scheduler_class],
     }

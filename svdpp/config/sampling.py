@@ -424,7 +424,7 @@ class LtxSampling(PromptedSampling):
     max_sequence_length: int = 128
 
 
-# The numbers of a row, in this order.
+# The numbers of `_define_sampling`, in this order.
 _COLUMNS = ("height", "width", "num_frames", "fps", "guidance_scale", "max_sequence_length")
 _LTX: dict[str, Any] = {"side_unit": 32, "frames_unit": 8, "latent_axes": "BNC"}
 _FRAMEPACK: dict[str, Any] = {"frames_unit": 36, "embedded_guidance": True}
@@ -450,7 +450,7 @@ _LTX2 = {
 }
 
 
-def _row(
+def _define_sampling(
     family: str,
     *numbers: float,
     steps: int = 50,
@@ -489,26 +489,28 @@ _ANIMATE = (720, 1280, 77, 30, 1.0, 512)
 _ANIMATED = {"pose_video": None, "face_video": 512}
 _REPLACED = {**_ANIMATED, "background_video": None, "mask_video": None}
 _COG = (480, 720, 49, 8, 6.0, 226)
-_ROWS = (
-    _row("wan_vace", *_WAN, own=_VACE, base=WanSampling),
-    _row("wan_vace_control", *_WAN, own=_CONTROL, base=WanSampling, from_video=True),
-    _row("wan_v2v", *_WAN, steps=40, own=_V2V, base=WanSampling, from_video=True),
-    _row("wan_animate", *_ANIMATE, steps=20, base=WanSampling, videos=_ANIMATED),
-    _row("wan_replace", *_ANIMATE, steps=20, base=WanSampling, videos=_REPLACED),
-    _row("ltx_condition", 512, 704, 161, 25, 3.0, 256, own=_LTX_CONDITION, **_LTX),
-    _row("ltx2", 512, 768, 121, 24, 3.0, 1024, steps=30, own=_LTX2, **_LTX),
-    _row("hunyuan_video", 720, 1280, 129, 15, 6.0, 256, embedded_guidance=True),
-    _row("framepack", 720, 1280, 145, 30, 10.0, 256, steps=120, **_FRAMEPACK),
-    _row("hunyuan_video_15", 480, 848, 121, 24, 6.0, 1000),
-    _row("cogvideox", *_COG, latent_axes="BFCHW"),
-    _row("cogvideox_v2v", *_COG, steps=40, own=_V2V, latent_axes="BFCHW", from_video=True),
-    _row("skyreels_v2", 544, 960, 97, 24, 6.0, 512),
-    _row("skyreels_v2_df", 544, 960, 97, 24, 6.0, 512),
-    _row("kandinsky5", 512, 768, 121, 24, 5.0, 512, latent_axes="BFHWC"),
-    _row("mochi", 480, 848, 19, 30, 4.5, 256, steps=64, frames_unit=6),
-    _row("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
+_DEFINED = (
+    _define_sampling("wan_vace", *_WAN, own=_VACE, base=WanSampling),
+    _define_sampling("wan_vace_control", *_WAN, own=_CONTROL, base=WanSampling, from_video=True),
+    _define_sampling("wan_v2v", *_WAN, steps=40, own=_V2V, base=WanSampling, from_video=True),
+    _define_sampling("wan_animate", *_ANIMATE, steps=20, base=WanSampling, videos=_ANIMATED),
+    _define_sampling("wan_replace", *_ANIMATE, steps=20, base=WanSampling, videos=_REPLACED),
+    _define_sampling("ltx_condition", 512, 704, 161, 25, 3.0, 256, own=_LTX_CONDITION, **_LTX),
+    _define_sampling("ltx2", 512, 768, 121, 24, 3.0, 1024, steps=30, own=_LTX2, **_LTX),
+    _define_sampling("hunyuan_video", 720, 1280, 129, 15, 6.0, 256, embedded_guidance=True),
+    _define_sampling("framepack", 720, 1280, 145, 30, 10.0, 256, steps=120, **_FRAMEPACK),
+    _define_sampling("hunyuan_video_15", 480, 848, 121, 24, 6.0, 1000),
+    _define_sampling("cogvideox", *_COG, latent_axes="BFCHW"),
+    _define_sampling(
+        "cogvideox_v2v", *_COG, steps=40, own=_V2V, latent_axes="BFCHW", from_video=True
+    ),
+    _define_sampling("skyreels_v2", 544, 960, 97, 24, 6.0, 512),
+    _define_sampling("skyreels_v2_df", 544, 960, 97, 24, 6.0, 512),
+    _define_sampling("kandinsky5", 512, 768, 121, 24, 5.0, 512, latent_axes="BFHWC"),
+    _define_sampling("mochi", 480, 848, 19, 30, 4.5, 256, steps=64, frames_unit=6),
+    _define_sampling("latte", 512, 512, 16, 8, 7.5, 120, side_unit=8, frames_unit=1),
 )
-_CLASSES = (SvdSampling, WanSampling, *_ROWS[:5], LtxSampling, *_ROWS[5:])
+_CLASSES = (SvdSampling, WanSampling, *_DEFINED[:5], LtxSampling, *_DEFINED[5:])
 
 #: The class of each family's parameters.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {kind.family: kind for kind in _CLASSES}

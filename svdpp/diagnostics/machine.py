@@ -275,7 +275,7 @@ def _model(config: PipelineConfig, _: Path) -> str:
     checkpoint = resolve(config)[1]
     if checkpoint is None:
         raise _Skipped("the dummy model has no files")
-    files = map(checkpoint.weight_files, checkpoint.weighted)
+    files = map(checkpoint.weight_files, checkpoint.weighted_components)
     num_weights = sum(len(dtypes) for each in files for dtypes in each.values())
     return f"{checkpoint.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 

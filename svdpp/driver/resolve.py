@@ -49,7 +49,7 @@ def resolve(
     with_defaults = _resolved(config, checkpoint)
     if weights == "none":
         return with_defaults, checkpoint
-    components = sorted(checkpoint.weighted)
+    components = sorted(checkpoint.weighted_components)
     if weights == "host":
         components = components_on_host(with_defaults, checkpoint, world)
     checkpoint = with_weights(checkpoint, config.model, components)
@@ -67,7 +67,8 @@ def components_on_host(
         world: of the launcher; None: all ranks are here.
     """
     by_rank = (
-        checkpoint.components_of(roles, config.sampling) for roles in _roles_on_host(config, world)
+        checkpoint.weighted_components_of(roles, config.sampling)
+        for roles in _roles_on_host(config, world)
     )
     return sorted(frozenset[str]().union(*by_rank))
 
@@ -116,7 +117,7 @@ def resolved_for(
 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
     """The ranks that decode each clip together; by default both of a pair, where that helps."""
-    in_chunks = checkpoint is None or checkpoint.row.decodes_in_chunks
+    in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks
     chunks, count = config.chunks or (config.sampling.frames,), config.decode_ranks
     if count is None:
         return min(config.cfg_parallel, len(chunks)) if in_chunks else 1
@@ -140,7 +141,7 @@ def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
         leave_out,
     )
     require(
-        checkpoint.row.branches is not None,
+        checkpoint.spec.branches is not None,
         f"--cfg-parallel 2 cannot divide the steps of {checkpoint.label}: they have more than two "
         "evaluations, or use the first at once",
         leave_out,
@@ -304,10 +305,10 @@ def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) ->
     """Whether ranks map the same pages of the weights' files, which must have the loaded dtype."""
 
     def is_mapped(part: str) -> bool:
-        dtype = "fp32" if part in checkpoint.row.fp32 else config.model.dtype
+        dtype = "fp32" if part in checkpoint.spec.fp32_components else config.model.dtype
         return {*chain(*checkpoint.weight_files(part).values())} == {_DTYPES[dtype]}
 
-    return all(map(is_mapped, checkpoint.components_of(roles, config.sampling)))
+    return all(map(is_mapped, checkpoint.weighted_components_of(roles, config.sampling)))
 
 
 # --- work ---------------------------------------------------------------------------------------

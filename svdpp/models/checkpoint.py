@@ -28,7 +28,13 @@ from svdpp.config import (
 from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_sides, own_params
 from svdpp.errors import ModelError, RequestError, redact_tokens
-from svdpp.models.engine.rows import FAMILIES, IMAGE_ENCODERS, ROWS, Facts, Row
+from svdpp.models.engine.registry import (
+    FAMILY_OF_PIPELINE,
+    FAMILY_SPECS,
+    IMAGE_ENCODERS,
+    CheckpointFacts,
+    FamilySpec,
+)
 from svdpp.models.files import (
     MODEL_HINT,
     UNSUPPORTED_HINT,
@@ -54,7 +60,7 @@ Use = Literal["needed", "optional", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checked folder in diffusers' format, of a family that has a row."""
+    """A checked folder in diffusers' format, of a family that has a spec."""
 
     name: str
     """Name as the user typed it."""
@@ -96,9 +102,9 @@ class Checkpoint:
         return f"model {show_name(self.name)}"
 
     @property
-    def row(self) -> Row:
-        """Row of the family."""
-        return ROWS[self.family]
+    def spec(self) -> FamilySpec:
+        """Spec of the family."""
+        return FAMILY_SPECS[self.family]
 
     @property
     def remarks(self) -> list[str]:
@@ -108,7 +114,7 @@ class Checkpoint:
     @property
     def prompt_use(self) -> Use:
         """Whether a clip needs a prompt, or must have none."""
-        return "needed" if self.row.takes_prompt else "refused"
+        return "needed" if self.spec.takes_prompt else "refused"
 
     @property
     def num_experts(self) -> int:
@@ -116,24 +122,24 @@ class Checkpoint:
         return 1 if self.boundary_ratio is None else 2
 
     @property
-    def weighted(self) -> tuple[str, ...]:
+    def weighted_components(self) -> tuple[str, ...]:
         """Names of the components that have weights."""
         return tuple(part for part, _ in self.classes if has_weights(part))
 
-    def parts_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
         """Return the components that a rank with these roles loads, with and without weights."""
-        row, needed = self.row, set(self.row.everywhere)
+        spec, needed = self.spec, set(self.spec.shared_components)
         if roles.encode:
-            needed |= {*row.encode, *(IMAGE_ENCODERS if sampling.from_image else ())}
+            needed |= {*spec.encode_components, *(IMAGE_ENCODERS if sampling.from_image else ())}
         if roles.decode:
-            needed.update(row.decode)
+            needed.update(spec.decode_components)
         if roles.denoise:
-            needed |= {name for place, name in enumerate(row.denoisers) if place in roles.experts}
+            needed |= {name for place, name in enumerate(spec.denoisers) if place in roles.experts}
         return frozenset(part for part, _ in self.classes if part in needed)
 
-    def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the components of `weighted` that a rank with these roles loads."""
-        return frozenset(filter(has_weights, self.parts_of(roles, sampling)))
+    def weighted_components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
+        """Return the components of `weighted_components` that a rank with these roles loads."""
+        return frozenset(filter(has_weights, self.components_of(roles, sampling)))
 
     def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
         """Check that a clip has what the model needs, and nothing that it ignores.
@@ -196,7 +202,7 @@ class Checkpoint:
             highest=most,
             reason=why,
         )
-        self.row.check(self, sampling)
+        self.spec.check_sampling(self, sampling)
         return sampling
 
     def weight_files(self, part: str) -> Mapping[Path, list[str]]:
@@ -227,7 +233,7 @@ class Checkpoint:
         Raises:
             ModelError: a file is missing or cannot be read.
         """
-        parts = self.weighted if parts is None else parts
+        parts = self.weighted_components if parts is None else parts
         paths = sorted({path for part in parts for path in self.weight_files(part)})
         try:
             hashes = hash_files(paths)
@@ -268,7 +274,7 @@ class Checkpoint:
         scheduler = self.new_scheduler(sampling)
         with library_errors("scheduler", self):
             steps = sampling.num_inference_steps
-            every = self.row.arguments(sampling).get("num_inference_steps", steps)
+            every = self.spec.call_arguments(sampling).get("num_inference_steps", steps)
             scheduler.set_timesteps(every, device="cpu")
         return scheduler.timesteps[-steps:]
 
@@ -308,7 +314,9 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
         if (model.name, model.revision) == (DEFAULT_MODEL, None):
             local = local or _ASSETS / "svd-xt"  # as published, and there without a network
         checkpoint = _check_configs(model, local or download(model), local)
-    return with_weights(checkpoint, model, checkpoint.weighted) if weights else checkpoint
+    if not weights:
+        return checkpoint
+    return with_weights(checkpoint, model, checkpoint.weighted_components)
 
 
 def with_weights(
@@ -336,7 +344,7 @@ def with_weights(
             folder = download(pinned, components)
             # The default model's configs have not been downloaded before.
             checkpoint = _check_configs(model, folder, local)
-        checked = components if local is None else checkpoint.weighted
+        checked = components if local is None else checkpoint.weighted_components
         files = [path for part in checked for path in checkpoint.weight_files(part)]
         changes = local is not None and model.name != DEMO_MODEL
         return replace(
@@ -401,25 +409,25 @@ def _local_folder(name: str) -> Path | None:
 
 
 class Configs:
-    """Configs of one checkpoint's components, checked for a family's row."""
+    """Configs of one checkpoint's components, checked for a family's spec."""
 
-    def __init__(self, folder: Path, index: JsonFile, row: Row) -> None:
+    def __init__(self, folder: Path, index: JsonFile, spec: FamilySpec) -> None:
         self.index = index
         self._folder = folder
         _refuse_code(folder)
         #: The class of each component.
-        self.classes = _classes_of(index, row)
-        for part in sorted(row.required - self.classes.keys()):
+        self.classes = _classes_of(index, spec)
+        for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
         self.scheduler_class = _entry(index, "scheduler")[1]
-        if self.scheduler_class not in row.schedulers:
-            named, proven = short_repr(self.scheduler_class), " and ".join(row.schedulers)
+        if self.scheduler_class not in spec.schedulers:
+            named, proven = short_repr(self.scheduler_class), " and ".join(spec.schedulers)
             raise index.error(
                 f"the scheduler {named} is not supported: this family's steps are proven with "
                 f"{proven}",
-                f"in diffusers: pipe.scheduler = {row.schedulers[0]}.from_config("
+                f"in diffusers: pipe.scheduler = {spec.schedulers[0]}.from_config("
                 "pipe.scheduler.config), then pipe.save_pretrained(FOLDER)",
-                details={"scheduler": self.scheduler_class, "supported": list(row.schedulers)},
+                details={"scheduler": self.scheduler_class, "supported": list(spec.schedulers)},
             )
         self.scheduler = self._checked("scheduler/scheduler_config.json")
         for key, reason in _REFUSED_OF_SCHEDULERS.items():
@@ -481,14 +489,14 @@ def has_weights(part: str) -> bool:
 
 def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
     index, family = _read_index(folder, model.family)
-    row, unit = ROWS[family], SAMPLING_CLASSES[family].side_unit
-    configs = Configs(folder, index, row)
-    from_image = index.values["_class_name"] in (row.image, *row.also)
-    facts: Facts = {
-        "image_use": "optional" if row.both else "needed" if from_image else "refused",
+    spec, unit = FAMILY_SPECS[family], SAMPLING_CLASSES[family].side_unit
+    configs = Configs(folder, index, spec)
+    from_image = index.values["_class_name"] in (spec.image_pipeline, *spec.aliases)
+    facts: CheckpointFacts = {
+        "image_use": "optional" if spec.text_and_image else "needed" if from_image else "refused",
         "size_multiple": (unit, unit),
-        "frames": row.frames,
-        **row.facts(configs),
+        "frames": spec.frame_limits,
+        **spec.checkpoint_facts(configs),
     }
     checkpoint = Checkpoint(
         name=model.name,
@@ -511,24 +519,24 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
         raise ModelError(f"{_INDEX_FILE} is missing", MODEL_HINT)
     index = read_json(folder, _INDEX_FILE)
     name = index.values.get("_class_name")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILY_OF_PIPELINE:
         raise index.error(
             f"the pipeline is {short_repr(name)}, which svdpp does not run",
             "svdpp models lists those that it runs",
         )
-    family = FAMILIES[name]
-    if asked in (None, family) or (asked in ROWS and name in ROWS[asked].also):
+    family = FAMILY_OF_PIPELINE[name]
+    if asked in (None, family) or (asked in FAMILY_SPECS and name in FAMILY_SPECS[asked].aliases):
         return index, asked or family
-    others = [each for each, row in ROWS.items() if name in row.also]
+    others = [each for each, spec in FAMILY_SPECS.items() if name in spec.aliases]
     raise RequestError(
         f"{_INDEX_FILE} names a {name}, which --family {short_repr(asked)} does not run",
         f"--family {' or '.join((family, *others))}",
     )
 
 
-def _classes_of(index: JsonFile, row: Row) -> dict[str, str]:
+def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
     classes = {}
-    for part in sorted(row.parts):
+    for part in sorted(spec.components):
         library, name = _entry(index, part)
         if name is None:
             continue
@@ -538,7 +546,7 @@ def _classes_of(index: JsonFile, row: Row) -> dict[str, str]:
                 UNSUPPORTED_HINT,
                 details={"component": part},
             )
-        if not re.fullmatch(_CLASSES.get(part.removesuffix("_2"), row.denoiser), str(name)):
+        if not re.fullmatch(_CLASSES.get(part.removesuffix("_2"), spec.denoiser), str(name)):
             raise index.error(
                 f"the {part} is of class {short_repr(name)}, which is not supported",
                 UNSUPPORTED_HINT,

@@ -87,7 +87,7 @@ def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str
     """
     if _TEXT_ENCODER.search(key):
         return "adapter of a text encoder"
-    if "Wan" not in checkpoint.row.denoiser and "SkyReels" not in checkpoint.row.denoiser:
+    if "Wan" not in checkpoint.spec.denoiser and "SkyReels" not in checkpoint.spec.denoiser:
         return None
     if not checkpoint.has_image_projection and (found := _IMAGE_PART.search(key)):
         return found[0]
@@ -180,7 +180,7 @@ def check_loras(model: ModelConfig, checkpoint: Any) -> None:
     if not model.loras:
         return
     label, two_experts = checkpoint.label, checkpoint.num_experts == 2
-    if not checkpoint.row.loras:
+    if not checkpoint.spec.loras:
         raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
     if importlib.util.find_spec("peft") is None:
         raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")

@@ -208,7 +208,9 @@ class _HollowModel:
     def encode(self) -> tuple[Tensors, PartMemory]:
         source = blank_source(self._sampling, whole=True)
         prepared: Prepared = {} if source is None else self._model.prepare(source)
-        request = ClipRequest(seed=0, prompt="a cat" if self._checkpoint.row.takes_prompt else None)
+        request = ClipRequest(
+            seed=0, prompt="a cat" if self._checkpoint.spec.takes_prompt else None
+        )
         roles = Roles(encode=True, denoise=False, decode=False)
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
@@ -245,7 +247,7 @@ class _HollowModel:
             part: _weights(module, load.unused_parts(self._checkpoint, part, roles, self._sampling))
             for part, module in self._modules.items()
         }
-        loaded = self._checkpoint.components_of(roles, self._sampling)
+        loaded = self._checkpoint.weighted_components_of(roles, self._sampling)
         weights = sum(tensor.nbytes for part in loaded for tensor in held[part])
         self._live = LiveBytes(chain(*held.values()), count_workspace=self._on_cpu)
         for tensor in tensors_in(received):

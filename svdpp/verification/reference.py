@@ -34,7 +34,7 @@ from svdpp.models.engine.load import (
 from svdpp.models.engine.loras import load_loras
 from svdpp.models.engine.model import audio_of, call_arguments
 from svdpp.models.engine.records import Packer, changed_state, replaced, snapshot
-from svdpp.models.engine.rows import Row
+from svdpp.models.engine.registry import FamilySpec
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
@@ -191,8 +191,10 @@ class Reference:
     ) -> None:
         silence_libraries()
         self._checkpoint, dtype = checkpoint, model.dtype
-        dtypes = {part: dtype_of(checkpoint, part, dtype) for part in checkpoint.row.fp32}
-        cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
+        dtypes = {
+            part: dtype_of(checkpoint, part, dtype) for part in checkpoint.spec.fp32_components
+        }
+        cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
         with library_errors("the pipeline"):
             self.pipe: Any = cls.from_pretrained(
                 checkpoint.folder,
@@ -205,7 +207,7 @@ class Reference:
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.to(device)
         load_loras(self.pipe, checkpoint)
-        for part in {"vae", *checkpoint.row.denoisers} & self.pipe.components.keys():
+        for part in {"vae", *checkpoint.spec.denoisers} & self.pipe.components.keys():
             apply_memory_options(checkpoint, part, getattr(self.pipe, part), model)
 
     def run(
@@ -231,15 +233,15 @@ class Reference:
             The final latent in the model's shape, the frames, uint8 of shape (F, H, W, 3), and the
             sound, if the model makes one.
         """
-        pipe, row = self.pipe, self._checkpoint.row
+        pipe, spec = self.pipe, self._checkpoint.spec
         arguments = call_arguments(pipe, self._checkpoint, sampling, request, source)
-        steps = _Steps(pipe, row, before_steps, after_step)
+        steps = _Steps(pipe, spec, before_steps, after_step)
         callback = step_callback(pipe, steps.end)
         with ExitStack() as patches:
             if not callback:
                 step = steps.scheduler_step(pipe.scheduler.step)
                 patches.enter_context(replaced(pipe.scheduler, step=step))
-            for module in filter(None, (getattr(pipe, part, None) for part in row.denoisers)):
+            for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(replaced(module, forward=steps.forward(module.forward)))
             output = pipe(**arguments, **callback, output_type="pil")
         return steps.latent, stack_frames(output.frames[0]), audio_of(pipe, output.get("audio"))
@@ -253,12 +255,12 @@ class _Steps:
     def __init__(
         self,
         pipe: Any,
-        row: Row,
+        spec: FamilySpec,
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> None:
         self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
-        self._keeps = row.branches == "calls"
+        self._keeps = spec.branches == "calls"
         self._count = 0
         self._state: dict[str, Any] = {}
         self._outputs: list[Any] = []

@@ -40,7 +40,7 @@ def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bo
         config: with `cfg_parallel` 2 if there are pairs.
         checkpoint: of the model; None for the dummy, which has no batch.
     """
-    is_batch = checkpoint is not None and checkpoint.row.branches == "batch"
+    is_batch = checkpoint is not None and checkpoint.spec.branches == "batch"
     return config.cfg_parallel > 1 and is_batch
 
 

@@ -1,4 +1,4 @@
-"""Real ranks: the lists they perform, the bits of every row, and what they must have in common."""
+"""Real ranks: their lists of actions, the bits of every family, and what ranks must share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.cli.shell import PHOTO
 from tests.driver.dummies import clips, config, hashes, pids, plain_hashes
 from tests.faults.processes import is_there
 from tests.models.range_checks import nothing, whole_clip
-from tests.models.test_rows import CASES, KINDS, chosen
+from tests.models.test_registry import CASES, KINDS, chosen
 from tests.models.tiny_families import save_tiny
 
 UNLIKE_RANKS = CostModel(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
@@ -98,7 +98,7 @@ def test_spawned_ranks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashes(results) == plain_hashes(4, 1)
 
 
-# --- every row: the bits of diffusers' unmodified pipelines, and of a resumed clip --------------
+# --- every family: the bits of diffusers' unmodified pipelines, and of a resumed clip -----------
 
 
 def _row(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:

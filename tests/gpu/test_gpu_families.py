@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.models.engine.rows import ROWS
+from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.verification.verify import run_pipelined
 from tests.gpu.inside_ranks import Counted, HostWaits
 from tests.gpu.machine import PHOTOS, Machine, Report
-from tests.models.test_rows import CASES, T2V, TIMESTEP, Case
+from tests.models.test_registry import CASES, T2V, TIMESTEP, Case
 from tests.models.tiny_families import save_tiny
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -34,7 +34,7 @@ FAMILIES = {
 
 
 def _request(family: Case, seed: int = 0) -> ClipRequest:
-    prompt = "the sea at night" if ROWS[family.family].takes_prompt else None
+    prompt = "the sea at night" if FAMILY_SPECS[family.family].takes_prompt else None
     return ClipRequest(seed=seed, prompt=prompt, image=PHOTOS[0] if family.image else None)
 
 
@@ -106,7 +106,7 @@ def _of_each_step(counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _diffusers_waits(family: Case, config: PipelineConfig) -> list[tuple[int, int]]:
     """Waits up to the end of each step of diffusers' own loop, as it comes."""
-    pipe = getattr(diffusers, ROWS[family.family].pipeline(family.image)).from_pretrained(
+    pipe = getattr(diffusers, FAMILY_SPECS[family.family].pipeline(family.image)).from_pretrained(
         config.model.name
     )
     pipe.to(config.device).set_progress_bar_config(disable=True)

@@ -10,40 +10,40 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.models.range_checks import Row, model_of, read_folder, source
+from tests.models.range_checks import TinyModel, model_of, read_folder, source
 from tests.models.tiny_families import save_tiny
 
 if TYPE_CHECKING:
-    from tests.models.test_rows import Case
+    from tests.models.test_registry import Case
 
 
 @pytest.fixture(scope="session")
-def row_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Row]:
+def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], TinyModel]:
     """The clip and the ranks of a case, whose checkpoint is saved."""
 
-    def row(case: Case) -> Row:
+    def tiny_model(case: Case) -> TinyModel:
         folder = tmp_path_factory.mktemp(case.family)
         save_tiny(case.family, folder, image=case.image, **case.changes)
         checkpoint: Any = read_folder(folder, family=case.family)
         sampling = checkpoint.resolve(case.config())
         image = source(sampling) if case.image else None
-        return Row(checkpoint, sampling, model_of(checkpoint, case.dtype), image)
+        return TinyModel(checkpoint, sampling, model_of(checkpoint, case.dtype), image)
 
-    return row
+    return tiny_model
 
 
 @pytest.fixture(scope="session")
-def rows(row_of: Callable[[Case], Row]) -> Callable[[str], Row]:
-    """Each case of test_rows.py by name, its checkpoint saved once, its ranks loaded once."""
-    from tests.models.test_rows import CASES
+def tiny_models(tiny_model_of: Callable[[Case], TinyModel]) -> Callable[[str], TinyModel]:
+    """Each case of test_registry.py by name, its checkpoint saved once, its ranks loaded once."""
+    from tests.models.test_registry import CASES
 
-    return functools.cache(lambda name: row_of(CASES[name]))
+    return functools.cache(lambda name: tiny_model_of(CASES[name]))
 
 
 @pytest.fixture
-def tiny(rows: Callable[[str], Row]) -> Path:
+def tiny(tiny_models: Callable[[str], TinyModel]) -> Path:
     """SVD's."""
-    folder: Path = rows("svd").checkpoint.folder
+    folder: Path = tiny_models("svd").checkpoint.folder
     return folder
 
 

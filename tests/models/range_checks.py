@@ -95,7 +95,7 @@ def ranks(
 
 
 @dataclass(frozen=True)
-class Row:
+class TinyModel:
     """A checkpoint and a clip of it, with ranks that hold only what they need."""
 
     checkpoint: Any
@@ -121,7 +121,7 @@ class Row:
 
     def request(self, prompt: str = PROMPT, negative_prompt: str | None = None) -> ClipRequest:
         """The clip's request, without prompts if the family takes none."""
-        if not self.checkpoint.row.takes_prompt:
+        if not self.checkpoint.spec.takes_prompt:
             return ClipRequest(seed=3)
         return ClipRequest(seed=3, prompt=prompt, negative_prompt=negative_prompt)
 

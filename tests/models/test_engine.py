@@ -1,4 +1,4 @@
-"""What the engine loads, keeps between clips, packs and refuses; test_rows.py has the bits."""
+"""What the engine loads, keeps between clips, packs and refuses; test_registry.py has the bits."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import component_class
 from svdpp.models.engine.model import EngineModel, call_arguments
 from svdpp.models.engine.records import Packer, unpack, zeros
-from svdpp.models.engine.rows import ltx_generator_device
+from svdpp.models.engine.registry import ltx_generator_device
 from svdpp.verification.reference import Reference
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.models.builders import edit_json
 from tests.models.range_checks import (
-    Row,
+    TinyModel,
     assert_equal,
     nothing,
     ranks,
     read_folder,
     run_reference,
 )
-from tests.models.test_rows import CASES, FIRST, Rows
+from tests.models.test_registry import CASES, FIRST, TinyModels
 from tests.models.tiny_families import save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,18 +52,18 @@ RECORDED = ("wan-5b-image", "hunyuan-video-1.5")
 
 
 @pytest.fixture
-def wan(rows: Rows) -> Row:
+def wan(tiny_models: TinyModels) -> TinyModel:
     """Wan with two experts."""
-    return rows(T2V)
+    return tiny_models(T2V)
 
 
-def encoder(row: Row, **changes: Any) -> EngineModel:
+def encoder(tiny_model: TinyModel, **changes: Any) -> EngineModel:
     """A rank of its own that encodes."""
-    return ranks(row.checkpoint, replace(row.sampling, **changes))(0, 0)
+    return ranks(tiny_model.checkpoint, replace(tiny_model.sampling, **changes))(0, 0)
 
 
-def half_done(row: Row) -> Tensors:
-    return row.rank_for(0, 2).denoise(row.encode(row.request()), 0, 2, nothing)
+def half_done(tiny_model: TinyModel) -> Tensors:
+    return tiny_model.rank_for(0, 2).denoise(tiny_model.encode(tiny_model.request()), 0, 2, nothing)
 
 
 # What is loaded and kept.
@@ -71,7 +71,7 @@ def half_done(row: Row) -> Tensors:
 
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
 def test_weights_are_mapped_and_the_other_expert_is_not_opened(
-    wan: Row, tmp_path: Path, shard_size: str
+    wan: TinyModel, tmp_path: Path, shard_size: str
 ) -> None:
     folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875, max_shard_size=shard_size)
     rank_for = ranks(read_folder(folder), wan.sampling)
@@ -85,7 +85,7 @@ def test_weights_are_mapped_and_the_other_expert_is_not_opened(
     del models
 
 
-def test_a_fast_tokenizer_saved_by_transformers_5_is_loaded(wan: Row, tmp_path: Path) -> None:
+def test_a_fast_tokenizer_saved_by_transformers_5_is_loaded(wan: TinyModel, tmp_path: Path) -> None:
     folder = wan.checkpoint.folder
     tokenizer = TokenizersBackend.from_pretrained(folder / "tokenizer")
     pipe = diffusers.WanPipeline.from_pretrained(folder, tokenizer=tokenizer)
@@ -95,25 +95,25 @@ def test_a_fast_tokenizer_saved_by_transformers_5_is_loaded(wan: Row, tmp_path: 
     assert_equal(ours.encode({}, wan.request()), wan.encode(wan.request()))
 
 
-def test_a_missing_tokenizer_is_named(rows: Rows, tmp_path: Path) -> None:
-    row = rows(LTX)
-    folder = Path(shutil.copytree(row.checkpoint.folder, tmp_path / "copy"))
+def test_a_missing_tokenizer_is_named(tiny_models: TinyModels, tmp_path: Path) -> None:
+    tiny_model = tiny_models(LTX)
+    folder = Path(shutil.copytree(tiny_model.checkpoint.folder, tmp_path / "copy"))
     (folder / "tokenizer/tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
-        ranks(read_folder(folder), row.sampling)(0, 0)
+        ranks(read_folder(folder), tiny_model.sampling)(0, 0)
 
 
-def test_the_end_of_a_long_prompt_is_named(wan: Row) -> None:
+def test_the_end_of_a_long_prompt_is_named(wan: TinyModel) -> None:
     model = encoder(wan, max_sequence_length=16)
     assert model.removed_text("the sea") == ""
     assert model.removed_text("the sea at night " * 8).endswith("sea at night")
 
 
-def test_an_image_and_a_timestep_need_a_generator_on_the_device(rows: Rows) -> None:
+def test_an_image_and_a_timestep_need_a_generator_on_the_device(tiny_models: TinyModels) -> None:
     cases = (LTX_TIMESTEP, True, "cuda"), (LTX_TIMESTEP, False, "cpu"), (LTX, True, "cpu")
     for name, from_image, device in cases:
-        sampling = replace(rows(name).sampling, from_image=from_image)
-        assert ltx_generator_device(rows(name).checkpoint, sampling, "cuda") == device
+        sampling = replace(tiny_models(name).sampling, from_image=from_image)
+        assert ltx_generator_device(tiny_models(name).checkpoint, sampling, "cuda") == device
 
 
 # What a packet holds.
@@ -146,7 +146,7 @@ def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> N
 
 
 def test_draws_from_the_global_generator_are_refused(
-    wan: Row, monkeypatch: pytest.MonkeyPatch
+    wan: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = encoder(wan)
     encode_prompt = model._pipe.encode_prompt
@@ -157,19 +157,19 @@ def test_draws_from_the_global_generator_are_refused(
         model.encode({}, wan.request())
 
 
-def test_a_pipeline_that_does_not_reach_the_step_is_refused(wan: Row) -> None:
+def test_a_pipeline_that_does_not_reach_the_step_is_refused(wan: TinyModel) -> None:
     with pytest.raises(ModelError, match="ends before step 9"):
         wan.rank_for(2, wan.steps).denoise(half_done(wan), 2, 9, nothing)
 
 
-def test_frames_that_are_not_finite_are_an_error(wan: Row) -> None:
+def test_frames_that_are_not_finite_are_an_error(wan: TinyModel) -> None:
     packet = wan.rank_for(2, wan.steps).denoise(half_done(wan), 2, wan.steps, nothing)
     packet["latents"][:] = torch.nan
     with pytest.raises(NotFiniteError, match="VAE"):
         wan.decoder.decode(packet)
 
 
-def test_steps_of_an_expert_that_is_not_loaded_are_an_error(wan: Row) -> None:
+def test_steps_of_an_expert_that_is_not_loaded_are_an_error(wan: TinyModel) -> None:
     packet, last = wan.encode(wan.request()), wan.steps - 1
     with pytest.raises(ValueError, match="step 0 needs transformer, which is not loaded"):
         wan.rank_for(last, wan.steps).denoise(packet, 0, 1, nothing)
@@ -187,13 +187,18 @@ def test_steps_of_an_expert_that_is_not_loaded_are_an_error(wan: Row) -> None:
     ],
 )
 def test_wrong_inputs_are_refused(
-    rows: Rows, name: str, inputs: dict[str, Any], message: str
+    tiny_models: TinyModels, name: str, inputs: dict[str, Any], message: str
 ) -> None:
-    row, request = rows(name), ClipRequest(**{"seed": 0, "prompt": "the sea", **inputs})
+    tiny_model, request = (
+        tiny_models(name),
+        ClipRequest(**{"seed": 0, "prompt": "the sea", **inputs}),
+    )
     with pytest.raises(RequestError, match=message):
-        row.checkpoint.check_request(row.sampling, request)
+        tiny_model.checkpoint.check_request(tiny_model.sampling, request)
     if request.negative_prompt:
-        row.checkpoint.check_request(replace(row.sampling, guidance_scale=5.0), request)
+        tiny_model.checkpoint.check_request(
+            replace(tiny_model.sampling, guidance_scale=5.0), request
+        )
 
 
 INDEX, DENOISER = "model_index.json", "transformer/config.json"
@@ -227,9 +232,14 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
     ],
 )
 def test_wrong_configs_are_refused(
-    rows: Rows, tmp_path: Path, name: str, file: str, changes: dict[str, Any], message: str
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    name: str,
+    file: str,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
-    folder = Path(shutil.copytree(rows(name).checkpoint.folder, tmp_path / "copy"))
+    folder = Path(shutil.copytree(tiny_models(name).checkpoint.folder, tmp_path / "copy"))
     edit_json(folder / file, **changes)
     with pytest.raises(ModelError) as error:
         read_folder(folder)
@@ -240,25 +250,27 @@ def test_wrong_configs_are_refused(
     assert len(said) < 400
 
 
-def test_no_prompt_reaches_a_loader_of_images(rows: Rows) -> None:
+def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:
     """A processor of text and images takes images first: a URL is fetched, a path is opened."""
-    row = rows(KANDINSKY)
+    tiny_model = tiny_models(KANDINSKY)
     for prompt in ("http://127.0.0.1:9/a.png", __file__, "the sea at night"):
-        row.encode(row.request(prompt))
-        assert row.encoder.removed_text(prompt) == ""
-    short = encoder(row, max_sequence_length=8)
+        tiny_model.encode(tiny_model.request(prompt))
+        assert tiny_model.encoder.removed_text(prompt) == ""
+    short = encoder(tiny_model, max_sequence_length=8)
     assert short.removed_text("the sea at night") == "at night"
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_small_checkpoints_have_the_classes_of_published_ones(rows: Rows, name: str) -> None:
+def test_small_checkpoints_have_the_classes_of_published_ones(
+    tiny_models: TinyModels, name: str
+) -> None:
     """Those that the constructor of diffusers' pipeline names."""
-    checkpoint, case = rows(name).checkpoint, CASES[name]
-    pipeline = getattr(diffusers, checkpoint.row.pipeline(case.image))
+    checkpoint, case = tiny_models(name).checkpoint, CASES[name]
+    pipeline = getattr(diffusers, checkpoint.spec.pipeline(case.image))
     index = json.loads((checkpoint.folder / "model_index.json").read_text())
     for part, annotation in inspect.get_annotations(pipeline.__init__, eval_str=True).items():
         named = [each.__name__ for each in get_args(annotation) or [annotation]]
-        if (part in checkpoint.row.parts) and index[part][1] is not None:
+        if (part in checkpoint.spec.components) and index[part][1] is not None:
             found = component_class(part, index[part][1]).__name__
             assert found in named or "AutoTokenizer" in named, part
 
@@ -270,17 +282,22 @@ def test_small_checkpoints_have_the_classes_of_published_ones(rows: Rows, name: 
         for name in dict.fromkeys((*RECORDED, *FIRST, *CHANGED))
     ],
 )
-def test_the_script_of_the_manual_gives_the_recorded_hash(rows: Rows, name: str) -> None:
-    row, page = rows(name), Path("docs/verification.md").read_text()
+def test_the_script_of_the_manual_gives_the_recorded_hash(
+    tiny_models: TinyModels, name: str
+) -> None:
+    tiny_model, page = tiny_models(name), Path("docs/verification.md").read_text()
     (script,) = re.findall(r"```python\n(.*?def latents_sha256.*?)```", page, re.DOTALL)
     known: dict[str, Any] = {}
     exec(script, known)
-    request = row.request()
+    request = tiny_model.request()
     reference = Reference(
-        find_checkpoint(row.model), row.model, "cpu", from_image=row.source is not None
+        find_checkpoint(tiny_model.model),
+        tiny_model.model,
+        "cpu",
+        from_image=tiny_model.source is not None,
     )
-    given = (reference.pipe, row.checkpoint, row.sampling, request, row.source)
-    latents, _, _ = run_reference(reference, row.sampling, request, row.source)
+    given = (reference.pipe, tiny_model.checkpoint, tiny_model.sampling, request, tiny_model.source)
+    latents, _, _ = run_reference(reference, tiny_model.sampling, request, tiny_model.source)
     ours = tensor_sha256(latents[-1])
     assert known["latents_sha256"](reference.pipe, **call_arguments(*given)) == ours
     plain = reference.pipe(**call_arguments(*given), output_type="latent", return_dict=False)[0]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from svdpp.models.base import DTYPES, LATENTS, STRUCTURE
-from tests.models.range_checks import Row, nothing
-from tests.models.test_rows import CASES, Case, chosen, size
+from tests.models.range_checks import TinyModel, nothing
+from tests.models.test_registry import CASES, Case, chosen, size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,24 +27,31 @@ IN_MAKE_TEST = ("svd", "wan", "hunyuan-video", "wan-euler-bf16")
 
 
 @pytest.mark.parametrize("name", chosen(IN_MAKE_TEST, CASES))
-def test_each_step_gives_the_expected_tensors(rows: Callable[[str], Row], name: str) -> None:
-    _check(rows(name), CASES[name])
+def test_each_step_gives_the_expected_tensors(
+    tiny_models: Callable[[str], TinyModel], name: str
+) -> None:
+    _check(tiny_models(name), CASES[name])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", STEPPED)
 def test_each_step_gives_the_expected_tensors_with_another_scheduler(
-    row_of: Callable[[Case], Row], name: str
+    tiny_model_of: Callable[[Case], TinyModel], name: str
 ) -> None:
-    _check(row_of(STEPPED[name]), STEPPED[name])
+    _check(tiny_model_of(STEPPED[name]), STEPPED[name])
 
 
-def _check(row: Row, case: Case) -> None:
-    row = replace(row, model=replace(row.model, dtype="bf16"))  # beside which float32 shows
-    packet = row.encode(row.request(negative_prompt=case.negative))
-    for step in range(row.steps + 1):
+def _check(tiny_model: TinyModel, case: Case) -> None:
+    tiny_model = replace(
+        tiny_model, model=replace(tiny_model.model, dtype="bf16")
+    )  # beside which float32 shows
+    packet = tiny_model.encode(tiny_model.request(negative_prompt=case.negative))
+    for step in range(tiny_model.steps + 1):
         # By ranks that hold other components than the sender, as in a run.
-        for receiver in (row.rank_for(step, min(step + 1, row.steps)), row.decoder):
+        for receiver in (
+            tiny_model.rank_for(step, min(step + 1, tiny_model.steps)),
+            tiny_model.decoder,
+        ):
             spec = receiver.latent_spec(step)
             latent = packet[LATENTS]
             assert spec.shape == tuple(latent.shape), step
@@ -52,12 +59,14 @@ def _check(row: Row, case: Case) -> None:
             assert len(spec.dims) == latent.dim()
             found = {name: (tuple(each.shape), each.dtype) for name, each in packet.items()}
             assert receiver.specs(packet) == found, step
-        if step < row.steps:
-            packet = row.rank_for(step, step + 1).denoise(packet, step, step + 1, nothing)
+        if step < tiny_model.steps:
+            packet = tiny_model.rank_for(step, step + 1).denoise(packet, step, step + 1, nothing)
 
 
-def test_a_structure_that_cannot_be_read_is_no_crash(rows: Callable[[str], Row]) -> None:
-    model = rows("svd").decoder
+def test_a_structure_that_cannot_be_read_is_no_crash(
+    tiny_models: Callable[[str], TinyModel],
+) -> None:
+    model = tiny_models("svd").decoder
     with pytest.raises(ValueError, match="cannot be read"):
         model.specs({STRUCTURE: torch.zeros(3, dtype=torch.uint8)})
     assert STRUCTURE in model.specs({LATENTS: torch.zeros(1)})

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.rows import ROWS
+from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.verification.reference import Reference
 from tests.models.builders import save_tiny_lora
 from tests.models.range_checks import (
@@ -27,7 +27,7 @@ from tests.models.range_checks import (
     run_reference,
     whole_clip,
 )
-from tests.models.test_rows import Rows
+from tests.models.test_registry import TinyModels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,18 +57,26 @@ def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:
     ],
 )
 def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
-    rows: Rows, tmp_path: Path, name: str
+    tiny_models: TinyModels, tmp_path: Path, name: str
 ) -> None:
-    row = rows(name)
-    folder, sampling, request = row.checkpoint.folder, row.sampling, row.request()
-    model = ModelConfig(name=str(folder), loras=loras_of(row.checkpoint.family, folder, tmp_path))
+    tiny_model = tiny_models(name)
+    folder, sampling, request = (
+        tiny_model.checkpoint.folder,
+        tiny_model.sampling,
+        tiny_model.request(),
+    )
+    model = ModelConfig(
+        name=str(folder), loras=loras_of(tiny_model.checkpoint.family, folder, tmp_path)
+    )
     plain, with_loras = (_diffusers(folder, sampling, request, use) for use in ((), model.loras))
     assert not np.array_equal(plain[1], with_loras[1])
     rank_for = ranks(find_checkpoint(model), sampling, model=model)
-    check_every_cut(rank_for, row.steps, with_loras, request, None)
+    check_every_cut(rank_for, tiny_model.steps, with_loras, request, None)
     whole = whole_clip(model, sampling, request, None)
     assert np.array_equal(whole[1], with_loras[1])
-    assert not hasattr(rank_for(row.steps, row.steps)._pipe.transformer, "peft_config")
+    assert not hasattr(
+        rank_for(tiny_model.steps, tiny_model.steps)._pipe.transformer, "peft_config"
+    )
 
 
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
@@ -85,17 +93,17 @@ def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...
 
 
 def test_the_rows_say_which_pipelines_load_loras() -> None:
-    for row in ROWS.values():
-        for name in filter(None, (row.text, row.image)):
-            assert hasattr(getattr(diffusers, name), "load_lora_weights") == row.loras, name
+    for spec in FAMILY_SPECS.values():
+        for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
+            assert hasattr(getattr(diffusers, name), "load_lora_weights") == spec.loras, name
 
 
 def _find(folder: Path | str, *loras: Lora) -> Any:
     return find_checkpoint(ModelConfig(name=str(folder), loras=loras))
 
 
-def test_what_cannot_be_a_lora_is_refused_by_name(rows: Rows, tmp_path: Path) -> None:
-    folder = rows("wan").checkpoint.folder
+def test_what_cannot_be_a_lora_is_refused_by_name(tiny_models: TinyModels, tmp_path: Path) -> None:
+    folder = tiny_models("wan").checkpoint.folder
     file = save_tiny_lora(folder, tmp_path / "fast.safetensors", seed=1)
     (tmp_path / "fast.bin").write_bytes(file.read_bytes())
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-8])
@@ -110,12 +118,12 @@ def test_what_cannot_be_a_lora_is_refused_by_name(rows: Rows, tmp_path: Path) ->
 
 
 def test_loras_that_a_model_cannot_load_are_refused(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two, one = (rows(name).checkpoint.folder for name in ("wan", "ltx"))
+    two, one = (tiny_models(name).checkpoint.folder for name in ("wan", "ltx"))
     for model, expert, message in (
         ("demo", None, "takes no --lora"),
-        (rows("latte").checkpoint.folder, None, "takes no --lora"),
+        (tiny_models("latte").checkpoint.folder, None, "takes no --lora"),
         (one, "low", "has one expert: say none in --lora 'x'"),
         (two, None, "two experts: say which in --lora 'x'"),
     ):
@@ -148,10 +156,10 @@ SECOND_FACTOR = "transformer.blocks.0.attn1.to_q.lora_B.weight"
     ],
 )
 def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(
-    rows: Rows, tmp_path: Path, changes: dict[str, Any], words: str
+    tiny_models: TinyModels, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     """Before a rank starts: diffusers leaves the missing factor uninitialised."""
-    folder = rows("wan").checkpoint.folder
+    folder = tiny_models("wan").checkpoint.folder
     with pytest.raises(ModelError, match=words) as caught:
         _find(folder, _changed(folder, tmp_path, "x.safetensors", changes))
     assert caught.value.details
@@ -160,37 +168,39 @@ def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(
 OTHER = "transformer.blocks.0.attn9.to_q"
 
 
-def test_tensors_that_have_no_place_in_the_denoiser_are_refused(rows: Rows, tmp_path: Path) -> None:
-    row = rows("wan")
+def test_tensors_that_have_no_place_in_the_denoiser_are_refused(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    tiny_model = tiny_models("wan")
     factors = {
         f"{OTHER}.lora_A.weight": torch.ones(2, 24),
         f"{OTHER}.lora_B.weight": torch.ones(24, 2),
     }
-    lora = _changed(row.checkpoint.folder, tmp_path, "x.safetensors", factors)
+    lora = _changed(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
     with pytest.raises(ModelError, match=r"'blocks.0.attn9.to_q.lora_A.weight' is not in a Wan"):
-        ranks(_find(row.checkpoint.folder, lora), row.sampling)(0, 1)
+        ranks(_find(tiny_model.checkpoint.folder, lora), tiny_model.sampling)(0, 1)
 
 
 def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
-    rows: Rows, tmp_path: Path
+    tiny_models: TinyModels, tmp_path: Path
 ) -> None:
     """As of a LoRA for Wan 2.1 from an image on Wan 2.2, which has no image encoder."""
-    row = rows("wan")
+    tiny_model = tiny_models("wan")
     parts = ("blocks.0.attn2.add_k_proj", "blocks.0.attn2.add_v_proj")
     factors = {
         f"transformer.{part}.lora_{factor}.weight": torch.ones(shape)
         for part in parts
         for factor, shape in (("A", (2, 24)), ("B", (24, 2)))
     }
-    folder = row.checkpoint.folder
+    folder = tiny_model.checkpoint.folder
     more = _changed(folder, tmp_path, "more.safetensors", factors)
     plain = _changed(folder, tmp_path, "plain.safetensors", {})
     packets, files = [], []
     for lora in (more, plain):
         checkpoint = _find(folder, lora)
         files += checkpoint.loras
-        rank_for = ranks(checkpoint, row.sampling)
-        packet = rank_for(0, 0).encode({}, row.request())
+        rank_for = ranks(checkpoint, tiny_model.sampling)
+        packet = rank_for(0, 0).encode({}, tiny_model.request())
         packets.append(rank_for(0, 1).denoise(packet, 0, 1, nothing))
     assert_equal(*packets)
     assert [file.ignored for file in files] == [{"add_k_proj": 2, "add_v_proj": 2}, {}]
@@ -201,22 +211,26 @@ def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
     assert files[1].remark == ""
 
 
-def test_a_file_in_the_format_of_other_programs_is_loaded_whole(rows: Rows, tmp_path: Path) -> None:
-    row = rows("ltx")
-    file = save_tiny_lora(row.checkpoint.folder, tmp_path / "x.safetensors", seed=1)
+def test_a_file_in_the_format_of_other_programs_is_loaded_whole(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    tiny_model = tiny_models("ltx")
+    file = save_tiny_lora(tiny_model.checkpoint.folder, tmp_path / "x.safetensors", seed=1)
     tensors = load_file(file)
     renamed = {
         f"diffusion_model.{key.removeprefix('transformer.')}": each for key, each in tensors.items()
     }
     save_file(renamed, file)
-    rank = ranks(_find(row.checkpoint.folder, Lora(name=str(file))), row.sampling)(0, 1)
+    rank = ranks(_find(tiny_model.checkpoint.folder, Lora(name=str(file))), tiny_model.sampling)(
+        0, 1
+    )
     assert rank._pipe.get_list_adapters() == {"transformer": ["lora0"]}
 
 
 def test_wan_in_the_format_of_its_authors_is_loaded_with_its_scale(
-    rows: Rows, tmp_path: Path
+    tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    row, names = rows("wan"), {}
+    tiny_model, names = tiny_models("wan"), {}
     for attention, own in (("self_attn", "attn1"), ("cross_attn", "attn2")):
         for name in "qkv":
             names[f"diffusion_model.blocks.0.{attention}.{name}"] = f"{own}.to_{name}"
@@ -226,9 +240,9 @@ def test_wan_in_the_format_of_its_authors_is_loaded_with_its_scale(
     tensors["diffusion_model.blocks.0.norm3.diff"] = torch.zeros(24)
     save_file(tensors, tmp_path / "x.safetensors")
     lora = Lora(name=str(tmp_path / "x.safetensors"), expert="high")
-    checkpoint = _find(row.checkpoint.folder, lora)
+    checkpoint = _find(tiny_model.checkpoint.folder, lora)
     assert checkpoint.loras[0].ignored == {"adapter of norms": 1}
-    pipe = ranks(checkpoint, row.sampling)(0, 1)._pipe
+    pipe = ranks(checkpoint, tiny_model.sampling)(0, 1)._pipe
     for name, own in names.items():
         layer = pipe.transformer.blocks[0].get_submodule(own)
         factors = [tensors[f"{name}.lora_{each}.weight"] for each in ("down", "up")]
@@ -236,10 +250,12 @@ def test_wan_in_the_format_of_its_authors_is_loaded_with_its_scale(
         assert torch.allclose(product, factors[1] @ factors[0] / 2)
 
 
-def test_weights_and_the_lora_of_another_model_are_refused(rows: Rows, tmp_path: Path) -> None:
-    row, mochi = rows("ltx"), rows("mochi").checkpoint.folder
+def test_weights_and_the_lora_of_another_model_are_refused(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    tiny_model, mochi = tiny_models("ltx"), tiny_models("mochi").checkpoint.folder
     other = save_tiny_lora(mochi, tmp_path / "mochi.safetensors", seed=1)
-    for file in (other, next((row.checkpoint.folder / "transformer").glob("*.safetensors"))):
-        checkpoint = _find(row.checkpoint.folder, Lora(name=str(file)))
+    for file in (other, next((tiny_model.checkpoint.folder / "transformer").glob("*.safetensors"))):
+        checkpoint = _find(tiny_model.checkpoint.folder, Lora(name=str(file)))
         with pytest.raises(ModelError, match=rf"the LoRA .*{file.name}"):
-            ranks(checkpoint, row.sampling)(0, row.steps)
+            ranks(checkpoint, tiny_model.sampling)(0, tiny_model.steps)

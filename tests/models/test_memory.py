@@ -25,8 +25,8 @@ from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
-from tests.models.range_checks import Row, loaded, nothing, photograph, read_folder, source
-from tests.models.test_rows import CASES, FIRST, Rows
+from tests.models.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source
+from tests.models.test_registry import CASES, FIRST, TinyModels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,21 +51,26 @@ def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def check(row: Row, rel: dict[str, float], num_threads: int = 1) -> None:
+def check(tiny_model: TinyModel, rel: dict[str, float], num_threads: int = 1) -> None:
     """Compares the estimate for a clip of two steps with what its ranks hold and allocate.
 
     `rel` is the tolerance of each part; without one it is only estimated.
     """
-    encoder, steps, decoder = row.encoder, row.rank_for(0, 2), row.decoder
-    prepared = {} if row.source is None else encoder.prepare(row.source)
-    request = row.request("a cat")
+    encoder, steps, decoder = tiny_model.encoder, tiny_model.rank_for(0, 2), tiny_model.decoder
+    prepared = {} if tiny_model.source is None else encoder.prepare(tiny_model.source)
+    request = tiny_model.request("a cat")
     packet = encoder.encode(prepared, request)
     last = {**packet, **steps.denoise(packet, 0, 2, nothing)}
     options: Any = {"device": "cpu", "num_threads": num_threads}
-    estimated = estimate(row.checkpoint, row.model, row.sampling, **options)
+    estimated = estimate(tiny_model.checkpoint, tiny_model.model, tiny_model.sampling, **options)
     parts: Any = (
         ("encode", encoder, prepared, lambda: encoder.encode(prepared, request)),
-        ("denoise", row.rank_for(0, 1), packet, lambda: steps.denoise(packet, 0, 2, nothing)),
+        (
+            "denoise",
+            tiny_model.rank_for(0, 1),
+            packet,
+            lambda: steps.denoise(packet, 0, 2, nothing),
+        ),
         ("decode", decoder, last, lambda: decoder.decode(last)),
     )
     for part, rank, received, work in parts:
@@ -78,11 +83,11 @@ def check(row: Row, rel: dict[str, float], num_threads: int = 1) -> None:
             assert memory.activation_bytes == pytest.approx(measured, rel=rel[part]), part
 
 
-def demo(dtype: Any = "fp32", **changes: int) -> Row:
+def demo(dtype: Any = "fp32", **changes: int) -> TinyModel:
     model = ModelConfig(name="demo", dtype=dtype)
     values = {"height": 64, "width": 64, "num_frames": 6, "decode_chunk_size": 6, **changes}
     sampling = SvdSampling(num_inference_steps=2, **values)
-    return Row(find_checkpoint(model), sampling, model, photograph())
+    return TinyModel(find_checkpoint(model), sampling, model, photograph())
 
 
 def check_demo(threads: int, chunk: int) -> None:
@@ -103,9 +108,11 @@ def test_activation_bytes_of_several_threads_match_torchs_allocator() -> None:
 
 
 def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
-    row = demo("fp16", height=8, width=8)
-    encode = estimate(row.checkpoint, row.model, row.sampling, device="cpu").encode
-    assert encode.activation_bytes >= num_bytes([loaded(row.encoder)["vae"]])
+    tiny_model = demo("fp16", height=8, width=8)
+    encode = estimate(
+        tiny_model.checkpoint, tiny_model.model, tiny_model.sampling, device="cpu"
+    ).encode
+    assert encode.activation_bytes >= num_bytes([loaded(tiny_model.encoder)["vae"]])
 
 
 def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> None:
@@ -151,26 +158,30 @@ IN_CI = {"svd", "wan-image-bf16", "ltx-image", "ltx2"}
         for name in {**SIZES, **dict.fromkeys(FIRST)}
     ],
 )
-def test_the_estimate_is_what_a_rank_receives_and_allocates(rows: Rows, name: str) -> None:
-    case, row, more = CASES[name], rows(name), {"num_inference_steps": 2}
+def test_the_estimate_is_what_a_rank_receives_and_allocates(
+    tiny_models: TinyModels, name: str
+) -> None:
+    case, tiny_model, more = CASES[name], tiny_models(name), {"num_inference_steps": 2}
     if name in SIZES:
         side, frames, tokens = SIZES[name]
         more |= {"height": side, "width": side, "num_frames": frames}
         more |= {} if tokens is None else {"max_sequence_length": tokens}
-    sampling = row.checkpoint.resolve(case.config(**more))
+    sampling = tiny_model.checkpoint.resolve(case.config(**more))
     image = source(sampling) if case.image else None
     rel = dict.fromkeys(("encode", "denoise", "decode"), 0.1) if name in SIZES else {}
-    check(replace(row, sampling=sampling, source=image), rel)
+    check(replace(tiny_model, sampling=sampling, source=image), rel)
 
 
 @pytest.mark.long
-def test_weights_that_stay_in_float32_count_in_float32(rows: Rows) -> None:
+def test_weights_that_stay_in_float32_count_in_float32(tiny_models: TinyModels) -> None:
     """transformers keeps some of T5 in fp16 alone, diffusers some of Wan."""
-    row = rows("wan")
-    model = replace(row.model, dtype="fp16")
-    estimated = estimate(row.checkpoint, model, row.sampling, device="cpu")
+    tiny_model = tiny_models("wan")
+    model = replace(tiny_model.model, dtype="fp16")
+    estimated = estimate(tiny_model.checkpoint, model, tiny_model.sampling, device="cpu")
     for part, component in (("encode", "text_encoder"), ("denoise", "transformer")):
-        held = load_model(row.checkpoint, model, row.sampling, "cpu", Roles(**{part: True}))
+        held = load_model(
+            tiny_model.checkpoint, model, tiny_model.sampling, "cpu", Roles(**{part: True})
+        )
         module = loaded(held)[component]
         assert torch.float32 in {tensor.dtype for tensor in module.parameters()}
         assert getattr(estimated, part).weight_bytes == num_bytes([module])

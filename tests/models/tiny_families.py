@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.rows import ROWS
+from svdpp.models.engine.registry import FAMILY_SPECS
 
 Parts = dict[str, Any]
 
@@ -67,8 +67,8 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
             parts = _PARTS[family](image, **changes)
         else:
             parts = {**_PARTS[family](image), **changes}
-        row = ROWS[family]
-        pipeline: Any = getattr(diffusers, row.pipeline(image or row.text is None))
+        spec = FAMILY_SPECS[family]
+        pipeline: Any = getattr(diffusers, spec.pipeline(image or spec.text_pipeline is None))
         pipeline(**parts).save_pretrained(folder, safe_serialization=True, **options)
     _name_published_classes(folder, family)
     return folder

@@ -1,1 +1,1 @@
-"""One engine for the video pipelines of diffusers; a family of models is a row of its table."""
+"""One engine for the video pipelines of diffusers; each family of models is a `FamilySpec`."""

@@ -25,7 +25,7 @@ from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, PREDICTION, STATE, AfterStep, Partner, Tensors
 from svdpp.models.engine import records
 from svdpp.models.engine.records import Node, Packer, replaced, tensors_in, unpack
-from svdpp.models.engine.rows import Row
+from svdpp.models.engine.registry import FamilySpec
 
 # A clip of 6 steps on two ranks, the second of which runs steps 3 to 6 and decodes. Each line is
 # one call of the pipeline's own `__call__`, from its beginning:
@@ -54,7 +54,7 @@ class RangeCall:
 
     pipe: Any
     """Pipeline with the scheduler of this call, which no other call uses."""
-    row: Row
+    spec: FamilySpec
     given: Node | None
     """Structure of the packet after `start` steps; None: this call encodes."""
     received: Tensors
@@ -75,7 +75,7 @@ class RangeCall:
         # No method of this object, which would keep the packet after the call.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
-        self._records = records.Records(self.row, self._unpacked, self.generator, given)
+        self._records = records.Records(self.spec, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
         # By the order of their first `step`: each scheduler, and its state before it.
@@ -201,7 +201,7 @@ class RangeCall:
             if self.branches is not None:
                 self.branches.end_step(self._index)
             result = real(*args, **kwargs)
-        travels = self.end is not None and place >= self.row.results_in_latents
+        travels = self.end is not None and place >= self.spec.num_results_equal_latents
         self._results.append((place, result, records.copied(result) if travels else None))
         return result
 
@@ -303,7 +303,7 @@ class RangeCall:
                 method = self._records.wrapped(name, getattr(pipe, name))
                 stack.enter_context(replaced(pipe, **{name: method}))
             for part, component in pipe.components.items():
-                if part in self.row.denoisers and component is not None:
+                if part in self.spec.denoisers and component is not None:
                     forward = self._denoiser(part, component)
                     stack.enter_context(replaced(component, forward=forward))
                 elif isinstance(component, torch.nn.Module):

@@ -1,7 +1,7 @@
 """The latent that a packet must have: its shape and dtype, from the pipeline and the parameters.
 
 A receiver derives them before the packet comes; the sender has no part in it. The formulas are
-those of each pipeline's `prepare_latents` in diffusers; `Row` has what differs between families.
+those of each pipeline's `prepare_latents` in diffusers; `FamilySpec` has the differences.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from svdpp.config import LatentSpec
 from svdpp.config.pipeline import Dtype
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.rows import Row
+from svdpp.models.engine.registry import FamilySpec
 
 # The attributes in which diffusers' pipelines keep how many pixels of a side, or frames of a clip,
 # become one position of its latent.
@@ -38,7 +38,7 @@ def latent_spec(
         dtype: of the denoiser.
         step: number of steps done; 0: the latent as it was drawn.
     """
-    row = checkpoint.row
+    spec = checkpoint.spec
     is_stepped = step > 0 and checkpoint.scheduler_class == _CASTING
     is_cast = {
         "fp32": False,
@@ -47,18 +47,18 @@ def latent_spec(
         "stepped from text": is_stepped and not sampling.from_image,
     }
     return LatentSpec(
-        shape=_shape(pipe, row, sampling),
-        dtype=dtype if is_cast[row.latent_dtype] else "fp32",
+        shape=_shape(pipe, spec, sampling),
+        dtype=dtype if is_cast[spec.latent_dtype] else "fp32",
         dims=sampling.latent_axes,
     )
 
 
-def _shape(pipe: Any, row: Row, sampling: Any) -> tuple[int, ...]:
+def _shape(pipe: Any, spec: FamilySpec, sampling: Any) -> tuple[int, ...]:
     side, unit = _first(pipe, _SPATIAL), _first(pipe, _TEMPORAL)
     sizes = {
         "B": 1,
-        "C": row.latent_channels(pipe),
-        "F": row.latent_frames(pipe, sampling, (sampling.frames - 1) // unit + 1),
+        "C": spec.latent_channels(pipe),
+        "F": spec.latent_frames(pipe, sampling, (sampling.frames - 1) // unit + 1),
         "H": sampling.height // side,
         "W": sampling.width // side,
     }

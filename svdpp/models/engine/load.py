@@ -23,7 +23,7 @@ from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.loras import load_loras
-from svdpp.models.engine.rows import ROWS
+from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.models.files import library_errors, read_entries, short_repr
 from svdpp.plan.layout import Roles
 
@@ -48,7 +48,8 @@ def silence_libraries() -> None:
 def preload(family: str) -> None:
     """Import diffusers' pipelines of a family, and with them its other classes."""
     silence_libraries()
-    for name in filter(None, (ROWS[family].text, ROWS[family].image)):
+    spec = FAMILY_SPECS[family]
+    for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
         getattr(diffusers, name)
 
 
@@ -72,7 +73,7 @@ def load_pipeline(
         OutOfMemoryError: a component does not fit on the device.
     """
     silence_libraries()
-    place, needed = torch.device(device), checkpoint.parts_of(roles, sampling)
+    place, needed = torch.device(device), checkpoint.components_of(roles, sampling)
     parts: dict[str, Any] = {}
     for part, name in checkpoint.classes:
         cls, dtype = component_class(part, name), dtype_of(checkpoint, part, model.dtype)
@@ -104,7 +105,7 @@ def new_pipeline(
     Raises:
         ModelError: the components do not make a pipeline.
     """
-    cls = getattr(diffusers, checkpoint.row.pipeline(from_image))
+    cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
     own = {**parts, "scheduler": checkpoint.new_scheduler(None)}
     with library_errors("the pipeline", checkpoint):
         pipe = cls.from_pretrained(checkpoint.folder, local_files_only=True, **own)
@@ -131,14 +132,14 @@ def component_class(part: str, name: str) -> Any:
 
 def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
     """Return the dtype of a component's weights if the model has `dtype`."""
-    return torch.float32 if part in checkpoint.row.fp32 else DTYPES[dtype]
+    return torch.float32 if part in checkpoint.spec.fp32_components else DTYPES[dtype]
 
 
 def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
     """Return the submodules of a component that a rank with these roles does not use."""
     if part != "vae":
         return ()
-    encodes = roles.encode and (part in checkpoint.row.encode or sampling.from_image)
+    encodes = roles.encode and (part in checkpoint.spec.encode_components or sampling.from_image)
     return () if encodes and roles.decode else _ONLY_DECODE if encodes else _ONLY_ENCODE
 
 
@@ -153,9 +154,9 @@ def apply_memory_options(
         module: component; weights of its Conv2d become NHWC, and those of its Conv3d NDHWC.
         model: model with the options.
     """
-    if not checkpoint.row.memory_options:
+    if not checkpoint.spec.memory_options:
         return
-    is_denoiser = part in checkpoint.row.denoisers
+    is_denoiser = part in checkpoint.spec.denoisers
     if model.memory_opt and is_denoiser:
         module.enable_forward_chunking()
     formats = ((torch.nn.Conv2d, torch.channels_last), (torch.nn.Conv3d, torch.channels_last_3d))

@@ -30,13 +30,13 @@ _RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_le
 
 
 class EngineModel:
-    """Model of one rank: any family that has a row, with resolved sampling parameters."""
+    """Model of one rank: any family that has a spec, with resolved sampling parameters."""
 
     def __init__(self, pipe: Any, checkpoint: Checkpoint, sampling: Any, dtype: Dtype) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
         """Sound of the clip that was decoded last; None: the model makes no sound."""
-        self._pipe, self._checkpoint, self._row = pipe, checkpoint, checkpoint.row
+        self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype = sampling, dtype
         self._outputs: list[Node] = []  # see `Branches`
 
@@ -85,7 +85,7 @@ class EngineModel:
             For SVD the pixels for CLIP, (1, 3, 224, 224) in [0, 1], and for the VAE, (1, 3, H, W)
             in [-1, 1], both fp32; for other families `source`.
         """
-        if not self._row.resizes_early:
+        if not self._spec.resizes_early:
             return source
         assert isinstance(source, Image.Image)
         return _resized(self._pipe, source, self._sampling)
@@ -106,7 +106,7 @@ class EngineModel:
         assert bool(prepared) == self._sampling.from_image
         source: Any = prepared or None
         with ExitStack() as patches:
-            if self._row.resizes_early:
+            if self._spec.resizes_early:
                 patches.enter_context(_resized_before(self._pipe, source))
                 source = blank_source(self._sampling)
             call, _ = self._call(request, source, given=None, received={}, start=0, end=0)
@@ -134,13 +134,13 @@ class EngineModel:
             The packet after them.
 
         Raises:
-            ModelError: the pipeline does not run as its row says.
+            ModelError: the pipeline does not run as its spec says.
         """
         assert start < end
         branches = None
         if partner is not None:
-            assert self._row.branches is not None
-            branches = Branches(self._row.branches, partner, self.device, self._outputs)
+            assert self._spec.branches is not None
+            branches = Branches(self._spec.branches, partner, self.device, self._outputs)
         more = {"after_step": after_step, "branches": branches}
         call, _ = self._later_call(tensors, start, end, **more)
         return call.packet()
@@ -213,7 +213,7 @@ class EngineModel:
         pipe = self._pipe
         arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
         generator = arguments["generator"]
-        call = RangeCall(pipe=pipe, row=self._row, generator=generator, end=end, **of_call)
+        call = RangeCall(pipe=pipe, spec=self._spec, generator=generator, end=end, **of_call)
         return call, call.run({**arguments, "output_type": "pt" if end is None else "latent"})
 
     def _later_call(
@@ -223,7 +223,7 @@ class EngineModel:
         structure = structure_of(tensors)
         request = ClipRequest(
             seed=0,
-            prompt="" if self._row.takes_prompt else None,
+            prompt="" if self._spec.takes_prompt else None,
             negative_prompt="" if structure["given"]["negative_prompt"] else None,
         )
         of_call = {"given": structure, "received": tensors, "start": start, "end": end, **more}
@@ -268,23 +268,23 @@ def call_arguments(
         request: clip with its prompts and seed.
         source: image, frames or videos that the clip starts from; None: text alone.
     """
-    row = checkpoint.row
+    spec = checkpoint.spec
     pipe.scheduler = checkpoint.new_scheduler(sampling)
     if (guider := getattr(pipe, "guider", None)) is not None:
         scale = {"guidance_scale": sampling.guidance_scale}
         pipe.guider = type(guider).from_config({**guider.config, **scale})
-    device = row.generator_device(checkpoint, sampling, str(pipe.device))
-    if isinstance(source, Image.Image) and row.size_from_image:
+    device = spec.generator_device(checkpoint, sampling, str(pipe.device))
+    if isinstance(source, Image.Image) and spec.size_from_image:
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     accepted = inspect.signature(type(pipe).__call__).parameters
     given = {
         **{name: vars(sampling).get(_RENAMED.get(name, name)) for name in accepted},
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
-        **(source if isinstance(source, dict) else {row.image_argument: source}),
+        **(source if isinstance(source, dict) else {spec.image_argument: source}),
         "generator": torch.Generator(device).manual_seed(request.seed),
     }
     known = {name: value for name, value in given.items() if value is not None}
-    return {**known, **row.arguments(sampling)}
+    return {**known, **spec.call_arguments(sampling)}
 
 
 def blank_source(sampling: Any, *, whole: bool = False) -> Source | None:

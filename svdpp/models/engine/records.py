@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput
 
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
-from svdpp.models.engine.rows import Row
+from svdpp.models.engine.registry import FamilySpec
 
 #: One value in a structure: a JSON object whose key `kind` says how the others are read.
 Node = dict[str, Any]
@@ -272,7 +272,7 @@ def differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 class Records:
     """Results of methods of the pipeline and of its components, and states of its generator."""
 
-    row: Row
+    spec: FamilySpec
     unpacked: Callable[[Node], Any]
     """Returns the value of a node of the packet."""
     generator: torch.Generator
@@ -336,7 +336,7 @@ class Records:
                 packer.pack(tensors_in(result)[0], LATENTS)
         records, calls = [], Counter[str]()
         for place, (name, result, drew) in enumerate(self._made):
-            use = self.row.records.get(name, "unused" if name in _UNUSED else None)
+            use = self.spec.record_uses.get(name, "unused" if name in _UNUSED else None)
             is_sent = use == calls[name] if isinstance(use, int) else use != "unused"
             calls[name] += 1
             node = packer.pack(result, f"record.{place}") if is_sent else describe(result)
@@ -357,8 +357,8 @@ class Records:
             for leaf in leaves(record["result"]):
                 name = leaf["name"]
                 if name == LATENTS:
-                    leaf["name"] = self.row.noise
-                elif self.row.records.get(record["name"]) == "first step":
+                    leaf["name"] = self.spec.initial_latent_source
+                elif self.spec.record_uses.get(record["name"]) == "first step":
                     leaf["name"] = None
                 if leaf["name"] not in (None, LATENTS):
                     tensors[leaf["name"]] = received[name]

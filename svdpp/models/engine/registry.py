@@ -1,6 +1,6 @@
-"""Rows with what is special about each family of diffusers' pipelines; knows no torch.
+"""Registry of families: what is special about each one's pipelines of diffusers; knows no torch.
 
-`docs/new-model.md` says how to add one. What a row does not say is the same for all families.
+`docs/new-model.md` says how to add one. All else is the same for all families.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from svdpp.models.checkpoint import Configs
 
 #: Facts that a family's configs tell of a checkpoint: fields of `Checkpoint`.
-Facts = dict[str, Any]
+CheckpointFacts = dict[str, Any]
 
 #: Components that an encode of an image uses, as far as a checkpoint has it.
 IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
@@ -27,44 +27,44 @@ _FLOW = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One family."""
+class FamilySpec:
+    """One family of models, and what the engine does otherwise for it."""
 
     title: str
     denoiser: str
     """Class of the denoisers: others may keep state that no packet carries."""
-    text: str | None = None
+    text_pipeline: str | None = None
     """Pipeline's class for clips from text alone."""
-    image: str | None = None
+    image_pipeline: str | None = None
     """Pipeline's class for clips from an image."""
     _: KW_ONLY
     image_argument: str = "image"
     """Argument of `__call__` for that image, or for the frames of a video."""
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     """Other pipelines whose checkpoints the family runs if it is asked for by name."""
     size_from_image: bool = False
     """Whether the image's shape sets the clip's size; the image is then resized to it first."""
-    both: bool = False
+    text_and_image: bool = False
     """Whether a checkpoint of either class has all components of the other one."""
     takes_prompt: bool = True
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     denoisers: tuple[str, ...] = ("transformer",)
-    encode: tuple[str, ...] = ("tokenizer", "text_encoder")
+    encode_components: tuple[str, ...] = ("tokenizer", "text_encoder")
     """Components that an encode uses."""
-    decode: tuple[str, ...] = ("vae",)
-    everywhere: tuple[str, ...] = ()
+    decode_components: tuple[str, ...] = ("vae",)
+    shared_components: tuple[str, ...] = ()
     """Components without weights that every rank uses."""
-    fp32: frozenset[str] = frozenset()
+    fp32_components: frozenset[str] = frozenset()
     """Components in float32, whatever the model's dtype is."""
     loras: bool = True
     """Whether diffusers' pipeline loads LoRAs."""
-    records: Mapping[str, Literal["unused", "first step"] | int] = field(default_factory=dict)
+    record_uses: Mapping[str, Literal["unused", "first step"] | int] = field(default_factory=dict)
     """Users of a record that are not all steps and the decode: none, as of images before they are
     encoded, or the first step alone; of several with one name, the number of the one in use."""
-    noise: str | None = None
+    initial_latent_source: str | None = None
     """Tensor of later packets that gives their steps the first latent. `latents`: they use parts
     which no step changes; None: only the first step uses it."""
-    results_in_latents: int = 0
+    num_results_equal_latents: int = 0
     """Number of schedulers, by their first steps, whose results are part of the latent; these do
     not travel."""
     branches: Literal["calls", "batch"] | None = None
@@ -83,13 +83,13 @@ class Row:
     """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
     memory_options: bool = False
     """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
-    frames: tuple[int, int, str] = (1, MAX_FRAMES, "all that svdpp makes")
+    frame_limits: tuple[int, int, str] = (1, MAX_FRAMES, "all that svdpp makes")
     """Fewest and most frames of a clip, and the reason."""
-    facts: Callable[[Configs], Facts] = lambda _: {}
-    """Returns what the configs of a checkpoint say; refuses what the row does not cover."""
-    check: Callable[[Any, Any], None] = lambda *_: None
+    checkpoint_facts: Callable[[Configs], CheckpointFacts] = lambda _: {}
+    """Returns what the configs of a checkpoint say; refuses what the spec does not cover."""
+    check_sampling: Callable[[Any, Any], None] = lambda *_: None
     """Refuses sampling parameters (second) that diffusers cannot run with a checkpoint (first)."""
-    arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    call_arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     """Arguments of `__call__` that are not sampling parameters, from those that are."""
     generator_device: Callable[[Any, Any, str], str] = lambda *_: "cpu"
     """Where noise is drawn: the CPU if diffusers accepts that: all devices give the same clip."""
@@ -97,18 +97,19 @@ class Row:
     """Whether an image is resized before the encode: see `model`."""
 
     @property
-    def parts(self) -> frozenset[str]:
+    def components(self) -> frozenset[str]:
         """Names of the components that a rank may need."""
-        return self.required.union(IMAGE_ENCODERS, self.denoisers)
+        return self.required_components.union(IMAGE_ENCODERS, self.denoisers)
 
     @property
-    def required(self) -> frozenset[str]:
-        """Names of those of `parts` that every checkpoint has."""
-        return frozenset((*self.encode, *self.decode, self.denoisers[0], *self.everywhere))
+    def required_components(self) -> frozenset[str]:
+        """Names of those of `components` that every checkpoint has."""
+        encode_and_decode = (*self.encode_components, *self.decode_components)
+        return frozenset((*encode_and_decode, self.denoisers[0], *self.shared_components))
 
     def pipeline(self, from_image: bool) -> str:
         """Return the name of the pipeline's class for a clip from an image or from text."""
-        name = self.image if from_image else self.text
+        name = self.image_pipeline if from_image else self.text_pipeline
         assert name is not None
         return name
 
@@ -116,13 +117,13 @@ class Row:
 # What fields cannot say.
 
 
-def _svd_facts(configs: Configs) -> Facts:
+def _svd_facts(configs: Configs) -> CheckpointFacts:
     reason = "the size of diffusers' CLIP input"
     configs.of("image_encoder").require("image_size", 224, reason)
     return {"model_frames": configs.of("unet").count("num_frames", 1024)}
 
 
-def _wan_facts(configs: Configs) -> Facts:
+def _wan_facts(configs: Configs) -> CheckpointFacts:
     configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
     unit = 2 * configs.of("vae", scale_factor_spatial=8).count("scale_factor_spatial", 64)
     index, has_second = configs.index, "transformer_2" in configs.classes
@@ -141,13 +142,13 @@ def _wan_facts(configs: Configs) -> Facts:
     }
 
 
-def _image_projection(configs: Configs) -> Facts:
+def _image_projection(configs: Configs) -> CheckpointFacts:
     """Whether the denoiser takes the embedding of an image, and LoRAs may change that."""
     transformer = configs.of("transformer", image_dim=None)
     return {"has_image_projection": transformer.values["image_dim"] is not None}
 
 
-def _wan_from_video_facts(configs: Configs) -> Facts:
+def _wan_from_video_facts(configs: Configs) -> CheckpointFacts:
     found = _wan_facts(configs)
     if "image_use" in found or found["boundary_ratio"] is not None:
         raise configs.index.error("only Wan 2.1 for text makes clips from a video")
@@ -174,7 +175,7 @@ def _check_wan(checkpoint: Any, sampling: WanSampling) -> None:
     )
 
 
-def _ltx_facts(configs: Configs) -> Facts:
+def _ltx_facts(configs: Configs) -> CheckpointFacts:
     """Whether the VAE takes a timestep; refuses one whose decoder draws noise by itself."""
     vae = configs.of("vae", timestep_conditioning=False, decoder_inject_noise=[])
     vae.refuse("decoder_inject_noise", "draws noise from torch's global generator")
@@ -207,7 +208,7 @@ def ltx_generator_device(checkpoint: Any, sampling: LtxSampling, device: str) ->
     return device if sampling.from_image and checkpoint.decode_draws else "cpu"
 
 
-def _ltx2_facts(configs: Configs) -> Facts:
+def _ltx2_facts(configs: Configs) -> CheckpointFacts:
     if _ltx_facts(configs)["decode_draws"]:
         raise configs.of("vae").error("a decode that draws noise is not supported")
     return {}
@@ -227,7 +228,7 @@ _FRAMEPACK_CHUNK, _FRAMEPACK_WINDOW = 36, 33
 _FRAMEPACK_LATENT = 9
 
 
-def _hunyuan_video_facts(configs: Configs) -> Facts:
+def _hunyuan_video_facts(configs: Configs) -> CheckpointFacts:
     if "image_processor" in configs.classes:
         transformer = configs.of("transformer", image_condition_type=None)
         reason = "as for others the clip lacks its first four frames"
@@ -235,7 +236,7 @@ def _hunyuan_video_facts(configs: Configs) -> Facts:
     return {}
 
 
-def _hunyuan_video_15_facts(configs: Configs) -> Facts:
+def _hunyuan_video_15_facts(configs: Configs) -> CheckpointFacts:
     """Return the sizes for clips from an image, and that the length of prompts is fixed."""
     unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
     target = configs.of("transformer", target_size=640).count("target_size", 8192)
@@ -288,14 +289,14 @@ def _framepack_arguments(sampling: Any) -> dict[str, Any]:
     }
 
 
-def _latte_facts(configs: Configs) -> Facts:
+def _latte_facts(configs: Configs) -> CheckpointFacts:
     """Return the only number of frames, and that the length of prompts is fixed."""
     count = configs.of("transformer", video_length=16).count("video_length", 1024)
     frames = count, count, "the only number of the model"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}
 
 
-def _kandinsky5_facts(configs: Configs) -> Facts:
+def _kandinsky5_facts(configs: Configs) -> CheckpointFacts:
     reason = "as sparse attention needs kernels of CUDA, and was never compared"
     transformer = configs.of("transformer", attention_type="regular")
     transformer.require("attention_type", "regular", reason)
@@ -372,42 +373,42 @@ def _with_reference(_: Any, sampling: Any, frames: int) -> int:
 
 # The families.
 
-_LTX = Row(
+_LTX = FamilySpec(
     *("LTX-Video", "LTXVideoTransformer3DModel", "LTXPipeline", "LTXImageToVideoPipeline"),
     branches="batch",
-    both=True,
-    noise="latents",
-    results_in_latents=1,
-    facts=_ltx_facts,
-    check=_check_ltx,
+    text_and_image=True,
+    initial_latent_source="latents",
+    num_results_equal_latents=1,
+    checkpoint_facts=_ltx_facts,
+    check_sampling=_check_ltx,
     generator_device=ltx_generator_device,
 )
 
-_WAN = Row(
+_WAN = FamilySpec(
     *("Wan 2.1 and 2.2", "WanTransformer3DModel", "WanPipeline", "WanImageToVideoPipeline"),
     branches="calls",
     schedulers=_FLOW,
     denoisers=("transformer", "transformer_2"),
-    fp32=frozenset({"vae", "image_encoder"}),
+    fp32_components=frozenset({"vae", "image_encoder"}),
     latent_channels=_vae_channels,
     latent_dtype="stepped",
-    facts=_wan_facts,
-    check=_check_wan,
+    checkpoint_facts=_wan_facts,
+    check_sampling=_check_wan,
 )
 
 _VACE = replace(
     _WAN,
     title="Wan VACE, whose image is a reference",
-    text="WanVACEPipeline",
-    image="WanVACEPipeline",
+    text_pipeline="WanVACEPipeline",
+    image_pipeline="WanVACEPipeline",
     image_argument="reference_images",
-    both=True,
+    text_and_image=True,
     denoiser="WanVACETransformer3DModel",
-    encode=("tokenizer", "text_encoder", "vae"),
+    encode_components=("tokenizer", "text_encoder", "vae"),
     latent_frames=_with_reference,
 )
 
-_COGVIDEOX = Row(
+_COGVIDEOX = FamilySpec(
     *("CogVideoX", "CogVideoXTransformer3DModel"),
     *("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"),
     branches="batch",
@@ -417,13 +418,13 @@ _COGVIDEOX = Row(
     latent_dtype="model",
 )
 
-_SKYREELS = Row(
+_SKYREELS = FamilySpec(
     *("SkyReels-V2", "SkyReelsV2Transformer3DModel"),
     *("SkyReelsV2Pipeline", "SkyReelsV2ImageToVideoPipeline"),
     branches="calls",
-    facts=_image_projection,
+    checkpoint_facts=_image_projection,
     schedulers=_FLOW,
-    fp32=frozenset({"vae", "image_encoder"}),
+    fp32_components=frozenset({"vae", "image_encoder"}),
     latent_channels=_vae_channels,
     latent_dtype="stepped",
 )
@@ -431,33 +432,33 @@ _SKYREELS = Row(
 _ANIMATE = replace(
     _WAN,
     title="Wan Animate, whose character moves as the one in videos",
-    text=None,
-    image="WanAnimatePipeline",
+    text_pipeline=None,
+    image_pipeline="WanAnimatePipeline",
     denoiser="WanAnimateTransformer3DModel",
-    records={
+    record_uses={
         "video_processor.preprocess_video": 1,  # of the face, which steps encode
         "video_processor_for_mask.preprocess_video": "unused",
         "vae_image_processor.preprocess": "unused",
     },
-    frames=(5, 77, "one segment of the model"),  # to begin another, the pipeline decodes it
+    frame_limits=(5, 77, "one segment of the model"),  # to begin another, the pipeline decodes it
     latent_frames=_with_reference,
 )
 
-ROWS: Mapping[str, Row] = {
-    "svd": Row(
+FAMILY_SPECS: Mapping[str, FamilySpec] = {
+    "svd": FamilySpec(
         *("Stable Video Diffusion", "UNetSpatioTemporalConditionModel"),
         *(None, "StableVideoDiffusionPipeline"),
         branches="batch",
         takes_prompt=False,
         schedulers=("EulerDiscreteScheduler",),
         denoisers=("unet",),
-        encode=("feature_extractor", "image_encoder"),
-        results_in_latents=1,
+        encode_components=("feature_extractor", "image_encoder"),
+        num_results_equal_latents=1,
         latent_channels=_svd_channels,
         latent_dtype="model",
         decodes_in_chunks=True,
         memory_options=True,
-        facts=_svd_facts,
+        checkpoint_facts=_svd_facts,
         resizes_early=True,
         loras=False,
     ),
@@ -466,135 +467,135 @@ ROWS: Mapping[str, Row] = {
     "wan_vace_control": replace(
         _VACE,
         title="Wan VACE, controlled by a video",
-        text=None,
+        text_pipeline=None,
         image_argument="video",
-        also=("WanVACEPipeline",),
-        both=False,
+        aliases=("WanVACEPipeline",),
+        text_and_image=False,
         latent_frames=lambda _, __, frames: frames,
     ),
     "wan_v2v": replace(
         _WAN,
         title="Wan 2.1 from a video",
-        text=None,
-        image="WanVideoToVideoPipeline",
+        text_pipeline=None,
+        image_pipeline="WanVideoToVideoPipeline",
         image_argument="video",
-        also=("WanPipeline",),
-        facts=_wan_from_video_facts,
-        check=_check_wan_video,
-        arguments=_all_steps,
+        aliases=("WanPipeline",),
+        checkpoint_facts=_wan_from_video_facts,
+        check_sampling=_check_wan_video,
+        call_arguments=_all_steps,
     ),
     "wan_animate": _ANIMATE,
     "wan_replace": replace(
         _ANIMATE,
         title="Wan Animate, whose character replaces the one in a video",
-        also=("WanAnimatePipeline",),
-        arguments=lambda _: {"mode": "replace"},
+        aliases=("WanAnimatePipeline",),
+        call_arguments=lambda _: {"mode": "replace"},
     ),
     "ltx": _LTX,
     "ltx_condition": replace(
         _LTX,
         title="LTX-Video 0.9.5 and later, whose image is a condition",
-        text="LTXConditionPipeline",
-        image="LTXConditionPipeline",
-        records={"add_noise_to_image_conditioning_latents": "first step"},
-        noise="noise",
+        text_pipeline="LTXConditionPipeline",
+        image_pipeline="LTXConditionPipeline",
+        record_uses={"add_noise_to_image_conditioning_latents": "first step"},
+        initial_latent_source="noise",
         generator_device=lambda *_: "cpu",
     ),
-    "ltx2": Row(
+    "ltx2": FamilySpec(
         *("LTX-2", "LTX2VideoTransformer3DModel", "LTX2Pipeline", "LTX2ImageToVideoPipeline"),
-        both=True,
-        encode=("tokenizer", "text_encoder", "connectors"),
-        decode=("vae", "audio_vae", "vocoder"),
-        records={"encode_prompt": "unused", "prepare_audio_latents": "first step"},
-        noise="latents",
-        results_in_latents=1,
-        arguments=_ltx2_arguments,
-        facts=_ltx2_facts,
+        text_and_image=True,
+        encode_components=("tokenizer", "text_encoder", "connectors"),
+        decode_components=("vae", "audio_vae", "vocoder"),
+        record_uses={"encode_prompt": "unused", "prepare_audio_latents": "first step"},
+        initial_latent_source="latents",
+        num_results_equal_latents=1,
+        call_arguments=_ltx2_arguments,
+        checkpoint_facts=_ltx2_facts,
     ),
-    "hunyuan_video": Row(
+    "hunyuan_video": FamilySpec(
         *("HunyuanVideo", "HunyuanVideoTransformer3DModel"),
         *("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"),
-        encode=_TWO_ENCODERS,
-        results_in_latents=1,
+        encode_components=_TWO_ENCODERS,
+        num_results_equal_latents=1,
         latent_dtype="stepped from text",  # before the step's, the image's latent is float32
-        facts=_hunyuan_video_facts,
+        checkpoint_facts=_hunyuan_video_facts,
     ),
-    "framepack": Row(
+    "framepack": FamilySpec(
         *("FramePack", "HunyuanVideoFramepackTransformer3DModel"),
         *(None, "HunyuanVideoFramepackPipeline"),
-        encode=_TWO_ENCODERS,
-        frames=(1 + _FRAMEPACK_CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
+        encode_components=_TWO_ENCODERS,
+        frame_limits=(1 + _FRAMEPACK_CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
         latent_frames=lambda *_: _FRAMEPACK_LATENT,
-        check=_check_framepack,
-        arguments=_framepack_arguments,
+        check_sampling=_check_framepack,
+        call_arguments=_framepack_arguments,
     ),
-    "hunyuan_video_15": Row(
+    "hunyuan_video_15": FamilySpec(
         *("HunyuanVideo-1.5", "HunyuanVideo15Transformer3DModel"),
         *("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
         branches="calls",
-        encode=_TWO_ENCODERS,
-        everywhere=("guider",),
+        encode_components=_TWO_ENCODERS,
+        shared_components=("guider",),
         latent_channels=lambda pipe: int(pipe.num_channels_latents),
         latent_dtype="model",
         loras=False,
         size_from_image=True,
-        facts=_hunyuan_video_15_facts,
-        check=_check_hunyuan_video_15,
+        checkpoint_facts=_hunyuan_video_15_facts,
+        check_sampling=_check_hunyuan_video_15,
     ),
     "cogvideox": _COGVIDEOX,
     "cogvideox_v2v": replace(
         _COGVIDEOX,
         title="CogVideoX from a video",
-        text=None,
-        image="CogVideoXVideoToVideoPipeline",
+        text_pipeline=None,
+        image_pipeline="CogVideoXVideoToVideoPipeline",
         image_argument="video",
-        also=("CogVideoXPipeline",),
-        check=_check_strength,
-        arguments=_all_steps,
+        aliases=("CogVideoXPipeline",),
+        check_sampling=_check_strength,
+        call_arguments=_all_steps,
     ),
     "skyreels_v2": _SKYREELS,
     "skyreels_v2_df": replace(
         _SKYREELS,
         title="SkyReels-V2, diffusion forcing with all frames in step",
-        text="SkyReelsV2DiffusionForcingPipeline",
-        image=None,
-        noise="latents",
-        results_in_latents=1_000,  # all
-        frames=(1, 97, "the model makes more in several loops"),
+        text_pipeline="SkyReelsV2DiffusionForcingPipeline",
+        image_pipeline=None,
+        initial_latent_source="latents",
+        num_results_equal_latents=1_000,  # all
+        frame_limits=(1, 97, "the model makes more in several loops"),
     ),
-    "kandinsky5": Row(
+    "kandinsky5": FamilySpec(
         *("Kandinsky 5", "Kandinsky5Transformer3DModel"),
         *("Kandinsky5T2VPipeline", "Kandinsky5I2VPipeline"),
         branches="calls",
-        both=True,
-        encode=_TWO_ENCODERS,
-        noise="latents",
-        results_in_latents=1,
+        text_and_image=True,
+        encode_components=_TWO_ENCODERS,
+        initial_latent_source="latents",
+        num_results_equal_latents=1,
         latent_channels=_kandinsky5_channels,
         latent_dtype="model",
-        facts=_kandinsky5_facts,
-        check=_check_kandinsky5,
+        checkpoint_facts=_kandinsky5_facts,
+        check_sampling=_check_kandinsky5,
     ),
-    "mochi": Row(
+    "mochi": FamilySpec(
         *("Mochi 1", "MochiTransformer3DModel", "MochiPipeline"),
         branches="batch",
         latent_dtype="model",
     ),
-    "latte": Row(
+    "latte": FamilySpec(
         *("Latte", "LatteTransformer3DModel", "LattePipeline"),
         branches="batch",
         schedulers=("DDIMScheduler",),
         loras=False,
-        results_in_latents=1,
+        num_results_equal_latents=1,
         latent_dtype="model",
-        facts=_latte_facts,
+        checkpoint_facts=_latte_facts,
     ),
 }
 
 #: The family of each pipeline.
-FAMILIES: Mapping[str, str] = {
+FAMILY_OF_PIPELINE: Mapping[str, str] = {
     pipeline: family
-    for family, row in ROWS.items()
-    for pipeline in (row.text, row.image)
-    if pipeline is not None and pipeline not in row.also
+    for family, spec in FAMILY_SPECS.items()
+    for pipeline in (spec.text_pipeline, spec.image_pipeline)
+    if pipeline is not None and pipeline not in spec.aliases
 }

@@ -1,4 +1,4 @@
-"""Every row, cut after every step or shared by a pair: the bits of diffusers' whole `__call__`."""
+"""Every family, cut after each step or shared by a pair: the bits of the whole `__call__`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
 from svdpp.models.engine.call import half
 from svdpp.models.engine.model import EngineModel, load_model
-from svdpp.models.engine.rows import ROWS
+from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.plan.layout import Roles
 from tests.models.range_checks import (
-    Row,
+    TinyModel,
     assert_equal,
     check_every_cut,
     loaded,
@@ -33,7 +33,7 @@ from tests.models.tiny_families import WAN_UNIPC
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Rows = Callable[[str], Row]
+TinyModels = Callable[[str], TinyModel]
 
 STEPS = 3
 SIZES: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
@@ -172,7 +172,7 @@ def chosen(
 FIRST = {case.family: name for name, case in reversed(CASES.items())}.values()
 #: One of each kind: halves of a batch, two experts, further videos, sound.
 KINDS = ("svd", "wan", "wan-animate", "ltx2")
-#: Rows of which another case is cut in `make test`.
+#: Families of which another case is cut in `make test`.
 AGAIN = {
     *("ltx2", "framepack", "hunyuan-video-1.5", "skyreels-v2", "cogvideox", "wan-vace"),
     *("ltx-condition", "kandinsky5", "hunyuan-video", "wan-order-3"),
@@ -180,21 +180,23 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("name", chosen([name for name in CASES if name not in AGAIN], CASES))
-def test_every_cut_gives_the_bits_of_the_whole_call(rows: Rows, name: str) -> None:
-    row, case = rows(name), CASES[name]
-    request = row.request(negative_prompt=case.negative)
-    reference = whole_clip(row.model, row.sampling, request, row.source)
-    check_every_cut(row.rank_for, row.steps, reference, request, row.source)
+def test_every_cut_gives_the_bits_of_the_whole_call(tiny_models: TinyModels, name: str) -> None:
+    tiny_model, case = tiny_models(name), CASES[name]
+    request = tiny_model.request(negative_prompt=case.negative)
+    reference = whole_clip(tiny_model.model, tiny_model.sampling, request, tiny_model.source)
+    check_every_cut(tiny_model.rank_for, tiny_model.steps, reference, request, tiny_model.source)
     audio = reference[2]
-    assert (audio is None) == ("vocoder" not in row.checkpoint.row.decode)
+    assert (audio is None) == ("vocoder" not in tiny_model.checkpoint.spec.decode_components)
     if audio is not None:
-        ours = row.decoder.audio
+        ours = tiny_model.decoder.audio
         assert ours is not None
         assert torch.equal(ours.samples, audio.samples)
         assert audio.samples.unique().numel() > 1
         assert ours.rate == audio.rate
-    denoisers = {*row.checkpoint.row.denoisers} & {*row.checkpoint.weighted}
-    ends = row.rank_for(0, 1), row.rank_for(row.steps - 1, row.steps)
+    denoisers = {*tiny_model.checkpoint.spec.denoisers} & {
+        *tiny_model.checkpoint.weighted_components
+    }
+    ends = tiny_model.rank_for(0, 1), tiny_model.rank_for(tiny_model.steps - 1, tiny_model.steps)
     assert {name for each in ends for name in loaded(each)} == denoisers
 
 
@@ -217,16 +219,16 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "changes", "words"), REFUSALS)
 def test_what_a_row_cannot_run_is_refused(
-    rows: Rows, name: str, changes: dict[str, Any], words: str
+    tiny_models: TinyModels, name: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        rows(name).checkpoint.resolve(CASES[name].config(**changes))
+        tiny_models(name).checkpoint.resolve(CASES[name].config(**changes))
     said = f"{caught.value.message} {caught.value.hint}"
     assert re.search(".*".join(map(re.escape, words.split(" ... "))), said)
 
 
 # Negative controls: damage to any part of a packet shows in the clip. A part whose damage shows
-# nowhere need not travel, so these tests also find what a row should drop.
+# nowhere need not travel, so these tests also find what a spec should drop.
 
 SIGN = 'the sea, and a sign: "a cat"'  # HunyuanVideo-1.5 encodes the quoted text by itself
 #: Their schedulers keep nothing from step to step.
@@ -256,21 +258,21 @@ CONTROLLED = [
 
 
 @pytest.mark.parametrize("name", CONTROLLED)
-def test_every_tensor_and_number_of_a_packet_is_needed(rows: Rows, name: str) -> None:
+def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, name: str) -> None:
     """The generator is needed where later steps draw."""
-    row = rows(name)
-    clip = row.request(SIGN, negative_prompt=SIGN)
-    packet = row.rank_for(0, 1).denoise(row.encode(clip), 0, 1, nothing)
-    whole = _last(row, packet)
-    frames = row.decoder.decode(whole)
+    tiny_model = tiny_models(name)
+    clip = tiny_model.request(SIGN, negative_prompt=SIGN)
+    packet = tiny_model.rank_for(0, 1).denoise(tiny_model.encode(clip), 0, 1, nothing)
+    whole = _last(tiny_model, packet)
+    frames = tiny_model.decoder.decode(whole)
 
     def shows(damaged: Tensors) -> bool:
         """Whether the rest of the clip, or an error, tells the damaged packet from the whole."""
         try:
-            last = _last(row, damaged)
+            last = _last(tiny_model, damaged)
             if not torch.equal(last[LATENTS], whole[LATENTS]):
                 return True
-            return not torch.equal(row.decoder.decode(last), frames)
+            return not torch.equal(tiny_model.decoder.decode(last), frames)
         except Exception:
             return True
 
@@ -291,8 +293,8 @@ def test_every_tensor_and_number_of_a_packet_is_needed(rows: Rows, name: str) ->
     assert shows({**packet, f"{GENERATOR}.0": generator}) == (name in DRAWING)
 
 
-def _last(row: Row, packet: Tensors) -> Tensors:
-    return row.rank_for(1, row.steps).denoise(packet, 1, row.steps, nothing)
+def _last(tiny_model: TinyModel, packet: Tensors) -> Tensors:
+    return tiny_model.rank_for(1, tiny_model.steps).denoise(packet, 1, tiny_model.steps, nothing)
 
 
 def _damaged(packet: Tensors, name: str) -> Tensors:
@@ -356,23 +358,28 @@ def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) ->
 
 
 PAIRED = [
-    name for name, case in CASES.items() if ROWS[case.family].branches and case.config().guided
+    name
+    for name, case in CASES.items()
+    if FAMILY_SPECS[case.family].branches and case.config().guided
 ]
 FIRST_PAIRED = {CASES[name].family: name for name in reversed(PAIRED)}
 
 
-def both_ranks(row: Row, **changes: Any) -> list[EngineModel]:
+def both_ranks(tiny_model: TinyModel, **changes: Any) -> list[EngineModel]:
     """The ranks of a pair, and all roles on each."""
-    experts = frozenset(range(row.checkpoint.num_experts))
+    experts = frozenset(range(tiny_model.checkpoint.num_experts))
     roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
-    sampling = replace(row.sampling, **changes)
-    return [load_model(row.checkpoint, row.model, sampling, "cpu", roles) for _ in range(2)]
+    sampling = replace(tiny_model.sampling, **changes)
+    return [
+        load_model(tiny_model.checkpoint, tiny_model.model, sampling, "cpu", roles)
+        for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize("name", chosen([FIRST_PAIRED["wan"]], FIRST_PAIRED.values(), PAIRED))
-def test_a_pair_gives_the_packets_of_one_rank(rows: Rows, name: str) -> None:
-    row = rows(name)
-    models, packet = both_ranks(row), row.encode(row.request())
+def test_a_pair_gives_the_packets_of_one_rank(tiny_models: TinyModels, name: str) -> None:
+    tiny_model = tiny_models(name)
+    models, packet = both_ranks(tiny_model), tiny_model.encode(tiny_model.request())
     alone = models[0].denoise(packet, 0, STEPS, nothing)
 
     middle = pair_of(models, packet, 0, 2)
@@ -380,18 +387,18 @@ def test_a_pair_gives_the_packets_of_one_rank(rows: Rows, name: str) -> None:
 
     assert_equal(*middle)
     assert_equal(*ends)
-    if row.checkpoint.row.branches == "calls":
+    if tiny_model.checkpoint.spec.branches == "calls":
         assert_equal(ends[0], alone)
     assert torch.allclose(ends[0][LATENTS], alone[LATENTS], atol=1e-3)
     # The shapes are known from here on, so that no rank evaluates both branches.
     assert_equal(*pair_of(models, packet, 0, 1))
 
 
-def test_a_step_of_one_branch_is_refused(rows: Rows) -> None:
-    row = rows(FIRST_PAIRED["wan"])
-    unguided = both_ranks(row, guidance_scale=1.0, guidance_scale_2=None)
+def test_a_step_of_one_branch_is_refused(tiny_models: TinyModels) -> None:
+    tiny_model = tiny_models(FIRST_PAIRED["wan"])
+    unguided = both_ranks(tiny_model, guidance_scale=1.0, guidance_scale_2=None)
     with pytest.raises(ModelError, match="step 0 evaluates one branch of the guidance only"):
-        pair_of(unguided, row.encode(row.request()), 0, 1)
+        pair_of(unguided, tiny_model.encode(tiny_model.request()), 0, 1)
 
 
 def test_what_may_not_be_divided_is_refused() -> None:
