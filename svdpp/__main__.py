@@ -20,7 +20,7 @@ def main() -> None:
 
     from svdpp.launch import process_lifetime
 
-    process_lifetime.collect_rarely()
+    process_lifetime.tune_gc()
     process_lifetime.set_environment_defaults()  # before libraries are imported
     from svdpp.cli.app import run_command_line
     from svdpp.cli.failures import end_at_once

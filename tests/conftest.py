@@ -39,7 +39,7 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Importing diffusers into this process creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-    process_lifetime.collect_rarely()
+    process_lifetime.tune_gc()
     # multiprocessing's own folder, which lasts as long as this process. Hashes of files go there.
     os.environ["XDG_CACHE_HOME"] = util.get_temp_dir()
     # By a finalizer of lower priority than the one that removes that folder.

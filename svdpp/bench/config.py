@@ -32,7 +32,7 @@ from svdpp.errors import (
     recorded_name,
     redact_all,
 )
-from svdpp.plan.layout import Split, present_split
+from svdpp.plan.layout import Split, canonical_split
 
 _MAX_ROUNDS = 1000
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
@@ -68,7 +68,7 @@ class Ranks(Section):
     world: Positive | None = None
     """Number of ranks W; None: every GPU, or 2 on the CPU."""
     device: str = "cuda"
-    split: Annotated[Split, BeforeValidator(present_split)] = "uniform"
+    split: Annotated[Split, BeforeValidator(canonical_split)] = "uniform"
     """If not given, `balanced` for a model with two experts."""
     share_experts: bool = False
     """Whether one rank may hold both experts of a model that has two."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from svdpp.cli.command import about, with_option_groups
-from svdpp.cli.console import Console, counted
+from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
 from svdpp.cli.options.pipeline import PipelineOptions
@@ -120,7 +120,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     found = _run(console, one, asked.results)
     console.json([found])
     if different := differing(one.rounds):
-        count = counted(len(different), "clip")
+        count = pluralize(len(different), "clip")
         raise VerificationError(
             f"bits differ from those of diffusers in {count}, first in {different[0]}",
             "svdpp verify shows the first step that differs",
@@ -217,8 +217,8 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     from svdpp.cli.progress import Progress
 
     kept = Results(results, one)
-    model, clips = one.config.model, counted(one.asked.workload.clips, "clip")
-    rounds = counted(one.asked.measure.repeats, "round")
+    model, clips = one.config.model, pluralize(one.asked.workload.clips, "clip")
+    rounds = pluralize(one.asked.measure.repeats, "round")
     console.info(f"{rounds} of {clips}, {model.name} {model.dtype}, {one.config.layout}")
     if model.name in (DEMO_MODEL, DUMMY_MODEL):
         console.info("this is not Stable Video Diffusion, and its figures say nothing of SVD")

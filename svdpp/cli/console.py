@@ -263,7 +263,7 @@ def _shown(text: str) -> str:
     return printable(redact(text))
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 clip` or `2 clips`.
 
     Args:

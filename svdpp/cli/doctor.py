@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from svdpp.cli.command import about, with_option_groups
-from svdpp.cli.console import Console, counted
+from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.files import out_option
 from svdpp.cli.options.model import ModelName, WithoutLooks
 from svdpp.cli.options.pipeline import PipelineOptions, WithoutLayout
@@ -78,7 +78,7 @@ def doctor(
     if failed:
         console.info(f"{len(failed)} of {len(checks)} checks failed")
         raise typer.Exit(failed[0].exit_code)
-    ranks = counted(config.world_size, f"{config.device} rank")
+    ranks = pluralize(config.world_size, f"{config.device} rank")
     console.info(f"{options.model} on {ranks} has what it needs")
     if options.model == DEMO_MODEL:
         console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")

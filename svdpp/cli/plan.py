@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from svdpp.cli.command import about, given_options, with_option_groups
-from svdpp.cli.console import MAX_ROWS, Console, counted
+from svdpp.cli.console import MAX_ROWS, Console, pluralize
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, flag, option
 from svdpp.cli.options.files import ClipOptions, clips_option
 from svdpp.cli.options.model import WithoutLooks
@@ -401,7 +401,7 @@ def _print_forecasts(
     console.table([_compared(row) for row in rows])
     lines = (
         "",
-        f"total: {counted(num_clips, 'clip')} on {counted(world_size, 'rank')}",
+        f"total: {pluralize(num_clips, 'clip')} on {pluralize(world_size, 'rank')}",
         "per min: clips of a long queue; all others in seconds, of these clips",
         "first: as of a clip alone; mean: of a clip from its start; jitter: between clips",
     )
@@ -412,7 +412,7 @@ def _print_forecasts(
         if row.note:
             console.prose(f"{row.name}: {row.note}")
         roles = () if row.layout is None else row.layout.roles
-        if idle := sum(not role.held for role in roles):
+        if idle := sum(not role.part_names for role in roles):
             console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")
 
 

@@ -19,7 +19,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from svdpp.cli.console import Console, counted
+from svdpp.cli.console import Console, pluralize
 from svdpp.config import ClipRequest
 from svdpp.driver.trace import MeanCosts
 from svdpp.errors import OutputError, RankError, RequestError, one_line, printable, redact
@@ -152,7 +152,7 @@ class Progress(Bars):
         """Clips, time and rate in one line, for after the block."""
         seconds = (self._ended or time.monotonic()) - (self._begun or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
-        done = counted(self.num_done, "clip")
+        done = pluralize(self.num_done, "clip")
         return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -199,7 +199,7 @@ class Progress(Bars):
 
     @property
     def _counted(self) -> str:
-        return f"{self.num_done} of {counted(self.num_clips, 'clip')}"
+        return f"{self.num_done} of {pluralize(self.num_clips, 'clip')}"
 
     @property
     def _lost(self) -> str:

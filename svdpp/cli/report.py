@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from svdpp.cli.command import about, with_option_groups
-from svdpp.cli.console import Console, counted
+from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.declare import DIAGNOSTICS, option, path_argument
 from svdpp.config.limits import require
 
@@ -74,7 +74,8 @@ def report(console: Console, options: ReportOptions) -> None:
 def _print_diagnosis(console: Console, found: Diagnosis, speeds: Speeds) -> None:
     figures = found.figures
     console.prose(
-        f"times: {figures.start_seconds:.1f} s to start, then {counted(figures.clips, 'clip')} in "
+        f"times: {figures.start_seconds:.1f} s to start, "
+        f"then {pluralize(figures.clips, 'clip')} in "
         f"{figures.makespan:.1f} s, the first after {figures.first_clip:.1f} s, then one every "
         f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
     )

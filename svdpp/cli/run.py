@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from svdpp.cli.command import about, with_option_groups
-from svdpp.cli.console import Console, counted
+from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.files import (
     InputOptions,
     LogOptions,
@@ -276,7 +276,7 @@ class Run:
         console.json([*skipped, *made, *lost])
         self._print(skipped, made, lost)
         if lost:
-            num_clips = counted(len(skipped) + len(made) + len(lost), "clip")
+            num_clips = pluralize(len(skipped) + len(made) + len(lost), "clip")
             errors = [error_from_dict(clip["error"]) for clip in lost]
             error = worst_of(errors, f"{len(lost)} of {num_clips} lost")
             error.details |= {
@@ -347,7 +347,9 @@ class Run:
                 with self.traces.of(pipeline), pipeline:
                     results = sorted(results_of(pipeline, clips), key=lambda result: result.clip)
             except (Interrupted, RankError) as error:
-                finished = f"{progress.num_done} of {counted(progress.num_clips, 'clip')} finished"
+                finished = (
+                    f"{progress.num_done} of {pluralize(progress.num_clips, 'clip')} finished"
+                )
                 hint = f"{finished}; to go on: the same command with --resume"
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
@@ -400,9 +402,10 @@ class Run:
 def _in_words(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
     begun, sampling = sum(request.done_steps > 0 for request in requests), config.sampling
     return (
-        f"{counted(len(requests), 'clip')} of {counted(sampling.frames, 'frame')}, "
-        f"{sampling.width}x{sampling.height}, {counted(sampling.num_inference_steps, 'step')}, on "
-        f"{counted(config.world_size, f'{config.device} rank')} with {config.model.name}"
+        f"{pluralize(len(requests), 'clip')} of {pluralize(sampling.frames, 'frame')}, "
+        f"{sampling.width}x{sampling.height}, "
+        f"{pluralize(sampling.num_inference_steps, 'step')}, on "
+        f"{pluralize(config.world_size, f'{config.device} rank')} with {config.model.name}"
         + (f"; {begun} of them continued from an earlier run" if begun else "")
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from svdpp.cli.command import about, with_option_groups
-from svdpp.cli.console import Console, counted
+from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.declare import (
     COSTS,
     LAYOUT,
@@ -418,7 +418,7 @@ def _settings(
 
 
 def _announce(console: Console, data: Path, config: PipelineConfig, bound: socket.socket) -> None:
-    model, url, ranks = config.model.name, _url_of(bound), counted(config.world_size, "rank")
+    model, url, ranks = config.model.name, _url_of(bound), pluralize(config.world_size, "rank")
     console.info(
         f"starting {model} at {url} with {ranks} on {config.device}; data in {str(data)!r}"
     )

@@ -31,7 +31,7 @@ from svdpp.config.limits import (
 from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import ParallelConfig, Split, frame_chunks, present_split
+from svdpp.plan.layout import ParallelConfig, Split, canonical_split, frame_chunks
 from svdpp.plan.split import MAX_RANKS
 
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -229,7 +229,7 @@ class PipelineConfig:
     """Whether ranks may differ in something that the bits depend on; clips are then not exact."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "split", present_split(self.split))
+        object.__setattr__(self, "split", canonical_split(self.split))
         check_whole("--world", self.world_size, 1, MAX_RANKS)
         self.layout  # noqa: B018  checks the ranks against the steps
         check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")

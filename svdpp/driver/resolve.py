@@ -13,7 +13,7 @@ from svdpp.config import DEMO_MODEL, ClipRequest, ModelConfig, PipelineConfig, S
 from svdpp.config.limits import require
 from svdpp.driver.memory_process import estimate_memory
 from svdpp.errors import OutOfMemoryError, RequestError, first_line
-from svdpp.launch.gpus import available_bytes, free_bytes, gib_text
+from svdpp.launch.gpus import available_bytes, format_gib, free_bytes
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
@@ -276,7 +276,7 @@ def check_memory(
         noun = "rank needs" if len(ranks) == 1 else "ranks need"
         raise OutOfMemoryError(
             f"out of memory before the run: {len(ranks)} CPU {noun} about "
-            f"{gib_text(needed)}, {gib_text(free)} free",
+            f"{format_gib(needed)}, {format_gib(free)} free",
             "a smaller --world, --height and --width, --frames or --decode-chunk-size, or --dtype "
             "bf16, lowers it",
             details={
@@ -292,7 +292,7 @@ def _needed_together(config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequ
     num_bytes = 0
     weights: dict[tuple[Roles, int], int] = {}
     for rank, roles in enumerate(ranks):
-        shares = {share: parts.of_rank(share) for share in roles.split()}
+        shares = {share: parts.of_rank(share) for share in roles.by_part()}
         for share, memory in shares.items():
             owner = 0 if _are_shared(config, checkpoint, share) else rank
             weights[share, owner] = memory.weight_bytes

@@ -146,6 +146,6 @@ def available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def gib_text(num_bytes: int) -> str:
+def format_gib(num_bytes: int) -> str:
     """Return an amount of memory for messages, such as `1.5 GiB`."""
     return f"{num_bytes / 2**30:.1f} GiB"

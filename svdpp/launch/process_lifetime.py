@@ -99,7 +99,7 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in values.items() if name not in given}
 
 
-def collect_rarely() -> None:
+def tune_gc() -> None:
     """Save a sixth of the time that the imports of torch and diffusers and their end take.
 
     They create a million objects that stay, which Python would search again and again for garbage.

@@ -66,11 +66,11 @@ def estimate(
     torch.set_num_threads(num_threads)
     try:
         with _size_errors(model, sampling):
-            hollow = _HollowModel(checkpoint, model, sampling, on_cpu=on_cpu)
-            packet, encode = hollow.encode()
-            packet, denoise = hollow.denoise(packet)
+            fake_model = _FakeModel(checkpoint, model, sampling, on_cpu=on_cpu)
+            packet, encode = fake_model.encode()
+            packet, denoise = fake_model.denoise(packet)
             denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
-            return MemoryEstimate(encode=encode, denoise=denoise, decode=hollow.decode(packet))
+            return MemoryEstimate(encode=encode, denoise=denoise, decode=fake_model.decode(packet))
     finally:
         torch.set_num_threads(before)
 
@@ -112,13 +112,13 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
         RequestError: The model cannot make a clip of this size.
     """
     with _size_errors(model, sampling):
-        hollow = _HollowModel(checkpoint, model, sampling, on_cpu=True, counts_flops=True)
-        packet, _ = hollow.encode()
-        encode = hollow.flops
-        packet, _ = hollow.denoise(packet)
-        step = hollow.flops // min(2, sampling.num_inference_steps)
-        hollow.decode(packet)
-        return PartFlops(encode, step, hollow.flops)
+        fake_model = _FakeModel(checkpoint, model, sampling, on_cpu=True, counts_flops=True)
+        packet, _ = fake_model.encode()
+        encode = fake_model.flops
+        packet, _ = fake_model.denoise(packet)
+        step = fake_model.flops // min(2, sampling.num_inference_steps)
+        fake_model.decode(packet)
+        return PartFlops(encode, step, fake_model.flops)
 
 
 def _attention_flops(
@@ -164,7 +164,7 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
                 )
 
 
-class _HollowModel:
+class _FakeModel:
     """A model of fake components.
 
     Fake tensors choose kernels as CPU tensors do; meta tensors do not. That matters for attention,
@@ -183,7 +183,7 @@ class _HollowModel:
         load.silence_libraries()
         self._checkpoint, self._sampling, self._on_cpu = checkpoint, sampling, on_cpu
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._live = LiveBytes((), count_workspace=on_cpu)
+        self._tracker = MemoryTracker((), count_workspace=on_cpu)
         self._inside = False
         self.flops = 0
         """FLOPs of the last part that was measured; 0 unless they are counted."""
@@ -243,15 +243,15 @@ class _HollowModel:
         self, roles: Roles, received: Prepared, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
         """Return result and memory of `work` on what a rank with these roles has received."""
-        held = {
+        weights_of = {
             part: _weights(module, load.unused_parts(self._checkpoint, part, roles, self._sampling))
             for part, module in self._modules.items()
         }
         loaded = self._checkpoint.weighted_components_of(roles, self._sampling)
-        weights = sum(tensor.nbytes for part in loaded for tensor in held[part])
-        self._live = LiveBytes(chain(*held.values()), count_workspace=self._on_cpu)
+        weights = sum(tensor.nbytes for part in loaded for tensor in weights_of[part])
+        self._tracker = MemoryTracker(chain(*weights_of.values()), count_workspace=self._on_cpu)
         for tensor in tensors_in(received):
-            self._live.add(tensor)
+            self._tracker.add(tensor)
         self.flops = 0
         with ExitStack() as patches:
             for part, module in self._modules.items():
@@ -260,11 +260,11 @@ class _HollowModel:
                     name: update_wrapper(partial(self._call, part, method), method)
                     for name, method in component_methods(module).items()
                 }
-                to = partial(self._cast, held[part], module)
+                to = partial(self._cast, weights_of[part], module)
                 patches.enter_context(replaced(module, **methods, to=to))
-            with self._live:
+            with self._tracker:
                 result = work()
-        return result, PartMemory(weights, self._live.above)
+        return result, PartMemory(weights, self._tracker.peak_above_start)
 
     def _call(self, part: str, real: Any, *args: Any, **kwargs: Any) -> Any:
         """Zeros in real memory, in place of the result of a component's method."""
@@ -277,7 +277,7 @@ class _HollowModel:
             self._known[key] = self._run(self._modules[part], real, args, kwargs)
         peak, flops, result = self._known[key]
         self.flops += flops
-        self._live.peak = max(self._live.peak, self._live.now + peak)
+        self._tracker.peak = max(self._tracker.peak, self._tracker.current + peak)
         return tree_map(partial(_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
@@ -292,16 +292,20 @@ class _HollowModel:
                     modes.enter_context(counter)
                 # Above the fake mode: below it are temporary tensors by which fake kernels find out
                 # shapes.
-                with LiveBytes(known, count_workspace=self._on_cpu) as live:
+                with MemoryTracker(known, count_workspace=self._on_cpu) as tracker:
                     result = real(*args, **kwargs)
-                return live.above, counter.get_total_flops(), tree_map(partial(_on, "meta"), result)
+                return (
+                    tracker.peak_above_start,
+                    counter.get_total_flops(),
+                    tree_map(partial(_on, "meta"), result),
+                )
         finally:
             self._inside = False
 
-    def _cast(self, held: Sequence[torch.Tensor], module: Any, *, dtype: torch.dtype) -> Any:
+    def _cast(self, weights: Sequence[torch.Tensor], module: Any, *, dtype: torch.dtype) -> Any:
         """`module.to`, which cannot swap fake weights."""
-        with self._fake, self._live:
-            for tensor in filter(torch.is_floating_point, held):
+        with self._fake, self._tracker:
+            for tensor in filter(torch.is_floating_point, weights):
                 tensor.data = tensor.data.to(dtype)
         return module
 
@@ -313,7 +317,7 @@ def _on(device: str, value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-class LiveBytes(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Tracks the storages of `known` tensors and of those created in its context.
 
     `peak` is their highest sum in bytes.
@@ -321,15 +325,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
+        self.current = 0
         self._count_workspace = count_workspace
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in known:
             self.add(tensor)
-        self._before = self.peak = self.now
+        self._before = self.peak = self.current
 
     @property
-    def above(self) -> int:
+    def peak_above_start(self) -> int:
         """Peak, in bytes, above what was known at the start."""
         return self.peak - self._before
 
@@ -344,7 +348,7 @@ class LiveBytes(TorchDispatchMode):
         workspace = 0
         if self._count_workspace and func is torch.ops.aten.convolution.default:
             workspace = _convolution_workspace(args, result)
-        self.peak = max(self.peak, self.now + workspace)
+        self.peak = max(self.peak, self.current + workspace)
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -357,9 +361,9 @@ class LiveBytes(TorchDispatchMode):
 
         def forget(_: object) -> None:
             del self._storages[key]
-            self.now -= num_bytes
+            self.current -= num_bytes
 
-        self.now += num_bytes
+        self.current += num_bytes
         self._storages[key] = weakref.ref(storage, forget)
 
 

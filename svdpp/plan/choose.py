@@ -41,7 +41,7 @@ def choose_layout(
     memory_gib: Sequence[float] = (),
     pairs: bool = False,
     fixed: Mapping[str, Any] | None = None,
-    sooner: bool = False,
+    minimize_latency: bool = False,
     **counts: Any,
 ) -> Choice:
     """Choose by forecast the best layout of those that fit in memory.
@@ -56,8 +56,8 @@ def choose_layout(
         fixed: Fields of the only layout; what is left to choose is then whether its ranks are
             pairs.
             None: all layouts are candidates.
-        sooner: Whether to choose the one whose clips take the least time each, of those whose rate
-            is at least 0.9 of the best.
+        minimize_latency: Whether to choose the one whose clips take the least time each, of those
+            whose rate is at least 0.9 of the best.
         counts: The other fields of all layouts, such as `num_steps`, `world_size` and `costs`.
 
     Raises:
@@ -65,7 +65,7 @@ def choose_layout(
     """
     units = counts["world_size"] // max(1, counts.get("cfg_parallel_size", 1))
     data_parallel = ParallelConfig(**counts, data_parallel_size=max(1, units))
-    return _Search(data_parallel, num_clips, memory_gib, pairs, fixed, sooner).choice()
+    return _Search(data_parallel, num_clips, memory_gib, pairs, fixed, minimize_latency).choice()
 
 
 class _Candidate(NamedTuple):
@@ -83,7 +83,7 @@ class _Search:
     memory_gib: Sequence[float]
     pairs: bool
     fixed: Mapping[str, Any] | None
-    sooner: bool
+    minimize_latency: bool
 
     def choice(self) -> Choice:
         wholes = [self.data_parallel, *self._paired()]
@@ -139,7 +139,7 @@ class _Search:
         return not _needs_more(layout, self.memory_gib)
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
-        if self.sooner:
+        if self.minimize_latency:
             kept = _least(candidates, lambda each: each.seconds, 1 / _RATE_KEPT)
             candidates = _least(kept, lambda each: each.latency)
         return _least(candidates, lambda each: each.seconds)[0]
@@ -267,7 +267,7 @@ def compare_layouts(
     num_clips: int,
     memory_gib: Sequence[float] = (),
     pairs: bool = False,
-    sooner: bool = False,
+    minimize_latency: bool = False,
     **counts: Any,
 ) -> list[Row]:
     """Return the layouts that `plan --compare` shows.
@@ -279,7 +279,7 @@ def compare_layouts(
         num_clips: As for `choose_layout`, like all arguments.
         memory_gib: Memory of each rank, GiB; a layout that needs more says so in its note.
         pairs: Whether `auto` may choose pairs.
-        sooner: Whether `auto` chooses the least time of a clip.
+        minimize_latency: Whether `auto` chooses the least time of a clip.
         counts: The other fields of all layouts.
 
     Raises:
@@ -302,7 +302,9 @@ def compare_layouts(
         try:
             if options is None:
                 limits: dict[str, Any] = {"memory_gib": memory_gib, "pairs": pairs}
-                choice = choose_layout(num_clips=num_clips, sooner=sooner, **limits, **counts)
+                choice = choose_layout(
+                    num_clips=num_clips, minimize_latency=minimize_latency, **limits, **counts
+                )
                 layout, note = choice.layout, choice.reason
             else:
                 layout = ParallelConfig(**counts, **options)

@@ -156,8 +156,8 @@ class CostModel:
         Returns:
             The peak; None if the costs lack a value.
         """
-        weights = [getattr(self, f"{part}_weights_gib") for part in roles.held]
-        work = [getattr(self, f"{part}_work_gib") for part in roles.held]
+        weights = [getattr(self, f"{part}_weights_gib") for part in roles.part_names]
+        work = [getattr(self, f"{part}_work_gib") for part in roles.part_names]
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> CostModel:
@@ -310,9 +310,9 @@ class MemoryEstimate(NamedTuple):
         Args:
             roles: Parts of the model that the rank uses.
         """
-        held = [getattr(self, part) for part in roles.held]
-        activations = (part.activation_bytes for part in held)
-        return PartMemory(sum(part.weight_bytes for part in held), max(activations, default=0))
+        parts = [getattr(self, part) for part in roles.part_names]
+        activations = (part.activation_bytes for part in parts)
+        return PartMemory(sum(part.weight_bytes for part in parts), max(activations, default=0))
 
     def as_costs(self) -> dict[str, float]:
         """Return the memory fields of `CostModel` by name, in GiB."""

@@ -19,7 +19,7 @@ from svdpp.plan.split import (
     Stage,
     StepRange,
     check_counts,
-    check_even,
+    check_expert_split,
     check_uniform,
     cut_stages,
     divisors,
@@ -29,7 +29,7 @@ Split = Literal["uniform", "balanced", "alternating"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
-def present_split(split: Any) -> Any:
+def canonical_split(split: Any) -> Any:
     """Return today's name of a split: `dithered` was the name of `alternating`.
 
     Args:
@@ -71,13 +71,13 @@ class Roles:
         if self.denoise and not self.experts:
             object.__setattr__(self, "experts", frozenset({0}))
 
-    def split(self) -> list[Roles]:
+    def by_part(self) -> list[Roles]:
         """Return roles of one part each, for the rank's parts; each expert is a part."""
         experts = [Roles(denoise=True, experts=frozenset({each})) for each in sorted(self.experts)]
         return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
 
     @property
-    def held(self) -> list[str]:
+    def part_names(self) -> list[str]:
         """Names of the rank's parts: `encode`, `denoise` once for each expert, `decode`."""
         return ["encode"] * self.encode + ["denoise"] * len(self.experts) + ["decode"] * self.decode
 
@@ -207,7 +207,7 @@ class ParallelConfig:
 
     def _check_uniform(self) -> None:
         if self.expert_boundary is not None and self.separates_experts:
-            check_even(self.num_steps, self.num_stages, self.expert_boundary)
+            check_expert_split(self.num_steps, self.num_stages, self.expert_boundary)
         else:
             check_uniform(self.num_steps, self.num_stages, self.world_size)
 

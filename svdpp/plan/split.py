@@ -371,7 +371,7 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
     return ClipCuts((cuts,) * len(whole.stages[-1].ranks))
 
 
-def check_even(num_steps: int, num_stages: int, boundary: int) -> None:
+def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
     """Check that some division of the stages lets `uniform` split the steps of each expert.
 
     Args:

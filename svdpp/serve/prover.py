@@ -22,11 +22,11 @@ from loguru import logger
 from svdpp.config import PipelineConfig
 from svdpp.errors import InputError, OutOfMemoryError, SvdppError, error_to_dict, without_folders
 from svdpp.launch.process_lifetime import (
-    collect_rarely,
     end_with_parent,
     exit_on_signals,
     exit_with_signal_code,
     start_helper,
+    tune_gc,
 )
 from svdpp.serve.background import Background
 from svdpp.serve.job import Job, JobState, Proof
@@ -192,7 +192,7 @@ def main(clip: str, photo: str, parent: str) -> None:
     exit_on_signals(exit_with_signal_code)
     end_with_parent(int(parent), signal.SIGTERM)
     os.nice(_NICE)
-    collect_rarely()
+    tune_gc()
     answer = _verified(Path(clip), Path(photo) if photo else None)
     sys.stdout.write(f"\n{json.dumps(answer)}")
 

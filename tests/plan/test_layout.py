@@ -56,7 +56,7 @@ def test_any_layout_can_be_performed(
     assert all_stages or talking(schedule) <= set(layout.links)
     assert talking(schedule, decode=True) <= set(layout.decode_links)
     for role, actions in zip(layout.roles, schedule, strict=True):
-        assert set(used_roles(layout, actions).split()) <= set(role.split())
+        assert set(used_roles(layout, actions).by_part()) <= set(role.by_part())
         assert role.denoise == bool(role.experts)
         if layout.separates_experts:
             assert len(role.experts) < 2
@@ -379,22 +379,22 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
     ("options", "layout", "reason"),
     [
         (  # fewer clips than ranks
-            {"num_clips": 3, "sooner": True},
+            {"num_clips": 3, "minimize_latency": True},
             "data parallel of pairs",
             BOTH.format("18.41", "3 clips", "18.41", "data parallel", "32.15", "32.15"),
         ),
         *(  # of a long queue the rate decides; pairs would have 0.87 of it, which is too little
             (
-                {"sooner": sooner},
+                {"minimize_latency": minimize_latency},
                 "data parallel",
                 BOTH.format(
                     "32.15", "80 clips", "321.5", "data parallel of pairs", "18.41", "368.2"
                 ),
             )
-            for sooner in (False, True)
+            for minimize_latency in (False, True)
         ),
         (
-            {"sooner": True, "costs": STEPS_ONLY},
+            {"minimize_latency": True, "costs": STEPS_ONLY},
             "data parallel of pairs",
             BOTH.format("12.5", "80 clips", "250", "data parallel", "25", "250"),
         ),
@@ -407,7 +407,7 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
         ),
         (
             {
-                **{"sooner": True, "costs": STEPS_ONLY, "num_steps": 24},
+                **{"minimize_latency": True, "costs": STEPS_ONLY, "num_steps": 24},
                 "fixed": {"data_parallel_size": 2, "split": "balanced"},
             },
             "2 replicas of 2 pairs, balanced",

@@ -268,7 +268,7 @@ class PipelineRequest:
             "num_clips": clips,
             "memory_gib": limits,
             "pairs": may_pair and self.pairs,
-            "sooner": self.serves or clips < world_size,
+            "minimize_latency": self.serves or clips < world_size,
         }
 
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
