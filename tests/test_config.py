@@ -124,7 +124,7 @@ def test_a_clip_has_a_limit_of_pixels_whatever_its_frames() -> None:
         SvdSampling(height=2304, width=4096, num_frames=29)
     unresolved = SvdSampling(height=4096, width=4096)
     with pytest.raises(RequestError, match="25 frames of 4096 x 4096 are"):
-        unresolved.resolved(model_frames=25)
+        unresolved.with_model_defaults(model_frames=25)
 
 
 def test_the_last_that_can_be_done_is_accepted() -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
 from svdpp.media.inputs import fit_photo, read_photo
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import load_model, resize_for_clip, to_bytes
+from svdpp.models.engine.model import load_engine_model, resize_for_clip, to_bytes
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import stack_frames
 from tests.models.builders import save_tiny_checkpoint
@@ -45,7 +45,7 @@ def _photo(sampling: SvdSampling = SMALL) -> Image.Image:
 def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
     image = _photo(sampling)
     checkpoint = find_checkpoint(model)
-    sampling = checkpoint.resolve(sampling)
+    sampling = checkpoint.resolve_sampling(sampling)
     theirs = whole_clip(model, sampling, REQUEST, image)
     rank_for = ranks(checkpoint, sampling, model=model)
     check_every_cut(rank_for, sampling.num_inference_steps, theirs, REQUEST, image)
@@ -96,9 +96,11 @@ def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
     """Also in fp16, in which the encode casts the VAE that the decode uses."""
     model = ModelConfig(name=str(tiny), dtype="fp16")
     checkpoint = find_checkpoint(model)
-    sampling = checkpoint.resolve(replace(SMALL, num_frames=2))
+    sampling = checkpoint.resolve_sampling(replace(SMALL, num_frames=2))
     every, last = Roles(encode=True, denoise=True, decode=True), Roles(decode=True)
-    whole, decoder = (load_model(checkpoint, model, sampling, "cpu", r) for r in (every, last))
+    whole, decoder = (
+        load_engine_model(checkpoint, model, sampling, "cpu", r) for r in (every, last)
+    )
     for _ in range(2):
         packet = whole.encode(whole.prepare(_photo()), REQUEST)
         packet = whole.denoise(packet, 0, 3, nothing)

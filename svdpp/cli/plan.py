@@ -22,7 +22,7 @@ from svdpp.cli.options.request import PipelineRequest, remark_on
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_whole, require
 from svdpp.errors import RequestError
-from svdpp.plan.choose import Row, compare_layouts
+from svdpp.plan.choose import LayoutForecast, compare_layouts
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule, steady_seconds_per_clip
 from svdpp.plan.layout import ParallelConfig, check_chunks
@@ -320,7 +320,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     """
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [
-        Row(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
+        LayoutForecast(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
         for name, each in (("this layout", layout), ("data parallel", data_parallel))
     ]
     ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
@@ -396,7 +396,7 @@ def _facts(layout: ParallelConfig) -> dict[str, Any]:
 
 
 def _print_forecasts(
-    console: Console, rows: Sequence[Row], num_clips: int, world_size: int
+    console: Console, rows: Sequence[LayoutForecast], num_clips: int, world_size: int
 ) -> None:
     console.table([_compared(row) for row in rows])
     lines = (
@@ -416,7 +416,7 @@ def _print_forecasts(
             console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")
 
 
-def _compared(row: Row) -> dict[str, str]:
+def _compared(row: LayoutForecast) -> dict[str, str]:
     forecast, cells = row.forecast, ["-"] * len(_COMPARED)
     if forecast is not None and row.layout is not None:
         rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
@@ -428,7 +428,7 @@ def _compared(row: Row) -> dict[str, str]:
     return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: LayoutForecast) -> dict[str, Any]:
     facts: dict[str, Any] = {"layout": None, "forecast": None}
     if row.forecast is not None and row.layout is not None:
         facts["layout"] = _facts(row.layout) | {"peak_gib": row.layout.peak_gib}

@@ -244,7 +244,7 @@ class CommonSampling:
             wrong = f"the family {self.family} needs the video {name}"
             require(name in names, wrong, f"give --video {name}=FILE")
 
-    def resolved(self, *, model_frames: int) -> Self:
+    def with_model_defaults(self, *, model_frames: int) -> Self:
         """Return a copy with numbers in place of None, as diffusers sets them.
 
         Args:
@@ -298,7 +298,7 @@ class SvdSampling(CommonSampling):
         """Whether classifier-free guidance does two forward passes for each step."""
         return self.max_guidance_scale > 1
 
-    def resolved(self, *, model_frames: int) -> Self:
+    def with_model_defaults(self, *, model_frames: int) -> Self:
         """Return a copy with numbers for `num_frames` and `decode_chunk_size`, as in diffusers.
 
         Args:

@@ -101,8 +101,8 @@ def resolved_for(
     """
     if checkpoint is None:
         frames = config.model.dummy_latent.shape[2]
-        return replace(config, sampling=sampling.resolved(model_frames=frames))
-    sampling = checkpoint.resolve(sampling)
+        return replace(config, sampling=sampling.with_model_defaults(model_frames=frames))
+    sampling = checkpoint.resolve_sampling(sampling)
     if config.cfg_parallel > 1:
         _check_branches(sampling, checkpoint)
     boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps

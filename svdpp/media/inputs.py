@@ -58,7 +58,7 @@ _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
 #: An image, the frames of a video, or several of both by name.
-Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
+DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 
 @dataclass(frozen=True)
@@ -492,7 +492,7 @@ def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 # --- what a clip starts from ----------------------------------------------------------------------
 
 
-def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None:
+def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia | None:
     """Return all that a clip starts from besides a prompt.
 
     Args:
@@ -508,13 +508,13 @@ def read_source(request: ClipRequest, sampling: SamplingConfig) -> Source | None
     """
     found = {}
     for name, (path, sha256) in request.files.items():
-        found[name], photo = source_of(read_bytes(Path(path)), Path(path), sampling, name)
+        found[name], photo = decode_input(read_bytes(Path(path)), Path(path), sampling, name)
         if sha256 not in (None, photo.sha256):
             raise InputError(f"{path!r} has changed since the run began", details={"path": path})
     return found if sampling.videos else found.get(IMAGE)
 
 
-def source_of(
+def decode_input(
     data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
 ) -> tuple[Image.Image | list[Image.Image], Photo]:
     """Return one file of a clip as an image or as frames, and what is recorded of the file.

@@ -20,12 +20,12 @@ GENERATOR, STRUCTURE = "generator", "structure"
 #: Tensors by name: the contents of a packet, or a prepared image of SVD.
 Tensors = dict[str, torch.Tensor]
 
-#: Source of a clip besides a prompt: an image, the frames of a video, or several of both by
+#: Input of a clip besides a prompt: an image, the frames of a video, or several of both by
 #: the arguments of `__call__`.
-Source = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
+ModelInput = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 #: The same as a rank has prepared it: tensors, or unchanged; an empty one if there is nothing.
-Prepared = Source | Tensors
+PreparedInput = ModelInput | Tensors
 
 #: torch's dtypes by the names of options and configs.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

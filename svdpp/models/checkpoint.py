@@ -176,7 +176,7 @@ class Checkpoint:
                 "set from_image accordingly",
             )
 
-    def resolve(self, sampling: SamplingConfig) -> SamplingConfig:
+    def resolve_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return `sampling` with the model's own values in place of None.
 
         Raises:
@@ -187,7 +187,7 @@ class Checkpoint:
                 f"{self.label} is of the family {self.family}, not {sampling.family}",
                 details={"family": self.family, "requested_family": sampling.family},
             )
-        sampling = sampling.resolved(model_frames=self.model_frames)
+        sampling = sampling.with_model_defaults(model_frames=self.model_frames)
         check_sides(sampling, self.size_multiple)
         kind: Any = type(sampling)
         for name in own_params(kind).keys() & {*self.unused_parameters}:

@@ -16,7 +16,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
-from svdpp.models.base import DTYPES, LATENTS, AfterStep, Audio, Partner, Prepared, Source, Tensors
+from svdpp.models.base import (
+    DTYPES,
+    LATENTS,
+    AfterStep,
+    Audio,
+    ModelInput,
+    Partner,
+    PreparedInput,
+    Tensors,
+)
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.costs import CostModel, PartFlops
 
@@ -83,11 +92,11 @@ class DummyModel:
         """Return shape and dtype of the one tensor that a packet must have, by name."""
         return {LATENTS: (self.spec.shape, self._dtype)}
 
-    def prepare(self, source: Source) -> Tensors:  # noqa: ARG002
+    def prepare(self, source: ModelInput) -> Tensors:  # noqa: ARG002
         """Return nothing: the dummy uses no image."""
         return {}
 
-    def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:  # noqa: ARG002
+    def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:  # noqa: ARG002
         """Draw a clip's noise on the CPU, so that every device starts from the same latent.
 
         Args:

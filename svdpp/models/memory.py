@@ -24,10 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import ModelError, RequestError, SvdppError, first_line
-from svdpp.models.base import Prepared, Tensors
+from svdpp.models.base import PreparedInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
-from svdpp.models.engine.model import EngineModel, blank_source
+from svdpp.models.engine.model import EngineModel, blank_input
 from svdpp.models.engine.records import component_methods, replaced, tensors_in
 from svdpp.models.files import library_errors, read_entries, show_name
 from svdpp.models.lora_files import lora_bytes
@@ -206,8 +206,8 @@ class _FakeModel:
         self._model = EngineModel(self._pipe, checkpoint, sampling, model.dtype)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
-        source = blank_source(self._sampling, whole=True)
-        prepared: Prepared = {} if source is None else self._model.prepare(source)
+        source = blank_input(self._sampling, whole=True)
+        prepared: PreparedInput = {} if source is None else self._model.prepare(source)
         request = ClipRequest(
             seed=0, prompt="a cat" if self._checkpoint.spec.takes_prompt else None
         )
@@ -240,7 +240,7 @@ class _FakeModel:
         return module.eval()
 
     def _measured(
-        self, roles: Roles, received: Prepared, work: Callable[[], Any]
+        self, roles: Roles, received: PreparedInput, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
         """Return result and memory of `work` on what a rank with these roles has received."""
         weights_of = {

@@ -251,7 +251,7 @@ def _has_known_transfers(layout: ParallelConfig) -> bool:
 # --- the comparison of layouts, side by side ------------------------------------------------------
 
 
-class Row(NamedTuple):
+class LayoutForecast(NamedTuple):
     """One layout of a comparison; its note says why it is chosen, or cannot run."""
 
     name: str
@@ -269,7 +269,7 @@ def compare_layouts(
     pairs: bool = False,
     minimize_latency: bool = False,
     **counts: Any,
-) -> list[Row]:
+) -> list[LayoutForecast]:
     """Return the layouts that `plan --compare` shows.
 
     They are one replica with each split, one with several decoders, `auto`, data parallel and, for
@@ -310,9 +310,11 @@ def compare_layouts(
                 layout = ParallelConfig(**counts, **options)
                 note = _needs_more(layout, memory_gib)
             forecast = forecast_layout(layout, num_clips)
-            rows.append(Row(name, layout, forecast, steady_seconds_per_clip(layout), note))
+            rows.append(
+                LayoutForecast(name, layout, forecast, steady_seconds_per_clip(layout), note)
+            )
         except RequestError as error:
-            rows.append(Row(name, note=error.message))
+            rows.append(LayoutForecast(name, note=error.message))
     return rows
 
 

@@ -20,9 +20,9 @@ from PIL import Image
 from svdpp.comm.streams import SideStream, record_event
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.media import video
-from svdpp.media.inputs import read_source
+from svdpp.media.inputs import read_input
 from svdpp.media.video import Frames
-from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, Source, Tensors
+from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import step_callback
 from svdpp.models.engine.load import (
@@ -80,7 +80,7 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
         with out_of_memory_named("reference", device):
             made = reference.run(
                 request,
-                read_source(request, sampling),
+                read_input(request, sampling),
                 sampling,
                 before_steps=recorder.before_steps,
                 after_step=recorder.after_step,
@@ -168,7 +168,7 @@ class _DummyReference:
     def run(
         self,
         request: ClipRequest,
-        _: Source | None,
+        _: ModelInput | None,
         sampling: SamplingConfig,
         *,
         before_steps: Callable[[], None],
@@ -213,7 +213,7 @@ class Reference:
     def run(
         self,
         request: ClipRequest,
-        source: Source | None,
+        source: ModelInput | None,
         sampling: SamplingConfig,
         *,
         before_steps: Callable[[], None],

@@ -237,7 +237,7 @@ def load_model(
         return DummyModel(latent, num_steps, torch.device(device), costs, rank)
     from svdpp.models.engine import model  # imports diffusers: seconds, which the dummy avoids
 
-    return model.load_model(checkpoint, config.model, config.sampling, device, roles)
+    return model.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
 # RECV, DECODE and SEND_FRAMES of a part of a clip's frames.

@@ -24,9 +24,9 @@ from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import OutputError, error_to_dict
 from svdpp.launch.group import Channel
 from svdpp.media import output_files, video
-from svdpp.media.inputs import read_source
+from svdpp.media.inputs import read_input
 from svdpp.media.video import Frames
-from svdpp.models.base import LATENTS, Audio, Prepared, Source
+from svdpp.models.base import LATENTS, Audio, ModelInput, PreparedInput
 from svdpp.plan.actions import Action
 from svdpp.worker.device import bytes_in_use
 from svdpp.worker.messages import (
@@ -365,14 +365,14 @@ class PhotoReader:
     """
 
     def __init__(
-        self, prepare: Callable[[Source, SamplingConfig], Prepared], device: torch.device
+        self, prepare: Callable[[ModelInput, SamplingConfig], PreparedInput], device: torch.device
     ) -> None:
         self._prepare = prepare
-        self._upcoming: deque[tuple[int, ClipRequest, Future[Prepared] | None]] = deque()
-        self._ahead: dict[int, Future[Prepared]] = {}
+        self._upcoming: deque[tuple[int, ClipRequest, Future[PreparedInput] | None]] = deque()
+        self._ahead: dict[int, Future[PreparedInput]] = {}
         self._thread = streams.single_thread_executor("photos", device)
         # At most one: if its clip never comes, the next one takes its place.
-        self._early: dict[_Image, Future[Prepared]] = {}
+        self._early: dict[_Image, Future[PreparedInput]] = {}
         self._early_thread = streams.single_thread_executor("early photos", device)
 
     def expect(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
@@ -394,7 +394,7 @@ class PhotoReader:
         self._early = {_image_of(request): future}
         future.add_done_callback(lambda _: done(time.monotonic() - start))
 
-    def take(self, clip: int) -> Prepared:
+    def take(self, clip: int) -> PreparedInput:
         """Return the prepared image of a clip, and start to read the next one.
 
         Args:
@@ -422,9 +422,9 @@ class PhotoReader:
             clip, request, early = self._upcoming.popleft()
             self._ahead[clip] = early or self._thread.submit(self._read, request)
 
-    def _read(self, request: ClipRequest) -> Prepared:
+    def _read(self, request: ClipRequest) -> PreparedInput:
         assert request.sampling is not None
-        source = read_source(request, request.sampling)
+        source = read_input(request, request.sampling)
         return {} if source is None else self._prepare(source, request.sampling)
 
 

@@ -34,8 +34,8 @@ from svdpp.models.base import (
     LATENTS,
     PREDICTION,
     Audio,
-    Prepared,
-    Source,
+    ModelInput,
+    PreparedInput,
     Tensors,
     VideoModel,
 )
@@ -398,7 +398,9 @@ class PipelineStage:
         assert sampling is not None
         return sampling
 
-    def _prepare(self, source: Source, sampling: SamplingConfig) -> Prepared:  # in a thread
+    def _prepare(
+        self, source: ModelInput, sampling: SamplingConfig
+    ) -> PreparedInput:  # in a thread
         return self._model_of(sampling).prepare(source)
 
     def _model_of(self, sampling: SamplingConfig) -> VideoModel:

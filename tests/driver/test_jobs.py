@@ -50,7 +50,7 @@ CONFIG = PipelineConfig(
     model=ModelConfig(name="demo"),
     sampling=SvdSampling(num_inference_steps=2, height=32, width=32, num_frames=2),
 )
-CONFIG = replace(CONFIG, sampling=CONFIG.sampling.resolved(model_frames=14))
+CONFIG = replace(CONFIG, sampling=CONFIG.sampling.with_model_defaults(model_frames=14))
 
 
 @pytest.fixture(scope="module")

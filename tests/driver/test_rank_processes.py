@@ -18,10 +18,10 @@ from svdpp.driver.ranks import are_mixed, shared_settings
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
 from svdpp.launch import group
-from svdpp.media.inputs import read_source
+from svdpp.media.inputs import read_input
 from svdpp.media.video import frames_sha256
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import load_model
+from svdpp.models.engine.model import load_engine_model
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Roles
@@ -122,10 +122,10 @@ def test_three_ranks_make_a_clip_and_resume_that_of_another_run(tmp_path: Path, 
     config, checkpoint = resolve(config)
     assert checkpoint is not None
     sampling = config.sampling
-    image = read_source(request, sampling)
+    image = read_input(request, sampling)
     latents, frames, audio = whole_clip(config.model, sampling, request, image)
     roles = Roles(encode=True, denoise=True, decode=False)
-    model = load_model(checkpoint, config.model, sampling, "cpu", roles)
+    model = load_engine_model(checkpoint, config.model, sampling, "cpu", roles)
     prepared = {} if image is None else model.prepare(image)
     tensors = model.denoise(model.encode(prepared, request), 0, 1, nothing)
     key = "ab" * 32

@@ -305,7 +305,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fitted(path: Path, asked: Any) -> Any:
-    return inputs.source_of(inputs.read_bytes(path), path, asked)[0]
+    return inputs.decode_input(inputs.read_bytes(path), path, asked)[0]
 
 
 def pixels(frames: Any) -> Any:
@@ -346,7 +346,7 @@ def test_a_video_is_upright_and_hashed_as_its_file(clip: Path, tmp_path: Path) -
     ffmpeg("-display_rotation", "90", "-i", clip, "-c", "copy", turned)
     sha256 = hashlib.sha256(turned.read_bytes()).hexdigest()
     assert inputs.read_video(turned, 7, inputs.MAX_PIXELS) == inputs.Photo(turned, sha256, 64, 96)
-    made = inputs.source_of(clip.read_bytes(), clip, sampling())[1]
+    made = inputs.decode_input(clip.read_bytes(), clip, sampling())[1]
     assert made == inputs.read_video(clip, 5, inputs.MAX_PIXELS)
 
 

@@ -25,7 +25,7 @@ def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], 
         folder = tmp_path_factory.mktemp(case.family)
         save_tiny(case.family, folder, image=case.image, **case.changes)
         checkpoint: Any = read_folder(folder, family=case.family)
-        sampling = checkpoint.resolve(case.config())
+        sampling = checkpoint.resolve_sampling(case.config())
         image = source(sampling) if case.image else None
         return TinyModel(checkpoint, sampling, model_of(checkpoint, case.dtype), image)
 

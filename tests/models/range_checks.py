@@ -14,9 +14,9 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
-from svdpp.models.base import LATENTS, Audio, Source, Tensors
+from svdpp.models.base import LATENTS, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import Reference
 
@@ -39,7 +39,7 @@ def photograph() -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def source(sampling: Any) -> Source:
+def source(sampling: Any) -> ModelInput:
     """The picture, or frames of a video, or both, fitted."""
     if sampling.videos:
         sides = enumerate(sampling.videos.values(), start=1)
@@ -88,7 +88,7 @@ def ranks(
             experts=frozenset(experts),
         )
         if roles not in models:
-            models[roles] = load_model(checkpoint, named, sampling, "cpu", roles)
+            models[roles] = load_engine_model(checkpoint, named, sampling, "cpu", roles)
         return models[roles]
 
     return rank_for
@@ -101,7 +101,7 @@ class TinyModel:
     checkpoint: Any
     sampling: Any
     model: ModelConfig
-    source: Source | None
+    source: ModelInput | None
 
     @cached_property
     def rank_for(self) -> Callable[[int, int], EngineModel]:
@@ -136,7 +136,7 @@ def check_every_cut(
     num_steps: int,
     reference: tuple[list[torch.Tensor], Frames, Audio | None],
     request: ClipRequest,
-    image: Source | None,
+    image: ModelInput | None,
 ) -> None:
     """Fails unless the packets of `ranks` equal those of `whole_clip` at every cut."""
     latents, frames, _ = reference
@@ -187,19 +187,19 @@ def _received(tensors: Tensors) -> Tensors:
 
 
 def whole_clip(
-    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: Source | None
+    model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: ModelInput | None
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
     """Latents after each step, frames and sound of diffusers' pipeline as it ships."""
     checkpoint = find_checkpoint(model)
     reference = Reference(checkpoint, model, "cpu", from_image=image is not None)
-    return run_reference(reference, checkpoint.resolve(sampling), request, image)
+    return run_reference(reference, checkpoint.resolve_sampling(sampling), request, image)
 
 
 def run_reference(
     reference: Reference,
     sampling: SamplingConfig,
     request: ClipRequest,
-    image: Source | None = None,
+    image: ModelInput | None = None,
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
     """The same of a pipeline that is loaded."""
     latents: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
 from svdpp.models import files
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.models.engine.model import load_model
+from svdpp.models.engine.model import load_engine_model
 from tests.cli.shell import svdpp_here
 from tests.models.test_checkpoint import error_of
 from tests.models.tiny_families import save_tiny_wan
@@ -164,7 +164,7 @@ def test_only_configs_are_downloaded_without_weights(
     assert not _weights(hub.requested)
     assert not list(cache.rglob("*.safetensors"))
     assert found.revision == COMMIT
-    assert found.resolve(SvdSampling()).num_frames == 4
+    assert found.resolve_sampling(SvdSampling()).num_frames == 4
 
     answer = svdpp_here("plan", "--memory", "--model", "org/tiny", "--local-files-only", "--json")
     assert answer.code == 0, answer.err
@@ -235,7 +235,7 @@ def test_a_host_downloads_what_its_ranks_need(
     assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, expected)
     assert isinstance(config.sampling, WanSampling)
     roles = config.layout.roles[2 * host : 2 * host + 2]
-    load_model(checkpoint, config.model, config.sampling, "cpu", roles[0])
+    load_engine_model(checkpoint, config.model, config.sampling, "cpu", roles[0])
     check_memory(config, checkpoint, roles)
 
     resolve(config.alone())  # the reference, or one host

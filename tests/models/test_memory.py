@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from svdpp.config import ModelConfig, SvdSampling
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import load_model
+from svdpp.models.engine.model import load_engine_model
 from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
@@ -119,7 +119,7 @@ def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> N
     """Not as a size that the model cannot make: without the key diffusers takes a default."""
     edit_json(folder / "unet/config.json", cross_attention_dim=None)
     checkpoint = read_folder(folder)
-    sampling = checkpoint.resolve(SvdSampling(height=64, width=64, num_inference_steps=2))
+    sampling = checkpoint.resolve_sampling(SvdSampling(height=64, width=64, num_inference_steps=2))
     with pytest.raises(
         ModelError, match=r"unet/config.json does not describe the weights"
     ) as error:
@@ -166,7 +166,7 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(
         side, frames, tokens = SIZES[name]
         more |= {"height": side, "width": side, "num_frames": frames}
         more |= {} if tokens is None else {"max_sequence_length": tokens}
-    sampling = tiny_model.checkpoint.resolve(case.config(**more))
+    sampling = tiny_model.checkpoint.resolve_sampling(case.config(**more))
     image = source(sampling) if case.image else None
     rel = dict.fromkeys(("encode", "denoise", "decode"), 0.1) if name in SIZES else {}
     check(replace(tiny_model, sampling=sampling, source=image), rel)
@@ -179,7 +179,7 @@ def test_weights_that_stay_in_float32_count_in_float32(tiny_models: TinyModels) 
     model = replace(tiny_model.model, dtype="fp16")
     estimated = estimate(tiny_model.checkpoint, model, tiny_model.sampling, device="cpu")
     for part, component in (("encode", "text_encoder"), ("denoise", "transformer")):
-        held = load_model(
+        held = load_engine_model(
             tiny_model.checkpoint, model, tiny_model.sampling, "cpu", Roles(**{part: True})
         )
         module = loaded(held)[component]

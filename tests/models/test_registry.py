@@ -18,7 +18,7 @@ from svdpp.config import SAMPLING_CLASSES, SamplingConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
 from svdpp.models.engine.call import half
-from svdpp.models.engine.model import EngineModel, load_model
+from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.plan.layout import Roles
 from tests.models.range_checks import (
@@ -222,7 +222,7 @@ def test_what_a_row_cannot_run_is_refused(
     tiny_models: TinyModels, name: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        tiny_models(name).checkpoint.resolve(CASES[name].config(**changes))
+        tiny_models(name).checkpoint.resolve_sampling(CASES[name].config(**changes))
     said = f"{caught.value.message} {caught.value.hint}"
     assert re.search(".*".join(map(re.escape, words.split(" ... "))), said)
 
@@ -371,7 +371,7 @@ def both_ranks(tiny_model: TinyModel, **changes: Any) -> list[EngineModel]:
     roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
     sampling = replace(tiny_model.sampling, **changes)
     return [
-        load_model(tiny_model.checkpoint, tiny_model.model, sampling, "cpu", roles)
+        load_engine_model(tiny_model.checkpoint, tiny_model.model, sampling, "cpu", roles)
         for _ in range(2)
     ]
 

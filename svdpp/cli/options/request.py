@@ -129,7 +129,7 @@ class PipelineRequest:
         from svdpp.models.checkpoint import find_checkpoint
 
         checkpoint = find_checkpoint(self._model, weights=False)
-        return checkpoint, checkpoint.resolve(self._sampling)
+        return checkpoint, checkpoint.resolve_sampling(self._sampling)
 
     @cached_property
     def _experts(self) -> dict[str, Any]:

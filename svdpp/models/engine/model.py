@@ -16,7 +16,15 @@ from transformers.processing_utils import ProcessorMixin
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, SamplingConfig
 from svdpp.config.pipeline import IMAGE, Dtype
 from svdpp.errors import NotFiniteError
-from svdpp.models.base import STRUCTURE, AfterStep, Audio, Partner, Prepared, Source, Tensors
+from svdpp.models.base import (
+    STRUCTURE,
+    AfterStep,
+    Audio,
+    ModelInput,
+    Partner,
+    PreparedInput,
+    Tensors,
+)
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import Branches, RangeCall
 from svdpp.models.engine.latents import latent_spec
@@ -75,7 +83,7 @@ class EngineModel:
             raise ValueError("the structure of its tensors cannot be read") from error
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
-    def prepare(self, source: Source) -> Prepared:
+    def prepare(self, source: ModelInput) -> PreparedInput:
         """Do what an encode needs no device for; it may run in a thread beside the steps.
 
         Args:
@@ -90,7 +98,7 @@ class EngineModel:
         assert isinstance(source, Image.Image)
         return _resized(self._pipe, source, self._sampling)
 
-    def encode(self, prepared: Prepared, request: ClipRequest) -> Tensors:
+    def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:
         """Encode a clip's prompts and image, and draw its noise.
 
         Args:
@@ -108,7 +116,7 @@ class EngineModel:
         with ExitStack() as patches:
             if self._spec.resizes_early:
                 patches.enter_context(_resized_before(self._pipe, source))
-                source = blank_source(self._sampling)
+                source = blank_input(self._sampling)
             call, _ = self._call(request, source, given=None, received={}, start=0, end=0)
         return call.packet({"negative_prompt": request.negative_prompt is not None})
 
@@ -207,7 +215,7 @@ class EngineModel:
         return str(tokenizer.decode(tokens[length - has_end : len(tokens) - has_end]))
 
     def _call(
-        self, request: ClipRequest, source: Source | None, *, end: int | None, **of_call: Any
+        self, request: ClipRequest, source: ModelInput | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
         """A call that has ended, and the pipeline's result."""
         pipe = self._pipe
@@ -227,10 +235,10 @@ class EngineModel:
             negative_prompt="" if structure["given"]["negative_prompt"] else None,
         )
         of_call = {"given": structure, "received": tensors, "start": start, "end": end, **more}
-        return self._call(request, blank_source(self._sampling), **of_call)
+        return self._call(request, blank_input(self._sampling), **of_call)
 
 
-def load_model(
+def load_engine_model(
     checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, device: str, roles: Roles
 ) -> EngineModel:
     """Load the components that one rank needs.
@@ -255,7 +263,7 @@ def call_arguments(
     checkpoint: Checkpoint,
     sampling: Any,
     request: ClipRequest,
-    source: Source | None,
+    source: ModelInput | None,
 ) -> dict[str, Any]:
     """Return the arguments of `__call__` for one clip, without those whose default it takes.
 
@@ -287,7 +295,7 @@ def call_arguments(
     return {**known, **spec.call_arguments(sampling)}
 
 
-def blank_source(sampling: Any, *, whole: bool = False) -> Source | None:
+def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
     """Return black pictures in place of what a clip starts from; None if it starts from text alone.
 
     Args:
