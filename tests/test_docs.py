@@ -21,7 +21,7 @@ import pytest
 import svdpp
 from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.options.declare import names_of
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.verification import verify
 from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "photos").mkdir()
     for name in ("rocket.jpg", "photo.jpg", "photo.png", "photos/cat.jpg"):
         shutil.copy(PHOTO, folder / name)
-    shutil.copytree(example_photos()[0].parent, folder / "svdpp/assets/photos")
+    shutil.copytree(example_images()[0].parent, folder / "svdpp/assets/photos")
     for more in ((), ("--format", "frames")):
         run = ("run", str(folder / "photos/cat.jpg"), *DEMO, *TINY, "--seeds", "1", *more)
         answer = svdpp_here(*run, "--out", str(folder / "clips"), "--overwrite")

@@ -16,7 +16,7 @@ from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion 
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
-from svdpp.media.inputs import fit_photo, read_photo
+from svdpp.media.inputs import fit_image, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_engine_model, resize_for_clip, to_bytes
 from svdpp.plan.layout import Roles
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _photo(sampling: SvdSampling = SMALL) -> Image.Image:
-    return fit_photo(read_photo(PHOTO)[0], sampling.width, sampling.height, sampling.fit)
+    return fit_image(read_image(PHOTO)[0], sampling.width, sampling.height, sampling.fit)
 
 
 def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:

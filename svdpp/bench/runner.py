@@ -23,10 +23,10 @@ from svdpp.launch.world import find_world
 from svdpp.media.inputs import (
     EXAMPLE_PROMPT,
     ClipInput,
-    Photo,
+    MediaFile,
     check_inputs,
-    example_photos,
-    in_turn,
+    example_images,
+    round_robin,
 )
 from svdpp.plan.costs import PartFlops
 from svdpp.verification.verify import run_reference
@@ -217,18 +217,18 @@ def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     """All inputs with the first seed, then all with the second, and so on."""
     is_dummy = config.model.is_dummy
     inputs = [ClipInput()] if is_dummy else _inputs(asked.workload, config.sampling)
-    return in_turn(inputs, asked.measure.seeds, asked.workload.clips)
+    return round_robin(inputs, asked.measure.seeds, asked.workload.clips)
 
 
 def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
     """Each image with each prompt; an image is None if clips start from text."""
-    images: Sequence[Photo | None] = [None]
+    images: Sequence[MediaFile | None] = [None]
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:
-        given = workload.images or [str(path) for path in example_photos()]
+        given = workload.images or [str(path) for path in example_images()]
         images = check_inputs(given, sampling.video_frames)
     example = EXAMPLE_PROMPT if isinstance(sampling, PromptedSampling) else None
     prompts: Sequence[str | None] = workload.prompts or [example]
-    still = check_inputs([str(example_photos()[0])])[0]
+    still = check_inputs([str(example_images()[0])])[0]
     videos = tuple((name, still) for name in sampling.videos)
     return [
         ClipInput(image, prompt, workload.negative_prompt, videos)

@@ -176,19 +176,19 @@ class Run:
         """
         if is_member(self.launched):
             return [], []
-        from svdpp.media.inputs import raise_all, sift_inputs
+        from svdpp.media.inputs import collect_inputs, raise_problems
 
         options, sampling = self.options, self._sampling
         max_pixels = options.max_megapixels * 10**6
         if not options.inputs:
             return options.combined([None], sampling, max_pixels), []
-        found, problems = sift_inputs(
+        found, problems = collect_inputs(
             options.inputs,
             max_pixels=max_pixels,
             video_frames=sampling.video_frames,
         )
         if problems and not options.keep_going:
-            raise_all(problems, "--keep-going makes the clips of the others" if found else "")
+            raise_problems(problems, "--keep-going makes the clips of the others" if found else "")
         return options.combined(found, sampling, max_pixels), [*problems]
 
     def pipeline(self, config: PipelineConfig, inputs: Sequence[ClipInput] = ()) -> Pipeline:
@@ -201,7 +201,7 @@ class Run:
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.options.latents_dir
-        files = [each.photo for each in inputs if each.photo]
+        files = [each.media_file for each in inputs if each.media_file]
         files += [video for _, video in (inputs[0].videos if inputs else ())]
         folders = {file.path.parent: file.path for file in files}
         shared = [self.policy.folder, *folders.values()]

@@ -24,7 +24,7 @@ from svdpp.errors import VerificationError, worst_of
 from svdpp.launch.world import World, is_member
 
 if TYPE_CHECKING:
-    from svdpp.media.inputs import Photo
+    from svdpp.media.inputs import MediaFile
     from svdpp.verification.clip_proof import ClipProof
 
 _SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")
@@ -181,19 +181,19 @@ def verify(
 def _requests(
     options: ProofOptions, inputs: Sequence[str], *, from_image: bool
 ) -> list[ClipRequest]:
-    from svdpp.media.inputs import EXAMPLE_PROMPT, check_inputs, example_photos, in_turn
+    from svdpp.media.inputs import EXAMPLE_PROMPT, check_inputs, example_images, round_robin
 
     no_images = options.is_dummy and bool(inputs)
     require(not no_images, "the dummy model takes no images", "use --model demo")
     seed = options.seed or 0
-    images: Sequence[Photo | None] = [None]
+    images: Sequence[MediaFile | None] = [None]
     sampling = options.sampling_config(from_image=from_image)
     if from_image:
-        images = check_inputs(inputs or [str(example_photos()[0])], sampling.video_frames)
+        images = check_inputs(inputs or [str(example_images()[0])], sampling.video_frames)
     example = None if options.family == "svd" else EXAMPLE_PROMPT
     combined = options.combined(images, sampling, example=example)
     num_clips = options.clips or max(2, len(combined))
-    return in_turn(combined, range(seed, seed + num_clips), num_clips)
+    return round_robin(combined, range(seed, seed + num_clips), num_clips)
 
 
 def _compare(

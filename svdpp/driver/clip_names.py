@@ -7,7 +7,7 @@ from pathlib import Path
 
 from svdpp.media import video
 from svdpp.media.inputs import ClipInput
-from svdpp.media.prompts import words_of
+from svdpp.media.prompts import slugify_prompt
 
 
 def clip_names(inputs: Sequence[ClipInput]) -> list[str]:
@@ -18,12 +18,12 @@ def clip_names(inputs: Sequence[ClipInput]) -> list[str]:
     """
     prompts: dict[Path, set[str | None]] = {}
     for each in inputs:
-        if each.photo is not None:
-            prompts.setdefault(each.photo.path, set()).add(each.prompt)
+        if each.media_file is not None:
+            prompts.setdefault(each.media_file.path, set()).add(each.prompt)
     wanted = []
     for each in inputs:
-        has_several = each.photo is not None and len(prompts[each.photo.path]) > 1
-        words = words_of(each.prompt or "") or "prompt"
+        has_several = each.media_file is not None and len(prompts[each.media_file.path]) > 1
+        words = slugify_prompt(each.prompt or "") or "prompt"
         wanted.append(f"{each.name}-{words}" if has_several else each.name)
     # A longer name is cut in the file's name, where only its beginning distinguishes it.
     beginnings = [_beginning(name, _UNIQUE_BYTES) for name in wanted]

@@ -173,9 +173,10 @@ def plan_clips(
             continue
         if folder is not None and policy.keeps_finished and key in saved:
             done_steps = max(tensor_files.saved_steps(folder, key), default=0)
-        photo = made_from.photo
+        media_file = made_from.media_file
         are_large.append(
-            photo is not None and photo.width * photo.height > LARGE_MEGAPIXELS * 10**6
+            media_file is not None
+            and media_file.width * media_file.height > LARGE_MEGAPIXELS * 10**6
         )
         plan.metadata.append(metadata)
         plan.requests.append(

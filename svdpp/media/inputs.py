@@ -29,9 +29,9 @@ from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError, first_line
 from svdpp.media.ffmpeg import MediaFailure, ppm_frames
-from svdpp.media.kinds import FORMATS, demuxer_of, foreign_kind
+from svdpp.media.kinds import FORMATS, demuxer_of, unsupported_kind
 from svdpp.media.output_files import reason
-from svdpp.media.prompts import words_of
+from svdpp.media.prompts import slugify_prompt
 from svdpp.media.streams import Stream, list_streams, main_video
 
 #: Suffixes of the files that are taken from a folder or a pattern.
@@ -62,7 +62,7 @@ DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Im
 
 
 @dataclass(frozen=True)
-class Photo:
+class MediaFile:
     """Path, hash and upright size in pixels of an image or a video that was read."""
 
     path: Path
@@ -76,25 +76,25 @@ class Photo:
 class ClipInput:
     """Input of a clip besides its seed: an image or a video, a prompt, or both."""
 
-    photo: Photo | None = None
+    media_file: MediaFile | None = None
     prompt: str | None = None
     negative_prompt: str | None = None
-    videos: tuple[tuple[str, Photo], ...] = ()
+    videos: tuple[tuple[str, MediaFile], ...] = ()
     """The further videos that the family takes, by name."""
 
     @property
     def name(self) -> str:
         """Part of its clips' file names that stands for the input."""
-        if self.photo is not None:
-            return self.photo.path.stem
-        return words_of(self.prompt or "") or "prompt"
+        if self.media_file is not None:
+            return self.media_file.path.stem
+        return slugify_prompt(self.prompt or "") or "prompt"
 
     def request(self, seed: int) -> ClipRequest:
         """Return the request of its clip with `seed`, without an output."""
         return ClipRequest(
             seed=seed,
-            image=None if self.photo is None else str(self.photo.path),
-            image_sha256=None if self.photo is None else self.photo.sha256,
+            image=None if self.media_file is None else str(self.media_file.path),
+            image_sha256=None if self.media_file is None else self.media_file.sha256,
             prompt=self.prompt,
             negative_prompt=self.negative_prompt,
             videos={name: str(video.path) for name, video in self.videos},
@@ -102,13 +102,13 @@ class ClipInput:
         )
 
     def __str__(self) -> str:
-        if self.photo is not None:
-            return repr(str(self.photo.path))
+        if self.media_file is not None:
+            return repr(str(self.media_file.path))
         text = self.prompt or ""
         return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def in_turn(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
+def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
     """Return requests for all inputs with the first seed, then for all with the second, in a cycle.
 
     Args:
@@ -136,9 +136,9 @@ def stretch_remark(inputs: Sequence[ClipInput], sampling: SamplingConfig) -> str
     if sampling.fit != "stretch":
         return ""
     shape = sampling.width / sampling.height
-    photos = dict.fromkeys(each.photo for each in inputs if each.photo is not None)
-    ratios = {photo: photo.width / photo.height / shape for photo in photos}
-    stretched = [photo for photo in photos if not 1 / _STRETCHED <= ratios[photo] <= _STRETCHED]
+    files = dict.fromkeys(each.media_file for each in inputs if each.media_file is not None)
+    ratios = {file: file.width / file.height / shape for file in files}
+    stretched = [file for file in files if not 1 / _STRETCHED <= ratios[file] <= _STRETCHED]
     if not stretched:
         return ""
     first = stretched[0]
@@ -152,27 +152,27 @@ def stretch_remark(inputs: Sequence[ClipInput], sampling: SamplingConfig) -> str
 # --- the search for files -------------------------------------------------------------------------
 
 
-def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[Photo]:
+def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[MediaFile]:
     """Return the images or videos that `inputs` name, decoded completely.
 
     Args:
-        inputs: files, folders and glob patterns; see `sift_inputs`.
+        inputs: files, folders and glob patterns; see `collect_inputs`.
         video_frames: frames that each video must have; None for images.
 
     Raises:
         InputError: some cannot be used; it lists all problems.
     """
-    photos, problems = sift_inputs(inputs, video_frames=video_frames)
-    raise_all(problems)
-    return photos
+    files, problems = collect_inputs(inputs, video_frames=video_frames)
+    raise_problems(problems)
+    return files
 
 
-def sift_inputs(
+def collect_inputs(
     inputs: Sequence[str],
     *,
     max_pixels: int = MAX_PIXELS,
     video_frames: int | None = None,
-) -> tuple[list[Photo], list[InputError]]:
+) -> tuple[list[MediaFile], list[InputError]]:
     """Return the images or videos that can be used, each once, and an error for each that cannot.
 
     Args:
@@ -185,36 +185,36 @@ def sift_inputs(
     Raises:
         InputError: none can be used.
     """
-    photos: list[Photo] = []
+    files: list[MediaFile] = []
     problems: list[InputError] = []
     seen: set[str] = set()
     for text in inputs:
-        with _noted(problems):
+        with _collect_errors(problems):
             for path in _expand(text, videos=video_frames is not None):
                 real = os.path.realpath(path)
                 if real in seen:
                     continue
                 seen.add(real)
-                with _noted(problems):
+                with _collect_errors(problems):
                     if video_frames is None:
-                        photo = read_photo(path, max_pixels)[1]
+                        media_file = read_image(path, max_pixels)[1]
                     else:
-                        photo = read_video(path, video_frames, max_pixels)
-                    photos.append(photo)
-    if not photos:
-        raise_all(problems)
-    return photos, problems
+                        media_file = probe_video(path, video_frames, max_pixels)
+                    files.append(media_file)
+    if not files:
+        raise_problems(problems)
+    return files, problems
 
 
 @contextlib.contextmanager
-def _noted(problems: list[InputError]) -> Iterator[None]:
+def _collect_errors(problems: list[InputError]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
         problems.append(error)
 
 
-def raise_all(problems: Sequence[InputError], hint: str = "") -> None:
+def raise_problems(problems: Sequence[InputError], hint: str = "") -> None:
     """Raise a single problem, with `hint` added to its own, or several as one error's list.
 
     Args:
@@ -274,9 +274,13 @@ _FOLDER = Path(__file__).resolve().parent.parent / "assets" / "photos"
 EXAMPLE_PROMPT = "a rowing boat drifts on a calm lake"
 
 
-def example_photos() -> list[Path]:
+def example_images() -> list[Path]:
     """Return four images, sorted by name; the README in their folder gives their origin."""
     return sorted(_FOLDER.glob("*.jpg"))
+
+
+#: Old name, until the next version.
+example_photos = example_images
 
 
 def example_requests(
@@ -298,7 +302,7 @@ def example_requests(
     if prompt is not None and not takes_prompts:
         raise RequestError(f"--prompt is not for {config.model.name}", "leave --prompt out")
     takes_image = sampling.from_image if isinstance(sampling, PromptedSampling) else not is_dummy
-    image = str(example_photos()[0]) if takes_image else None
+    image = str(example_images()[0]) if takes_image else None
     text = EXAMPLE_PROMPT if prompt is None else prompt
     return [
         ClipRequest(
@@ -342,7 +346,7 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, Photo]:
+def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, MediaFile]:
     """Read an image as an upright 8-bit RGB image.
 
     An animation gives its first frame. Transparent images are composited over white: most cut-outs
@@ -356,10 +360,10 @@ def read_photo(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, P
     Raises:
         InputError: the file is no such image, damaged, or too large, small or narrow.
     """
-    return _photo_of(read_bytes(path), path, max_pixels)
+    return _read_image_bytes(read_bytes(path), path, max_pixels)
 
 
-def _photo_of(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, Photo]:
+def _read_image_bytes(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, MediaFile]:
     name = repr(str(path))
     try:
         with warnings.catch_warnings():
@@ -381,15 +385,15 @@ def _photo_of(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, Ph
         details = {"path": str(path), "reason": first_line(error)}
         message = f"{name} is damaged or truncated: {first_line(error)}"
         raise InputError(message, details=details) from error
-    return image, Photo(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
+    return image, MediaFile(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
 
 
 def _not_an_image(data: bytes, path: Path) -> InputError:
     name = repr(str(path))
-    foreign = foreign_kind(data)
-    if foreign is not None:
-        hint = foreign.hint.format(name=shlex.quote(str(path)))
-        return InputError(f"{name} is {foreign.name}, which is not read", hint)
+    unsupported = unsupported_kind(data)
+    if unsupported is not None:
+        hint = unsupported.hint.format(name=shlex.quote(str(path)))
+        return InputError(f"{name} is {unsupported.name}, which is not read", hint)
     message = f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if demuxer_of(data):
         hint = "give a --family that takes a video, such as wan_v2v: svdpp models lists them"
@@ -449,7 +453,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return over_white
 
 
-def fit_photo(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
+def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
     """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
 
     Args:
@@ -508,15 +512,15 @@ def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia |
     """
     found = {}
     for name, (path, sha256) in request.files.items():
-        found[name], photo = decode_input(read_bytes(Path(path)), Path(path), sampling, name)
-        if sha256 not in (None, photo.sha256):
+        found[name], media_file = decode_input(read_bytes(Path(path)), Path(path), sampling, name)
+        if sha256 not in (None, media_file.sha256):
             raise InputError(f"{path!r} has changed since the run began", details={"path": path})
     return found if sampling.videos else found.get(IMAGE)
 
 
 def decode_input(
     data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
-) -> tuple[Image.Image | list[Image.Image], Photo]:
+) -> tuple[Image.Image | list[Image.Image], MediaFile]:
     """Return one file of a clip as an image or as frames, and what is recorded of the file.
 
     The frames of a video get their size by the filter with which diffusers resizes them. An image
@@ -534,20 +538,20 @@ def decode_input(
     side, fit = sampling.videos.get(name), sampling.fit
     width, height = side or sampling.width, side or sampling.height
     if name == IMAGE and not sampling.from_video:
-        image, photo = _photo_of(data, path, MAX_PIXELS)
-        return fit_photo(image, width, height, fit), photo
+        image, media_file = _read_image_bytes(data, path, MAX_PIXELS)
+        return fit_image(image, width, height, fit), media_file
     frames, size = [], (0, 0)
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
         for frame in _frames(data, file, path, sampling.frames, MAX_PIXELS):
             size = frame.size
-            fitted = fit_photo(frame, width, height, fit)
+            fitted = fit_image(frame, width, height, fit)
             frames.append(fitted.resize((width, height), Image.Resampling.LANCZOS))
-    return frames, Photo(path, hashlib.sha256(data).hexdigest(), *size)
+    return frames, MediaFile(path, hashlib.sha256(data).hexdigest(), *size)
 
 
-def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
+def probe_video(path: Path, num_frames: int, max_pixels: int) -> MediaFile:
     """Check that a video has as many frames, all of which are decoded; write no file.
 
     Args:
@@ -564,7 +568,7 @@ def read_video(path: Path, num_frames: int, max_pixels: int) -> Photo:
     data = read_bytes(path)
     with path.open("rb") as file:
         *_, size = (frame.size for frame in _frames(data, file, path, num_frames, max_pixels))
-    return Photo(path, hashlib.sha256(data).hexdigest(), *size)
+    return MediaFile(path, hashlib.sha256(data).hexdigest(), *size)
 
 
 def _frames(
@@ -580,7 +584,7 @@ def _frames(
     elif _is_animation(data):
         frames = _animation_frames(data, path, count, max_pixels)
     else:
-        yield from itertools.repeat(_photo_of(data, path, max_pixels)[0], count)
+        yield from itertools.repeat(_read_image_bytes(data, path, max_pixels)[0], count)
         return
     done = 0
     for frame in frames:

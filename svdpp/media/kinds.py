@@ -23,7 +23,7 @@ _AVIF = (b"avif", b"avis")
 _TO_MP4 = "convert it first: ffmpeg -i {name} -c copy out.mp4, or -c:v libx264 in place of -c copy"
 
 
-class Foreign(NamedTuple):
+class UnsupportedKind(NamedTuple):
     """A kind of file that is known but not read."""
 
     name: str
@@ -32,28 +32,28 @@ class Foreign(NamedTuple):
     """The way to convert it."""
 
 
-_FOREIGN = (
-    (0, b"RIFF", 8, b"AVI ", Foreign("an AVI video", _TO_MP4)),
-    (0, b"G", 188, b"G", Foreign("an MPEG transport stream (.ts)", _TO_MP4)),
-    (4, b"G", 196, b"G", Foreign("an MPEG transport stream (.m2ts)", _TO_MP4)),
-    (0, b"\x00\x00\x01\xba", 0, b"", Foreign("an MPEG video", _TO_MP4)),
-    (0, b"FLV\x01", 0, b"", Foreign("a Flash video", _TO_MP4)),
-    (0, b"\x30\x26\xb2\x75", 0, b"", Foreign("a Windows Media video", _TO_MP4)),
-    (0, b"OggS", 0, b"", Foreign("an Ogg file", _TO_MP4)),
+_UNSUPPORTED = (
+    (0, b"RIFF", 8, b"AVI ", UnsupportedKind("an AVI video", _TO_MP4)),
+    (0, b"G", 188, b"G", UnsupportedKind("an MPEG transport stream (.ts)", _TO_MP4)),
+    (4, b"G", 196, b"G", UnsupportedKind("an MPEG transport stream (.m2ts)", _TO_MP4)),
+    (0, b"\x00\x00\x01\xba", 0, b"", UnsupportedKind("an MPEG video", _TO_MP4)),
+    (0, b"FLV\x01", 0, b"", UnsupportedKind("a Flash video", _TO_MP4)),
+    (0, b"\x30\x26\xb2\x75", 0, b"", UnsupportedKind("a Windows Media video", _TO_MP4)),
+    (0, b"OggS", 0, b"", UnsupportedKind("an Ogg file", _TO_MP4)),
     (
         *(0, b"\x00\x00\x00\x0cJXL ", 0, b""),
-        Foreign("a JPEG XL image", "convert it to PNG or JPEG first: djxl {name} out.png"),
+        UnsupportedKind("a JPEG XL image", "convert it to PNG or JPEG first: djxl {name} out.png"),
     ),
     (
         *(0, b"\xff\x0a", 0, b""),
-        Foreign("a JPEG XL image", "convert it to PNG or JPEG first: djxl {name} out.png"),
+        UnsupportedKind("a JPEG XL image", "convert it to PNG or JPEG first: djxl {name} out.png"),
     ),
 )
-_HEIC_IMAGE = Foreign(
+_HEIC_IMAGE = UnsupportedKind(
     "a HEIC image, as phones take them",
     "convert it to JPEG first: heif-convert {name} out.jpg, or the phone's setting for JPEG",
 )
-_AVIF_IMAGE = Foreign(
+_AVIF_IMAGE = UnsupportedKind(
     "an AVIF image, which this Pillow does not read",
     "install Pillow 11.3 or later, or convert it to PNG first: avifdec {name} out.png",
 )
@@ -72,11 +72,11 @@ def is_iso_image(data: bytes) -> bool:
     return data[4:8] == b"ftyp" and data[8:12] in (*_HEIC, *_AVIF)
 
 
-def foreign_kind(data: bytes) -> Foreign | None:
+def unsupported_kind(data: bytes) -> UnsupportedKind | None:
     """Return the kind of a file that is not read, by its bytes; None if it is none of them."""
     if is_iso_image(data):
         return _HEIC_IMAGE if _is_heic(data) else _AVIF_IMAGE
-    for place, magic, second_place, second_magic, kind in _FOREIGN:
+    for place, magic, second_place, second_magic, kind in _UNSUPPORTED:
         if data.startswith(magic, place) and data.startswith(second_magic, second_place):
             return kind
     return None

@@ -65,7 +65,7 @@ def _lines(data: bytes, name: str) -> list[str]:
     return re.split(r"\r\n|\r|\n", text)
 
 
-def words_of(prompt: str) -> str:
+def slugify_prompt(prompt: str) -> str:
     """Return the first words of a prompt for a file's name: letters of any script, and digits.
 
     Returns:

@@ -16,7 +16,7 @@ from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.resolve import ClipWork, check_memory, memory_of_devices, resolved_for
 from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
-from svdpp.media.inputs import ClipInput, Photo
+from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import CostModel
 from svdpp.serve.job import LATENTS, Job
@@ -256,8 +256,8 @@ class ToRequest:
         if self._checkpoint is None:
             return ClipInput()
         path, videos = job.photo_in(self.folder), job.videos_in(self.folder).items()
-        photo = None if path is None else Photo(path, job.photo_sha256, 0, 0)
-        further = tuple((name, Photo(file, job.videos[name], 0, 0)) for name, file in videos)
+        photo = None if path is None else MediaFile(path, job.photo_sha256, 0, 0)
+        further = tuple((name, MediaFile(file, job.videos[name], 0, 0)) for name, file in videos)
         return ClipInput(photo, job.prompt, job.negative_prompt, further)
 
     def _output(self, job: Job) -> OutputConfig:

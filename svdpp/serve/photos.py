@@ -28,7 +28,7 @@ from PIL import Image
 from svdpp.errors import InputError, SvdppError
 from svdpp.launch.process_lifetime import end_with_parent, signals_blocked, start_helper
 from svdpp.media import output_files
-from svdpp.media.inputs import MAX_PIXELS, Photo, read_bytes, read_photo, read_video
+from svdpp.media.inputs import MAX_PIXELS, MediaFile, probe_video, read_bytes, read_image
 from svdpp.media.kinds import FORMATS, demuxer_of
 
 # Of the process that decodes an image. The largest images that `media.inputs` takes, 50 million
@@ -152,7 +152,7 @@ class PhotoFolder:
         video_frames: int = 0,
         video: str = "",
         owner: str = "",
-    ) -> Photo:
+    ) -> MediaFile:
         """Store an image durably, once it is decoded; if it raises, no file is left.
 
         Args:
@@ -187,7 +187,7 @@ class PhotoFolder:
             for path in {upload, final}:
                 output_files.remove(path)
             raise
-        return Photo(final, sha256, *map(int, size))
+        return MediaFile(final, sha256, *map(int, size))
 
     def _decoded(self, upload: Path, name: str, video_frames: int, owner: str) -> tuple[str, ...]:
         with self._places.place(owner, _WAIT_SECONDS):
@@ -304,14 +304,14 @@ def _refused(message: str, hint: str, details: dict[str, Any]) -> str:
 
 def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> str:
     if video_frames and (demuxer := demuxer_of(read_bytes(path))):
-        photo = read_video(path, video_frames, max_pixels)
+        photo = probe_video(path, video_frames, max_pixels)
         suffix = ".mp4" if demuxer == "mov" else ".mkv"
     else:
         _check_cost(path, max_scans)
         if video_frames:  # an animation has frames, an image stands for all of them
-            photo = read_video(path, video_frames, max_pixels)
+            photo = probe_video(path, video_frames, max_pixels)
         else:
-            image, photo = read_photo(path, max_pixels)
+            image, photo = read_image(path, max_pixels)
             image.close()
         with Image.open(path, formats=FORMATS) as header:
             format = str(header.format)
@@ -325,7 +325,7 @@ def _check_cost(path: Path, max_scans: int) -> None:
         with Image.open(path, formats=FORMATS) as header:
             width, height = header.size
             format = header.format
-    except Exception:  # `read_photo` then says what is wrong with it
+    except Exception:  # `read_image` then says what is wrong with it
         return
     spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     pixels = width * height

@@ -61,12 +61,12 @@ def clip_metadata(
         config: resolved.
         checkpoint: of the model.
     """
-    folder, photo, sampling = Path(output.path).parent, made_from.photo, config.sampling
+    folder, media_file, sampling = Path(output.path).parent, made_from.media_file, config.sampling
     metadata = {
         "schema_version": SCHEMA_VERSION,
         "family": sampling.family,
-        "input": None if photo is None else recorded_path(photo.path, folder),
-        "input_sha256": None if photo is None else photo.sha256,
+        "input": None if media_file is None else recorded_path(media_file.path, folder),
+        "input_sha256": None if media_file is None else media_file.sha256,
         **(_videos(made_from, folder) if sampling.videos else {}),
         "output": Path(output.path).name,
         "seed": seed,

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import svdpp
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.media.video import read_frames
 from tests.bench.options import options
 
@@ -87,7 +87,7 @@ def seconds(command: list[str], out: Path, num_clips: int) -> float:
 
 def main() -> None:
     asked = options(__doc__, repeats=3, seeds=4)
-    photos = [str(photo) for photo in example_photos()]
+    photos = [str(photo) for photo in example_images()]
     ratios = []
     for repeat in range(asked.repeats):
         with tempfile.TemporaryDirectory() as name:

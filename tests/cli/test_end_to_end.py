@@ -15,7 +15,7 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 from svdpp.errors import recorded_path
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
@@ -68,7 +68,7 @@ def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
 
 @pytest.mark.promise
 def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> None:
-    photos = example_photos()[:2]
+    photos = example_images()[:2]
     out = tmp_path / "out"
     command = ["run", *photos, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
     done = svdpp_alone(*map(str, command), "--seeds", "3-4", "--out", str(out), "--json", "-q")

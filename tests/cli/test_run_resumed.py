@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from svdpp.driver import manifest
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.media.output_files import locked
 from svdpp.media.video import read_frames
 from tests.cli.shell import (
@@ -38,7 +38,7 @@ from tests.small_disk import small_disk
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 KNOBS = ["--steps", "6", "--height", "64", "--width", "64", "--frames", "2", "--threads", "1"]
-PHOTOS = [str(photo) for photo in example_photos()[:2]]
+PHOTOS = [str(photo) for photo in example_images()[:2]]
 
 
 def _command(*arguments: object) -> list[str]:

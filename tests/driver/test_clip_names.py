@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from svdpp.driver.clip_names import clip_names
-from svdpp.media.inputs import ClipInput, Photo
+from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.media.video import clip_path
 
 
 def image(path: str, prompt: str | None = None) -> ClipInput:
-    return ClipInput(Photo(Path(path), "0" * 64, 64, 64), prompt)
+    return ClipInput(MediaFile(Path(path), "0" * 64, 64, 64), prompt)
 
 
 def text(prompt: str) -> ClipInput:

@@ -31,7 +31,7 @@ from svdpp.errors import (
     RankError,
     error_to_dict,
 )
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.media.video import read_frames
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import CostModel
@@ -60,7 +60,7 @@ from tests.faults.processes import allowing_for_others, wait_until
 from tests.models.builders import small_svd
 from tests.small_disk import small_disk
 
-PHOTO = str(example_photos()[0])
+PHOTO = str(example_images()[0])
 
 
 @pytest.fixture

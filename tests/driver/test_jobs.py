@@ -35,7 +35,7 @@ from svdpp.driver.manifest import RunManifest, open_manifest
 from svdpp.driver.resolve import check_memory, resolve
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
-from svdpp.media.inputs import ClipInput, Photo, read_photo
+from svdpp.media.inputs import ClipInput, MediaFile, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
@@ -54,15 +54,15 @@ CONFIG = replace(CONFIG, sampling=CONFIG.sampling.with_model_defaults(model_fram
 
 
 @pytest.fixture(scope="module")
-def photo() -> Photo:
-    return read_photo(Path(PHOTO))[1]
+def media_file() -> MediaFile:
+    return read_image(Path(PHOTO))[1]
 
 
 def _finish(
-    photo: Photo, output: OutputConfig, config: PipelineConfig = CONFIG, **more: Any
+    media_file: MediaFile, output: OutputConfig, config: PipelineConfig = CONFIG, **more: Any
 ) -> dict[str, Any]:
     """Writes a clip as a run would; returns its JSON."""
-    record = clip_metadata(ClipInput(photo), 0, output, config, find_checkpoint(config.model))
+    record = clip_metadata(ClipInput(media_file), 0, output, config, find_checkpoint(config.model))
     record |= {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **more}
     Path(output.path).parent.mkdir(exist_ok=True)
     frames = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
@@ -71,18 +71,18 @@ def _finish(
     return record
 
 
-def _plan(photo: Photo, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> ClipPlan:
-    check_outputs([ClipInput(photo)], [0], policy)
-    return plan_clips([ClipInput(photo)], [0], policy, config, find_checkpoint(config.model))
+def _plan(media_file: MediaFile, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> ClipPlan:
+    check_outputs([ClipInput(media_file)], [0], policy)
+    return plan_clips([ClipInput(media_file)], [0], policy, config, find_checkpoint(config.model))
 
 
 @pytest.mark.parametrize(("replicas", "first"), [(1, [2]), (2, [2, 3])])
 def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
-    photo: Photo, tmp_path: Path, replicas: int, first: list[int]
+    media_file: MediaFile, tmp_path: Path, replicas: int, first: list[int]
 ) -> None:
     sizes = [6000, 6000, 1000, 1000, 6000, 1000]
     inputs = [
-        ClipInput(replace(photo, path=tmp_path / f"{index}.jpg", width=size, height=4000))
+        ClipInput(replace(media_file, path=tmp_path / f"{index}.jpg", width=size, height=4000))
         for index, size in enumerate(sizes)
     ]
     config = replace(CONFIG, replicas=replicas)
@@ -94,9 +94,9 @@ def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
     assert [metadata["input"] for metadata in plan.metadata] == [f"{name}.jpg" for name in names]
 
 
-def test_a_clip_takes_little_work_and_memory_to_plan(photo: Photo, tmp_path: Path) -> None:
+def test_a_clip_takes_little_work_and_memory_to_plan(media_file: MediaFile, tmp_path: Path) -> None:
     """100,000 of them: seconds, and at most 300 MB with the manifest and what goes to the ranks."""
-    made_from, seeds = [ClipInput(photo)], range(1000)
+    made_from, seeds = [ClipInput(media_file)], range(1000)
     policy = OutputPolicy(folder=tmp_path, resume=True, latents_folder=tmp_path / "latents")
     checkpoint = find_checkpoint(CONFIG.model)
     plan_clips(made_from, seeds, policy, CONFIG, checkpoint)  # imports
@@ -118,19 +118,19 @@ def test_a_clip_takes_little_work_and_memory_to_plan(photo: Photo, tmp_path: Pat
 
 @pytest.mark.parametrize(("fps", "is_kept"), [(CONFIG.sampling.fps, True), (9, False)])
 def test_a_restart_keeps_what_is_as_asked_for(
-    photo: Photo, fps: int, is_kept: bool, tmp_path: Path
+    media_file: MediaFile, fps: int, is_kept: bool, tmp_path: Path
 ) -> None:
     before = replace(CONFIG, sampling=replace(CONFIG.sampling, fps=fps))
-    _finish(photo, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), before)
+    _finish(media_file, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), before)
     policy = OutputPolicy(folder=tmp_path, overwrite=True)
-    assert len(_plan(photo, policy).requests) == 1
-    restarted = _plan(photo, replace(policy, is_restarted=True))
+    assert len(_plan(media_file, policy).requests) == 1
+    restarted = _plan(media_file, replace(policy, is_restarted=True))
     assert [len(restarted.skipped), len(restarted.requests)] == [is_kept, not is_kept]
     if not is_kept:
         with pytest.raises(RequestError, match="exists with another fps"):
-            _plan(photo, OutputPolicy(folder=tmp_path, is_restarted=True))
+            _plan(media_file, OutputPolicy(folder=tmp_path, is_restarted=True))
     with pytest.raises(RequestError, match="contradict each other"):
-        _plan(photo, replace(policy, resume=True))
+        _plan(media_file, replace(policy, resume=True))
 
 
 def test_a_run_has_a_limit_of_clips(tmp_path: Path) -> None:
@@ -149,15 +149,15 @@ def _clip(folder: Path, format: VideoFormat = "mp4") -> OutputConfig:
 
 
 def test_each_format_has_a_json_of_its_own_which_a_killed_run_gets_later(
-    photo: Photo, tmp_path: Path
+    media_file: MediaFile, tmp_path: Path
 ) -> None:
     clips = {kind: _clip(tmp_path, kind) for kind in FORMATS}
-    records = {kind: _finish(photo, clip, host="host1") for kind, clip in clips.items()}
+    records = {kind: _finish(media_file, clip, host="host1") for kind, clip in clips.items()}
     files = {Path(path) for clip in clips.values() for path in (clip.path, clip.json_path)}
     assert {*tmp_path.iterdir()} == files
     for kind, clip in clips.items():
         Path(clip.json_path).unlink()
-        plan = _plan(photo, OutputPolicy(folder=tmp_path, format=kind, resume=True))
+        plan = _plan(media_file, OutputPolicy(folder=tmp_path, format=kind, resume=True))
         (kept,) = plan.skipped
         assert (kept["file_sha256"], kept["format"]) == (records[kind]["file_sha256"], kind)
         assert json.loads(Path(clip.json_path).read_text()) == kept
@@ -168,66 +168,74 @@ def test_each_format_has_a_json_of_its_own_which_a_killed_run_gets_later(
 
 
 @pytest.mark.parametrize("gone", ["json", "file"])
-def test_half_a_clip_is_not_replaced_unasked(photo: Photo, gone: str, tmp_path: Path) -> None:
+def test_half_a_clip_is_not_replaced_unasked(
+    media_file: MediaFile, gone: str, tmp_path: Path
+) -> None:
     output = _clip(tmp_path)
-    _finish(photo, output)
+    _finish(media_file, output)
     Path(output.json_path if gone == "json" else output.path).unlink()
     left = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RequestError, match="1 output exists already, the first is"):
-        _plan(photo, OutputPolicy(folder=tmp_path))
+        _plan(media_file, OutputPolicy(folder=tmp_path))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == left
     other = replace(CONFIG, sampling=replace(CONFIG.sampling, num_inference_steps=4))
     with pytest.raises(RequestError, match="exists with another num_inference_steps: 2, now 4"):
-        _plan(photo, OutputPolicy(folder=tmp_path, resume=True), other)
-    assert len(_plan(photo, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
+        _plan(media_file, OutputPolicy(folder=tmp_path, resume=True), other)
+    assert len(_plan(media_file, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
 
 
-def test_a_clip_of_somebody_elses_is_not_replaced_by_resume(photo: Photo, tmp_path: Path) -> None:
+def test_a_clip_of_somebody_elses_is_not_replaced_by_resume(
+    media_file: MediaFile, tmp_path: Path
+) -> None:
     frames = np.zeros((2, 32, 32, 3), np.uint8)
     output = _clip(tmp_path)
     for metadata in ({}, {"seed": 1}):
         video.write_clip(frames, output, fps=7, metadata=metadata)
         before = Path(output.path).read_bytes()
         with pytest.raises(RequestError, match="without a JSON, and svdpp did not write it"):
-            _plan(photo, OutputPolicy(folder=tmp_path, resume=True))
+            _plan(media_file, OutputPolicy(folder=tmp_path, resume=True))
         assert Path(output.path).read_bytes() == before
-    assert len(_plan(photo, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
+    assert len(_plan(media_file, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
 
 
-def test_a_file_that_was_changed_is_not_replaced_by_resume(photo: Photo, tmp_path: Path) -> None:
+def test_a_file_that_was_changed_is_not_replaced_by_resume(
+    media_file: MediaFile, tmp_path: Path
+) -> None:
     """Another video under its name may be a user's work; an unreadable file is replaced."""
     output, policy = _clip(tmp_path), OutputPolicy(folder=tmp_path, resume=True)
-    _finish(photo, output)
+    _finish(media_file, output)
     whole = Path(output.path).read_bytes()
     Path(output.path).write_bytes(whole + b"junk")
     with pytest.raises(RequestError, match="is not the file that its JSON describes"):
-        _plan(photo, policy)
+        _plan(media_file, policy)
     Path(output.path).write_bytes(whole[:-200])
-    assert len(_plan(photo, policy).requests) == 1
+    assert len(_plan(media_file, policy).requests) == 1
     Path(output.path).write_bytes(whole)
-    assert len(_plan(photo, policy).skipped) == 1
+    assert len(_plan(media_file, policy).skipped) == 1
 
 
-def test_a_run_json_of_somebody_elses_is_not_replaced(photo: Photo, tmp_path: Path) -> None:
+def test_a_run_json_of_somebody_elses_is_not_replaced(
+    media_file: MediaFile, tmp_path: Path
+) -> None:
     (tmp_path / "run.json").write_text('{"scripts": {"dev": "next dev"}}')
     for policy in (OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path, resume=True)):
         with pytest.raises(RequestError, match=r"run\.json' exists and is not a run's manifest"):
-            _plan(photo, policy)
-    _plan(photo, OutputPolicy(folder=tmp_path, overwrite=True))
+            _plan(media_file, policy)
+    _plan(media_file, OutputPolicy(folder=tmp_path, overwrite=True))
     with RunManifest(tmp_path / "run.json", {"model": "demo"}, []):
         pass
-    _plan(photo, OutputPolicy(folder=tmp_path))
+    _plan(media_file, OutputPolicy(folder=tmp_path))
 
 
-def test_a_clip_of_version_0_3_is_kept(photo: Photo, tmp_path: Path) -> None:
+def test_a_clip_of_version_0_3_is_kept(media_file: MediaFile, tmp_path: Path) -> None:
     """Its JSON had another name and no hash of the file."""
     output = _clip(tmp_path)
-    record = {**_finish(photo, output), "schema_version": 1}
+    record = {**_finish(media_file, output), "schema_version": 1}
     del record["file_sha256"]
     frames = np.zeros((2, 32, 32, 3), np.uint8)
     video.write_clip(frames, output, fps=7, metadata=record)
     Path(output.json_path).rename(tmp_path / "rocket_0.json")
-    (kept,) = _plan(photo, OutputPolicy(folder=tmp_path, resume=True)).skipped
+    (kept,) = _plan(media_file, OutputPolicy(folder=tmp_path, resume=True)).skipped
     assert kept["file_sha256"] == video.file_sha256(Path(output.path))
 
 

@@ -14,7 +14,7 @@ from svdpp.config import ClipRequest, LtxSampling, ModelConfig, PipelineConfig, 
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import NotFiniteError, RankError, RequestError
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.models.base import DTYPES
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import CostModel
@@ -37,7 +37,7 @@ REQUESTS = [
     ClipRequest(seed=2, prompt="a cat", negative_prompt="blurred"),
     ClipRequest(seed=3, prompt="the sea at night"),
 ]
-PHOTO = str(example_photos()[0])
+PHOTO = str(example_images()[0])
 KEY = "ab" * 32
 MORE = [pytest.mark.long, pytest.mark.full]
 

@@ -18,7 +18,7 @@ from svdpp.config import ClipRequest, OutputConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import ClipWork, resolve
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
-from svdpp.media.inputs import example_photos, fit_photo, read_photo
+from svdpp.media.inputs import example_images, fit_image, read_image
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.verification.verify import run_reference
 from svdpp.worker.tensor_files import tensor_sha256
@@ -120,7 +120,7 @@ def test_a_script_that_ranks_cannot_import_is_told_what_to_do(tmp_path: Path, so
 
 # --- requests -----------------------------------------------------------------------------------
 
-KEY, PHOTO = "ab" * 32, str(example_photos()[0])
+KEY, PHOTO = "ab" * 32, str(example_images()[0])
 NO_CHECKPOINTS = "clip 0: done_steps is 2, but there are no latent checkpoints"
 FIVE = SvdSampling(num_inference_steps=5)
 REFUSED: list[tuple[Any, type[Exception], str]] = [
@@ -219,7 +219,7 @@ def test_each_clip_has_the_bits_of_diffusers(tmp_path: Path) -> None:
         )
     for result in results:
         own = result.request.sampling or pipeline.config.sampling
-        image = fit_photo(read_photo(Path(PHOTO))[0], own.width, own.height, own.fit)
+        image = fit_image(read_image(Path(PHOTO))[0], own.width, own.height, own.fit)
         model = pipeline_config.model
         latents, frames, _ = whole_clip(model, own, result.request, image)
         assert result.metadata["latents_sha256"] == tensor_sha256(latents[-1]), own

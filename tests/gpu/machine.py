@@ -19,7 +19,7 @@ from svdpp.diagnostics.machine import environment
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RankError
 from svdpp.launch import gpus
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.verification.verify import verify
 from svdpp.worker.messages import Event, StepDone
 from tests.cli.shell import svdpp_here
@@ -28,7 +28,7 @@ from tests.cli.shell import svdpp_here
 REHEARSAL = "GPU_REHEARSAL"
 #: Set to "small", the tests use GPUs at small sizes: all but the figures of a full-size model.
 SIZE = "GPU_TESTS"
-PHOTOS = [str(path) for path in example_photos()]
+PHOTOS = [str(path) for path in example_images()]
 
 
 @dataclass(frozen=True)

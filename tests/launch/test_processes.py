@@ -12,10 +12,10 @@ import pytest
 
 from svdpp.launch import process_lifetime
 from svdpp.launch.group import Group, RankContext, start_ranks
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from tests.faults.processes import is_there, wait_until
 
-PHOTO = str(example_photos()[0])
+PHOTO = str(example_images()[0])
 
 pytestmark = pytest.mark.processes
 

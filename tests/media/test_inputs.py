@@ -31,15 +31,15 @@ from tests.media.pictures import encoded, ffmpeg, gradient, png
 
 def read(folder: Path, data: bytes) -> Image.Image:
     (folder / "x").write_bytes(data)
-    image, photo = inputs.read_photo(folder / "x")
+    image, media_file = inputs.read_image(folder / "x")
     assert image.mode == "RGB"
-    assert image.size == (photo.width, photo.height)
+    assert image.size == (media_file.width, media_file.height)
     return image
 
 
 def refusal(path: Path) -> str:
     with pytest.raises(InputError) as caught:
-        inputs.read_photo(path)
+        inputs.read_image(path)
     assert repr(str(path)) in caught.value.message
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -55,8 +55,8 @@ def test_lossless_formats_give_their_pixels_back(tmp_path: Path, format: str) ->
     options = {"lossless": True} if format == "WEBP" else {}
     data = encoded(gradient(), format, **options)
     assert read(tmp_path, data).tobytes() == gradient().tobytes()
-    _, photo = inputs.read_photo(tmp_path / "x")
-    assert photo == inputs.Photo(tmp_path / "x", hashlib.sha256(data).hexdigest(), 48, 32)
+    _, media_file = inputs.read_image(tmp_path / "x")
+    assert media_file == inputs.MediaFile(tmp_path / "x", hashlib.sha256(data).hexdigest(), 48, 32)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
@@ -146,7 +146,7 @@ def test_a_flipped_byte_in_a_png_never_changes_the_picture(tmp_path: Path) -> No
         data[place] ^= 4
         (tmp_path / "x.png").write_bytes(data)
         try:
-            image = inputs.read_photo(tmp_path / "x.png")[0]
+            image = inputs.read_image(tmp_path / "x.png")[0]
         except InputError:
             continue
         assert image.tobytes() == gradient().tobytes()
@@ -199,7 +199,7 @@ def test_things_that_are_no_files(tmp_path: Path) -> None:
 
 
 def found(names: Sequence[str], videos: int | None = None) -> list[Path]:
-    return [photo.path for photo in inputs.check_inputs(names, videos)]
+    return [file.path for file in inputs.check_inputs(names, videos)]
 
 
 def test_inputs_are_expanded_and_keep_their_order(tmp_path: Path) -> None:
@@ -239,19 +239,19 @@ def test_inputs_are_expanded_and_keep_their_order(tmp_path: Path) -> None:
     ],
 )
 def test_fit_gives_the_shape(fit: Any, shape: tuple[int, int], size: tuple[int, int]) -> None:
-    assert inputs.fit_photo(gradient(), *shape, fit).size == size
+    assert inputs.fit_image(gradient(), *shape, fit).size == size
 
 
 def test_fit_is_centred() -> None:
     image = gradient()
-    crop = inputs.fit_photo(image, 64, 64, "crop")
+    crop = inputs.fit_image(image, 64, 64, "crop")
     assert crop.tobytes() == image.crop((8, 0, 40, 32)).tobytes()
-    pad = inputs.fit_photo(image, 64, 64, "pad")
+    pad = inputs.fit_image(image, 64, 64, "pad")
     assert pad.crop((0, 8, 48, 40)).tobytes() == image.tobytes()
     assert not any(pad.crop((0, 0, 48, 8)).tobytes() + pad.crop((0, 40, 48, 48)).tobytes())
-    assert inputs.fit_photo(image, 1, 99, "stretch") is image
+    assert inputs.fit_image(image, 1, 99, "stretch") is image
     with pytest.raises(InputError, match="would take"):
-        inputs.fit_photo(Image.new("RGB", (16000, 1000)), 8, 800, "pad")
+        inputs.fit_image(Image.new("RGB", (16000, 1000)), 8, 800, "pad")
 
 
 SAMPLES = [
@@ -278,11 +278,11 @@ def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
         path = Path(folder, "x.png")
         path.write_bytes(data)
         try:
-            image, photo = inputs.read_photo(path)
+            image, media_file = inputs.read_image(path)
         except InputError:
             return
         assert image.mode == "RGB"
-        assert len(image.tobytes()) == photo.width * photo.height * 3
+        assert len(image.tobytes()) == media_file.width * media_file.height * 3
 
 
 # Videos: the frames of a clip's input are those that ffmpeg decodes.
@@ -345,9 +345,11 @@ def test_a_video_is_upright_and_hashed_as_its_file(clip: Path, tmp_path: Path) -
     turned = tmp_path / "turned.mp4"
     ffmpeg("-display_rotation", "90", "-i", clip, "-c", "copy", turned)
     sha256 = hashlib.sha256(turned.read_bytes()).hexdigest()
-    assert inputs.read_video(turned, 7, inputs.MAX_PIXELS) == inputs.Photo(turned, sha256, 64, 96)
+    assert inputs.probe_video(turned, 7, inputs.MAX_PIXELS) == inputs.MediaFile(
+        turned, sha256, 64, 96
+    )
     made = inputs.decode_input(clip.read_bytes(), clip, sampling())[1]
-    assert made == inputs.read_video(clip, 5, inputs.MAX_PIXELS)
+    assert made == inputs.probe_video(clip, 5, inputs.MAX_PIXELS)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_damaged_and_hostile_videos_are_refused(
     path = tmp_path / "bad.mp4"
     path.write_bytes(change(clip.read_bytes()))
     for read in (
-        lambda: inputs.read_video(path, 5, inputs.MAX_PIXELS),
+        lambda: inputs.probe_video(path, 5, inputs.MAX_PIXELS),
         lambda: fitted(path, sampling()),
     ):
         with pytest.raises(InputError, match=words) as caught:
@@ -380,20 +382,20 @@ def test_damaged_and_hostile_videos_are_refused(
 
 def test_a_video_beyond_the_limits_is_refused(clip: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"clip.mp4' cannot be decoded as a video: .*max"):
-        inputs.read_video(clip, 5, 96 * 64 - 1)
+        inputs.probe_video(clip, 5, 96 * 64 - 1)
     narrow, raw = tmp_path / "narrow.mp4", tmp_path / "raw.mov"
     ffmpeg("-f", "lavfi", "-i", "color=s=640x32:d=0.2", narrow)
     with pytest.raises(InputError, match=r"narrow.mp4' is too narrow: 640x32"):
-        inputs.read_video(narrow, 1, inputs.MAX_PIXELS)
+        inputs.probe_video(narrow, 1, inputs.MAX_PIXELS)
     ffmpeg("-i", clip, "-c:v", "qtrle", raw)  # none of the decoders that are used
     with pytest.raises(InputError, match=r"raw.mov' cannot be decoded as a video: "):
-        inputs.read_video(raw, 5, inputs.MAX_PIXELS)
+        inputs.probe_video(raw, 5, inputs.MAX_PIXELS)
 
 
 def test_a_decode_has_a_deadline(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_DECODE_SECONDS", 0.0)
     with pytest.raises(InputError, match=r"clip.mp4' cannot be decoded .* not end within 0 s$"):
-        inputs.read_video(clip, 5, inputs.MAX_PIXELS)
+        inputs.probe_video(clip, 5, inputs.MAX_PIXELS)
 
 
 def test_videos_are_found_by_their_suffixes(clip: Path, tmp_path: Path) -> None:
@@ -432,12 +434,12 @@ def test_files_that_are_not_read_are_called_by_what_they_are(
     path = tmp_path / "my photo.jpg"
     path.write_bytes(data)
     with pytest.raises(InputError) as caught:
-        inputs.read_photo(path)
+        inputs.read_image(path)
     assert words in caught.value.message
     assert hint in caught.value.hint
     if b"isom" not in data:  # for a family that takes videos
         with pytest.raises(InputError) as caught:
-            inputs.read_video(path, 5, inputs.MAX_PIXELS)
+            inputs.probe_video(path, 5, inputs.MAX_PIXELS)
         assert words in caught.value.message
 
 
@@ -445,8 +447,8 @@ def test_files_that_are_not_read_are_called_by_what_they_are(
 def test_an_avif_image_is_read_by_any_name(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     path.write_bytes(encoded(gradient(), "AVIF", quality=95))
-    image, photo = inputs.read_photo(path)
-    assert (photo.width, photo.height) == gradient().size
+    image, media_file = inputs.read_image(path)
+    assert (media_file.width, media_file.height) == gradient().size
     assert np.abs(np.asarray(image, int) - np.asarray(gradient(), int)).mean() < 4
 
 
@@ -469,7 +471,7 @@ def test_an_animation_is_a_video_of_its_stored_frames(tmp_path: Path, format: st
         assert np.array_equal(found, pixels([frame.convert("RGB") for frame in theirs[:5]]))
         path = tmp_path / "a.gif"
     with pytest.raises(InputError, match="has 6 of the 7 frames") as caught:
-        inputs.read_video(path, 7, inputs.MAX_PIXELS)
+        inputs.probe_video(path, 7, inputs.MAX_PIXELS)
     assert caught.value.details == {"frames": 6, "wanted": 7}
 
 
@@ -489,21 +491,21 @@ def test_a_file_without_a_video_says_what_it_holds(clip: Path, tmp_path: Path) -
     sound, cut = tmp_path / "sound.mp4", tmp_path / "cut.mp4"
     ffmpeg("-f", "lavfi", "-i", "sine=d=1", sound)
     with pytest.raises(InputError, match="has no video: it holds only audio"):
-        inputs.read_video(sound, 5, inputs.MAX_PIXELS)
+        inputs.probe_video(sound, 5, inputs.MAX_PIXELS)
     data = clip.read_bytes()
     cut.write_bytes(data[: data.index(b"mdat") + 400])
     with pytest.raises(InputError, match=r"cut off|cannot be decoded") as caught:
-        inputs.read_video(cut, 7, inputs.MAX_PIXELS)
+        inputs.probe_video(cut, 7, inputs.MAX_PIXELS)
     assert "download it again" in caught.value.hint
     cut.write_bytes(data[:60])
     with pytest.raises(InputError, match="is cut off, or its index is damaged"):
-        inputs.read_video(cut, 7, inputs.MAX_PIXELS)
+        inputs.probe_video(cut, 7, inputs.MAX_PIXELS)
 
 
 def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
     shapes = ((600, 800), (800, 600), (1024, 576), (500, 900))
     found = [
-        inputs.ClipInput(inputs.Photo(Path(f"{width}.jpg"), "0" * 64, width, height), prompt)
+        inputs.ClipInput(inputs.MediaFile(Path(f"{width}.jpg"), "0" * 64, width, height), prompt)
         for width, height in shapes
         for prompt in ("a", "b")
     ]

@@ -6,7 +6,7 @@ import codecs
 
 import pytest
 
-from svdpp.media.prompts import parse_prompts, words_of
+from svdpp.media.prompts import parse_prompts, slugify_prompt
 
 TEXT = "# remarks\r\n\r\n  \u6d77\u4e0a\u65e5\u51fa \r\n  # also one\r\na cat, #3\r\n"
 PROMPTS = ["\u6d77\u4e0a\u65e5\u51fa", "a cat, #3"]
@@ -42,4 +42,4 @@ def test_a_line_ends_nowhere_but_at_its_end() -> None:
     ],
 )
 def test_words_for_a_name(prompt: str, name: str) -> None:
-    assert words_of(prompt) == name
+    assert slugify_prompt(prompt) == name

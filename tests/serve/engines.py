@@ -18,7 +18,7 @@ import pytest
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import RequestError
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.plan.costs import CostModel
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id
@@ -228,7 +228,7 @@ def demo_config(world_size: int = 2) -> PipelineConfig:
 
 def demo_job(folder: Path, seed: int, photo: Path | None = None) -> Job:
     """A job for the demo model, whose photograph is copied to the data folder."""
-    content = (photo or example_photos()[0]).read_bytes()
+    content = (photo or example_images()[0]).read_bytes()
     job_id = new_id()
     (folder / "photos").mkdir(exist_ok=True)
     (folder / "photos" / f"{job_id}.jpg").write_bytes(content)

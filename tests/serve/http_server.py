@@ -23,7 +23,7 @@ from loguru import logger
 
 from svdpp.cli.progress import EventLog
 from svdpp.errors import Interrupted
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.serve.auth import Keys
 from svdpp.serve.server import Server, build
 from svdpp.serve.service import ServerSettings
@@ -34,7 +34,7 @@ DUMMY = ("--model", "dummy", "--device", "cpu", "--world", "2", "--threads", "1"
 #: About 10 ms for each step.
 QUICK = (*DUMMY, "--time-scale", "0.02")
 DEMO = ("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "2")
-PHOTO = example_photos()[0].read_bytes()
+PHOTO = example_images()[0].read_bytes()
 
 #: For what takes long only if it hangs.
 HANG_SECONDS = 300.0

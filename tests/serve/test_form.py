@@ -10,12 +10,12 @@ import pytest
 from starlette.datastructures import FormData
 
 from svdpp.config import WanSampling
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.serve.form import Capabilities
 from svdpp.serve.routes import _fields
 from svdpp.serve.views import ApiError, as_api_error
 
-PHOTO = example_photos()[0].read_bytes()
+PHOTO = example_images()[0].read_bytes()
 BASE64 = b64encode(PHOTO).decode()
 URL = f"data:image/jpeg;base64,{BASE64}"
 

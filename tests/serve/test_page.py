@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from svdpp.config import OutputConfig
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.media.video import write_clip
 from tests.cli.shell import ROOT
 from tests.serve.http_server import QUICK, HttpServer, ServerHere, wait
 
-PHOTOS = example_photos()
+PHOTOS = example_images()
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, WanSampling
 from svdpp.errors import InputError
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.media.video import frames_sha256
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import new_id
@@ -201,11 +201,11 @@ def test_further_videos_are_kept_beside_the_image(driver: Any, tmp_path: Path) -
         assert "with another video" in error_of(other, 422, "invalid_request")["message"]
         with contextmanager(opened)(driver, server) as page:
             page.fill("prompt", "the sea")
-            page.choose(*example_photos()[:1])
+            page.choose(*example_images()[:1])
             page.one("[name=pose_video]").send_keys(str(file))
             page.one("#make").click()
             page.wait_text("#error-face_video", "Choose a file.")
-            page.one("[name=face_video]").send_keys(str(example_photos()[0]))
+            page.one("[name=face_video]").send_keys(str(example_images()[0]))
             page.one("#make").click()
             page.wait(lambda: len(page.all(".card")) == 2)
         (newest,) = server.client.get("/v1/videos?limit=1").json()["data"]

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.errors import InputError, RequestError
 from svdpp.media import video
-from svdpp.media.inputs import ClipInput, read_photo
+from svdpp.media.inputs import ClipInput, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.verification.clip_files import ClipCheck, check_file, find_clips, find_photo, read_clip
 from svdpp.worker.clip_metadata import clip_metadata
@@ -55,8 +55,10 @@ def put_clip(
     sampling = SvdSampling(num_inference_steps=2, **size)
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)
     output = OutputConfig(path=str(folder / f"{name}{video.SUFFIXES[format]}"), format=format)
-    _, photo = read_photo(Path(PHOTO))
-    record = clip_metadata(ClipInput(photo), seed, output, config, find_checkpoint(config.model))
+    _, media_file = read_image(Path(PHOTO))
+    record = clip_metadata(
+        ClipInput(media_file), seed, output, config, find_checkpoint(config.model)
+    )
     latent = hashlib.sha256(bytes([seed])).hexdigest()
     record |= {"latents_sha256": latent, "frames_sha256": video.frames_sha256(pixels), **changes}
     shown, file = pixels if frames is None else frames, replace(output, crf=crf)

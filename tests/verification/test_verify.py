@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.config.tolerance import Tolerance
 from svdpp.errors import RequestError
-from svdpp.media.inputs import example_photos
+from svdpp.media.inputs import example_images
 from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import (
     Check,
@@ -191,7 +191,7 @@ def test_another_host_names_no_file_outside_the_folder(tmp_path: Path) -> None:
 
 
 REQUESTS = [
-    ClipRequest(seed=seed, image=str(photo)) for seed, photo in enumerate(example_photos()[:3])
+    ClipRequest(seed=seed, image=str(photo)) for seed, photo in enumerate(example_images()[:3])
 ]
 
 

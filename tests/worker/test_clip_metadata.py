@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.config import Lora, ModelConfig, OutputConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.config.pipeline import latents_key, parameters_sha256
-from svdpp.media.inputs import ClipInput, read_photo
+from svdpp.media.inputs import ClipInput, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.form import Capabilities
 from svdpp.worker.clip_metadata import clip_metadata, weights_identity
@@ -33,9 +33,9 @@ def _record(name: str, out: Path, **model: Any) -> dict[str, Any]:
     size = {"height": 32, "width": 32, "num_frames": 2, "decode_chunk_size": 2}
     sampling = SvdSampling(num_inference_steps=2, **size)
     config = PipelineConfig(world_size=2, model=ModelConfig(name=name, **model), sampling=sampling)
-    _, photo = read_photo(Path(PHOTO))
+    _, media_file = read_image(Path(PHOTO))
     output = OutputConfig(path=str(out / "rocket_0.mp4"))
-    return clip_metadata(ClipInput(photo), 0, output, config, find_checkpoint(config.model))
+    return clip_metadata(ClipInput(media_file), 0, output, config, find_checkpoint(config.model))
 
 
 def _replace_weights(folder: Path) -> None:

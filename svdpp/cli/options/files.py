@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from svdpp.config import SamplingConfig
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.media.inputs import ClipInput, Photo
+    from svdpp.media.inputs import ClipInput, MediaFile
 
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
 
@@ -120,7 +120,7 @@ class PromptOptions:
 
     def combined(
         self,
-        images: Sequence[Photo | None],
+        images: Sequence[MediaFile | None],
         sampling: SamplingConfig,
         max_pixels: int = MAX_MEGAPIXELS * 10**6,
         *,
@@ -163,8 +163,10 @@ class PromptOptions:
         check_prompt("--prompt", self.prompt)
         check_prompt("--negative-prompt", self.negative_prompt)
 
-    def _videos(self, sampling: SamplingConfig, max_pixels: int) -> tuple[tuple[str, Photo], ...]:
-        from svdpp.media.inputs import read_video
+    def _videos(
+        self, sampling: SamplingConfig, max_pixels: int
+    ) -> tuple[tuple[str, MediaFile], ...]:
+        from svdpp.media.inputs import probe_video
 
         paths: dict[str, Path] = {}
         for text in self.video or ():
@@ -172,7 +174,7 @@ class PromptOptions:
             require(bool(path), f"--video takes NAME=FILE, got {text!r}", value=text)
             paths[name] = Path(path)
         sampling.check_videos(paths)
-        read = [read_video(path, sampling.frames, max_pixels) for path in paths.values()]
+        read = [probe_video(path, sampling.frames, max_pixels) for path in paths.values()]
         return tuple(zip(paths, read, strict=True))
 
     def _all_prompts(self) -> list[str]:
