@@ -21,7 +21,9 @@ import pytest
 import svdpp
 from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.options.declare import names_of
+from svdpp.media import inputs
 from svdpp.media.inputs import example_images
+from svdpp.plan import costs, forecast, layout
 from svdpp.verification import verify
 from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
@@ -179,6 +181,13 @@ def test_each_public_name_is_there_and_in_the_stub() -> None:
     for name, path in imported.items():
         value, (module, _, original) = getattr(svdpp, str(name)), path.rpartition(".")
         assert getattr(sys.modules[module], original) is value
+
+
+def test_old_public_names_stay_for_a_version() -> None:
+    assert layout.Layout is layout.ParallelConfig
+    assert costs.Costs is costs.CostModel
+    assert forecast.replay is forecast.simulate_schedule
+    assert inputs.example_photos is inputs.example_images
 
 
 @pytest.mark.processes
