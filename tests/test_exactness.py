@@ -18,7 +18,7 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
 from svdpp.media.inputs import fit_image, read_image
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import load_engine_model, resize_for_clip, to_bytes
+from svdpp.models.engine.model import load_engine_model, resize_for_clip, to_uint8
 from svdpp.plan.layout import Roles
 from svdpp.verification.reference import stack_frames
 from tests.models.builders import save_tiny_checkpoint
@@ -112,7 +112,7 @@ def test_frames_become_bytes_as_diffusers_makes_them() -> None:
     pixels = torch.linspace(0, 1, 2 * 255 * 3 + 1).repeat(9)[: 3 * 64 * 64].view(1, 3, 64, 64)
     pixels[0, 0, :2] = (torch.arange(128).view(2, 64) + 0.5) / 255
     theirs = stack_frames(VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels)))
-    assert np.array_equal(to_bytes(pixels).numpy(), theirs)
+    assert np.array_equal(to_uint8(pixels).numpy(), theirs)
 
 
 # The resize for CLIP has the bits of diffusers' own, in a small part of its time and memory.

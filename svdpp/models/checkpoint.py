@@ -39,14 +39,14 @@ from svdpp.models.files import (
     MODEL_HINT,
     UNSUPPORTED_HINT,
     JsonFile,
-    commit_of,
+    display_name,
     download,
     fingerprint,
     library_errors,
     read_dtypes,
     read_json,
     short_repr,
-    show_name,
+    snapshot_commit,
     variant_of,
     weight_files,
 )
@@ -55,7 +55,7 @@ from svdpp.models.lora_files import LoraFile, check_loras, find_lora
 from svdpp.plan.layout import Roles
 
 #: Use that a model has for an input of a clip.
-Use = Literal["needed", "optional", "refused"]
+InputUse = Literal["needed", "optional", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,12 @@ class Checkpoint:
     """Fewest and most frames of a clip, and the reason."""
     image_sizes: tuple[int, int] | None = None
     """Sizes of clips from an image: the side of a square one, and the unit of sides; None: any."""
-    image_use: Use
+    image_use: InputUse
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
     boundary_ratio: float | None = None
     """Share of the training timesteps below which `transformer_2` runs; None for one expert."""
-    decode_draws: bool = False
+    decode_draws_noise: bool = False
     """Whether the decode draws noise."""
     has_image_projection: bool = False
     """Whether Wan's denoiser has layers for the embedding of an image, as Wan 2.1 from an image."""
@@ -99,7 +99,7 @@ class Checkpoint:
     @property
     def label(self) -> str:
         """Name of the model in messages."""
-        return f"model {show_name(self.name)}"
+        return f"model {display_name(self.name)}"
 
     @property
     def spec(self) -> FamilySpec:
@@ -112,7 +112,7 @@ class Checkpoint:
         return [file.remark for file in self.loras if file.remark]
 
     @property
-    def prompt_use(self) -> Use:
+    def prompt_use(self) -> InputUse:
         """Whether a clip needs a prompt, or must have none."""
         return "needed" if self.spec.takes_prompt else "refused"
 
@@ -245,7 +245,7 @@ class Checkpoint:
         """Return the variant of a component's files; None: the plain files, as others lack it."""
         return variant_of(self.folder, part, self.variant)
 
-    def new_scheduler(self, sampling: SamplingConfig | None) -> Any:
+    def build_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """Make diffusers' scheduler of the checkpoint.
 
         Args:
@@ -271,7 +271,7 @@ class Checkpoint:
         Raises:
             ModelError: the scheduler cannot make so many.
         """
-        scheduler = self.new_scheduler(sampling)
+        scheduler = self.build_scheduler(sampling)
         with library_errors("scheduler", self):
             steps = sampling.num_inference_steps
             every = self.spec.call_arguments(sampling).get("num_inference_steps", steps)
@@ -310,7 +310,9 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """
     with _located(model) as local:
         if local is not None and model.revision is not None:
-            raise RequestError(f"--revision is for hub models; {show_name(model.name)} is a folder")
+            raise RequestError(
+                f"--revision is for hub models; {display_name(model.name)} is a folder"
+            )
         if (model.name, model.revision) == (DEFAULT_MODEL, None):
             local = local or _ASSETS / "svd-xt"  # as published, and there without a network
         checkpoint = _check_configs(model, local or download(model), local)
@@ -382,7 +384,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
             file = str(error.details.get("file", ""))  # else all files, perhaps 126 GB
             one = f" {shlex.quote(file)}" if file else ""
             hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"
-        message = f"model {show_name(model.name)}: {error.message}"
+        message = f"model {display_name(model.name)}: {error.message}"
         raise ModelError(message, error.hint or hint, details=error.details) from error
 
 
@@ -395,13 +397,13 @@ def _local_folder(name: str) -> Path | None:
         return Path(path).resolve()
     if path.endswith(_SINGLE_FILES):
         raise ModelError(
-            f"{show_name(name)} is a single file, and svdpp reads no single files",
+            f"{display_name(name)} is a single file, and svdpp reads no single files",
             "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then --model "
             "FOLDER; of GGUF use the model that it was made from",
         )
     is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
     if is_path or name.count("/") > 1:
-        raise ModelError(f"there is no folder {show_name(name)}", MODEL_HINT)
+        raise ModelError(f"there is no folder {display_name(name)}", MODEL_HINT)
     return None
 
 
@@ -501,7 +503,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     checkpoint = Checkpoint(
         name=model.name,
         folder=folder,
-        revision=None if local else commit_of(folder),
+        revision=None if local else snapshot_commit(folder),
         variant=model.variant,
         family=family,
         classes=tuple(configs.classes.items()),

@@ -88,7 +88,7 @@ class DummyModel:
         """Return shape and dtype of a clip's latent, which are the same after every step."""
         return self.spec
 
-    def specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG002
+    def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG002
         """Return shape and dtype of the one tensor that a packet must have, by name."""
         return {LATENTS: (self.spec.shape, self._dtype)}
 
@@ -111,7 +111,7 @@ class DummyModel:
             noise = torch.randn(self.spec.shape, generator=generator)
             return {LATENTS: noise.to(self.device, self._dtype)}
 
-    def removed_text(self, prompt: str) -> str:  # noqa: ARG002
+    def truncated_text(self, prompt: str) -> str:  # noqa: ARG002
         """Return the empty text, because the model takes no prompt."""
         return ""
 

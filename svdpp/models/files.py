@@ -63,7 +63,7 @@ def short_repr(value: object) -> str:
     return _REPR.repr(value)
 
 
-def show_name(name: str) -> str:
+def display_name(name: str) -> str:
     """Return a model's name for messages: short, on one line, without home folder and tokens."""
     return short_repr(redact(name))
 
@@ -119,7 +119,7 @@ class JsonFile:
             f"{self.label}: {message}", hint, details={"file": self.label, **(details or {})}
         )
 
-    def count(self, key: str, largest: int) -> int:
+    def positive_int(self, key: str, largest: int) -> int:
         """Return the integer at `key`.
 
         Raises:
@@ -216,7 +216,7 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
         if absent:
             named = [_weight_names(part, variant) for part in absent]
             patterns = tuple(chain(*((each.single, *each.shards, *each.indices) for each in named)))
-            revision = commit_of(folder) or model.revision
+            revision = snapshot_commit(folder) or model.revision
             with hub_errors(model, absent):
                 _fetch(model.name, revision, model.local_files_only, patterns, None)
     return folder
@@ -246,7 +246,7 @@ def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
     return False
 
 
-def commit_of(snapshot: Path) -> str | None:
+def snapshot_commit(snapshot: Path) -> str | None:
     """Return the commit after which the hub's cache names a folder; None for others."""
     return snapshot.name if re.fullmatch(r"[0-9a-f]{40}", snapshot.name) else None
 
@@ -430,7 +430,7 @@ def read_dtypes(path: Path) -> list[str]:
     Raises:
         ModelError: the file cannot be read, or is damaged.
     """
-    return [entry["dtype"] for entry in read_entries(path)[1].values()]
+    return [entry["dtype"] for entry in read_safetensors_header(path)[1].values()]
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
@@ -445,7 +445,7 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
-        header, entries = read_entries(path)
+        header, entries = read_safetensors_header(path)
         digest.update(header)
         with path.open("rb") as file:
             for begin, end in sorted(each["data_offsets"] for each in entries.values()):
@@ -455,7 +455,7 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def read_entries(path: Path) -> tuple[bytes, dict[str, Any]]:
+def read_safetensors_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Read the header of a safetensors file.
 
     Returns:

@@ -16,7 +16,13 @@ from typing import Any
 
 from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
-from svdpp.models.files import commit_of, hub_errors, read_entries, short_repr, show_name
+from svdpp.models.files import (
+    display_name,
+    hub_errors,
+    read_safetensors_header,
+    short_repr,
+    snapshot_commit,
+)
 from svdpp.models.hashes import file_sha256
 
 # What diffusers writes: the file of a folder, or of a repository, that is named alone.
@@ -74,7 +80,9 @@ class LoraFile:
         parts = ", ".join(f"{part} ({count})" for part, count in self.ignored.items())
         total = sum(self.ignored.values())
         noun = "tensor is" if total == 1 else "tensors are"
-        return f"{show_name(self.path.name)}: {total} {noun} ignored, as the model has no {parts}"
+        return (
+            f"{display_name(self.path.name)}: {total} {noun} ignored, as the model has no {parts}"
+        )
 
 
 def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
@@ -104,7 +112,7 @@ def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
     Raises:
         ModelError: the file cannot be read.
     """
-    names = read_entries(path)[1]
+    names = read_safetensors_header(path)[1]
     has_weight = any(_TIME_PROJECTION.search(each) and each.endswith(".weight") for each in names)
     parts = {name: ignored_part(name, checkpoint, has_weight) for name in names}
     return {name: part for name, part in parts.items() if part is not None}
@@ -120,7 +128,7 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
         ModelError: a tensor is of another kind of adapter, misses its other factor, or has a shape
             that does not fit the other factor's; or all are for parts that the model does not have.
     """
-    entries = read_entries(path)[1]
+    entries = read_safetensors_header(path)[1]
     ignored = ignored_tensors(path, checkpoint)
     for name in sorted(entries.keys() - ignored):
         if found := _OTHER_ADAPTERS.search(name):
@@ -185,7 +193,7 @@ def check_loras(model: ModelConfig, checkpoint: Any) -> None:
     if importlib.util.find_spec("peft") is None:
         raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
     for lora in model.loras:
-        name = show_name(lora.name)
+        name = display_name(lora.name)
         if two_experts == (lora.expert is None):
             experts = "two experts: say which" if two_experts else "one expert: say none"
             hint = "end it with :high or :low" if two_experts else f"leave out :{lora.expert}"
@@ -205,18 +213,18 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
         ModelError: there is no such file, it is damaged, its hash is not the one that is asked for,
             or its tensors are not those of a LoRA.
     """
-    name, path = show_name(lora.name), Path(os.path.expanduser(lora.name))
+    name, path = display_name(lora.name), Path(os.path.expanduser(lora.name))
     try:
         if path.exists():
             path = (path / _LORA_FILE if path.is_dir() else path).resolve()
             found = replace(lora, name=str(path))
         else:
             path = _download_lora(lora, local_files_only)
-            commits = filter(None, map(commit_of, path.parents))
+            commits = filter(None, map(snapshot_commit, path.parents))
             found = replace(lora, revision=next(commits, lora.revision))
         if path.suffix != ".safetensors":
             raise ModelError("only safetensors files are read", "convert it")
-        read_entries(path)  # finds a damaged file before any rank starts
+        read_safetensors_header(path)  # finds a damaged file before any rank starts
         ignored = {} if checkpoint is None else check_tensors(path, checkpoint)
         sha256 = file_sha256(path)
     except ModelError as error:

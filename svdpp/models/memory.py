@@ -28,8 +28,8 @@ from svdpp.models.base import PreparedInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
 from svdpp.models.engine.model import EngineModel, blank_input
-from svdpp.models.engine.records import component_methods, replaced, tensors_in
-from svdpp.models.files import library_errors, read_entries, show_name
+from svdpp.models.engine.records import component_methods, patch_methods, tensors_in
+from svdpp.models.files import display_name, library_errors, read_safetensors_header
 from svdpp.models.lora_files import lora_bytes
 from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
 from svdpp.plan.layout import Roles
@@ -86,7 +86,7 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
         # For example, a table of positions ends.
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
         raise RequestError(
-            f"model {show_name(model.name)} cannot make a clip of {size} ({first_line(error)})",
+            f"model {display_name(model.name)} cannot make a clip of {size} ({first_line(error)})",
             "use another --height, --width or --frames",
             details={
                 "width": sampling.width,
@@ -149,7 +149,7 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
         return
     shapes = {name: list(each.shape) for name, each in module.named_parameters()}
     for path in paths:
-        for name, entry in read_entries(path)[1].items():
+        for name, entry in read_safetensors_header(path)[1].items():
             if (expected := shapes.get(name, entry["shape"])) != entry["shape"]:
                 raise ModelError(
                     f"{part}/config.json does not describe the weights: {name} has the shape "
@@ -195,14 +195,16 @@ class _FakeModel:
             cls = load.component_class(part, name)
             if has_weights(part):
                 with library_errors(part, checkpoint):
-                    dtype = load.dtype_of(checkpoint, part, model.dtype)
+                    dtype = load.component_dtype(checkpoint, part, model.dtype)
                     parts[part] = self._module(cls, part, dtype)
                     _check_weights(checkpoint, part, parts[part])
                 load.apply_memory_options(checkpoint, part, parts[part], model)
             else:
                 parts[part] = load.load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}
-        self._pipe = load.new_pipeline(checkpoint, sampling.from_image, parts, torch.device("cpu"))
+        self._pipe = load.build_pipeline(
+            checkpoint, sampling.from_image, parts, torch.device("cpu")
+        )
         self._model = EngineModel(self._pipe, checkpoint, sampling, model.dtype)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
@@ -223,7 +225,7 @@ class _FakeModel:
 
     def decode(self, packet: Tensors) -> PartMemory:
         roles = Roles(encode=False, denoise=False, decode=True)
-        decode = partial(self._model.decode_by, packet, lambda video, **_: video[:, :, :1])
+        decode = partial(self._model.decode_with, packet, lambda video, **_: video[:, :, :1])
         return self._measured(roles, packet, decode)[1]
 
     def _module(self, cls: Any, part: str, dtype: torch.dtype) -> Any:
@@ -231,7 +233,7 @@ class _FakeModel:
         torch.set_default_dtype(dtype)
         try:
             with self._fake:
-                module = load.new_module(cls, self._checkpoint.folder / part)
+                module = load.build_module(cls, self._checkpoint.folder / part)
                 kept = set(load.fp32_parameters(module))
                 for name, parameter in module.named_parameters():  # some are made in float32
                     parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
@@ -244,7 +246,9 @@ class _FakeModel:
     ) -> tuple[Any, PartMemory]:
         """Return result and memory of `work` on what a rank with these roles has received."""
         weights_of = {
-            part: _weights(module, load.unused_parts(self._checkpoint, part, roles, self._sampling))
+            part: _weights(
+                module, load.unused_submodules(self._checkpoint, part, roles, self._sampling)
+            )
             for part, module in self._modules.items()
         }
         loaded = self._checkpoint.weighted_components_of(roles, self._sampling)
@@ -261,7 +265,7 @@ class _FakeModel:
                     for name, method in component_methods(module).items()
                 }
                 to = partial(self._cast, weights_of[part], module)
-                patches.enter_context(replaced(module, **methods, to=to))
+                patches.enter_context(patch_methods(module, **methods, to=to))
             with self._tracker:
                 result = work()
         return result, PartMemory(weights, self._tracker.peak_above_start)

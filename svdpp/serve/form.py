@@ -29,7 +29,7 @@ from pydantic_core import from_json
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
 from svdpp.errors import nearest
-from svdpp.models.checkpoint import Checkpoint, Use
+from svdpp.models.checkpoint import Checkpoint, InputUse
 from svdpp.serve.views import (
     IMAGE_FIELD,
     ApiError,
@@ -170,7 +170,7 @@ class VideoRequest(BaseModel):
 _VIDEO = "MP4, MOV, WebM or Matroska; an image stands still"
 
 
-def _photo_fields(use: Use, *, videos: bool = False) -> dict[str, Any]:
+def _photo_fields(use: InputUse, *, videos: bool = False) -> dict[str, Any]:
     if use == "refused":
         return {}
     formats = "PNG, JPEG, WebP, BMP, TIFF, GIF or AVIF"
@@ -221,8 +221,8 @@ class Capabilities:
     """Width and height of the frames that clients may choose."""
     weights: str = ""
     """Fingerprint or commit of the model's weights; empty if they never change."""
-    photo: Use = "needed"
-    prompt: Use = "refused"
+    photo: InputUse = "needed"
+    prompt: InputUse = "refused"
     """A negative prompt is optional wherever there is a prompt."""
     unused: tuple[str, ...] = ()
     """Parameters of the family that have no effect on the model."""
@@ -278,7 +278,7 @@ class Capabilities:
 
     def to_json(self, **limits: Any) -> dict[str, Any]:
         """Return the model as `/v1/models` lists it, with what a request may have."""
-        inputs: dict[str, Use] = {
+        inputs: dict[str, InputUse] = {
             IMAGE_FIELD: self.photo,
             "prompt": self.prompt,
             "negative_prompt": "refused" if self.prompt == "refused" else "optional",

@@ -21,7 +21,7 @@ from svdpp.launch import process_group
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.files import show_name
+from svdpp.models.files import display_name
 from svdpp.verification.clip_distance import has_other_bits, measure_distances
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
 from svdpp.verification.verify import run_reference
@@ -308,7 +308,7 @@ def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
         return
     if find_checkpoint(config.model).fingerprint != recorded:
         raise ModelError(
-            f"the weights of model {show_name(clip.metadata['model'])} have changed since "
+            f"the weights of model {display_name(clip.metadata['model'])} have changed since "
             f"{clip.path.name!r} was made",
             "restore them, or make the clip again: svdpp run --overwrite",
             details={"clip": str(clip.path), "weights_fingerprint": recorded},

@@ -27,13 +27,13 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import step_callback
 from svdpp.models.engine.load import (
     apply_memory_options,
-    dtype_of,
+    component_dtype,
     silence_libraries,
     text_processors,
 )
 from svdpp.models.engine.loras import load_loras
-from svdpp.models.engine.model import audio_of, call_arguments
-from svdpp.models.engine.records import Packer, changed_state, replaced, snapshot
+from svdpp.models.engine.model import call_arguments, to_audio
+from svdpp.models.engine.records import Packer, patch_methods, scheduler_changes, scheduler_snapshot
 from svdpp.models.engine.registry import FamilySpec
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
@@ -192,13 +192,14 @@ class Reference:
         silence_libraries()
         self._checkpoint, dtype = checkpoint, model.dtype
         dtypes = {
-            part: dtype_of(checkpoint, part, dtype) for part in checkpoint.spec.fp32_components
+            part: component_dtype(checkpoint, part, dtype)
+            for part in checkpoint.spec.fp32_components
         }
         cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
         with library_errors("the pipeline"):
             self.pipe: Any = cls.from_pretrained(
                 checkpoint.folder,
-                dtype={"default": dtype_of(checkpoint, "", dtype), **dtypes},
+                dtype={"default": component_dtype(checkpoint, "", dtype), **dtypes},
                 variant=checkpoint.variant,
                 use_safetensors=True,
                 local_files_only=True,
@@ -240,11 +241,11 @@ class Reference:
         with ExitStack() as patches:
             if not callback:
                 step = steps.scheduler_step(pipe.scheduler.step)
-                patches.enter_context(replaced(pipe.scheduler, step=step))
+                patches.enter_context(patch_methods(pipe.scheduler, step=step))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
-                patches.enter_context(replaced(module, forward=steps.forward(module.forward)))
+                patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
             output = pipe(**arguments, **callback, output_type="pil")
-        return steps.latent, stack_frames(output.frames[0]), audio_of(pipe, output.get("audio"))
+        return steps.latent, stack_frames(output.frames[0]), to_audio(pipe, output.get("audio"))
 
 
 class _Steps:
@@ -271,7 +272,7 @@ class _Steps:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._state:
-                self._state = snapshot(self._pipe.scheduler)
+                self._state = scheduler_snapshot(self._pipe.scheduler)
                 self._before_steps()
             output = real(*args, **kwargs)
             if self._keeps:
@@ -291,7 +292,7 @@ class _Steps:
 
     def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
         packer = Packer()
-        packer.pack(changed_state(self._state, self._pipe.scheduler), STATE)
+        packer.pack(scheduler_changes(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):
             packer.pack(output, f"{PREDICTION}{branch}")
         self._outputs.clear()

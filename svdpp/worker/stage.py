@@ -221,7 +221,7 @@ class PipelineStage:
                     packet.tensors = model.encode(prepared, request)
                 streams.synchronize(self._tools.device)
             packet.memory_pressure |= self._tools.memory_pressure.rose()
-            if request.prompt is not None and (cut := model.removed_text(request.prompt)):
+            if request.prompt is not None and (cut := model.truncated_text(request.prompt)):
                 self._reporter.send(PromptCut(clip=action.clip, text=cut))
 
     def _load_checkpoint(self, action: Action) -> None:
@@ -268,7 +268,7 @@ class PipelineStage:
         """
         request, sampling = self._jobs[action.clip].request, self._sampling_of(action)
         try:
-            named = self._model_of(sampling).specs(dict(tensors))
+            named = self._model_of(sampling).tensor_specs(dict(tensors))
         except ValueError as error:
             raise MismatchError(str(error)) from error
         specs = {name: TensorSpec(*spec) for name, spec in named.items()}

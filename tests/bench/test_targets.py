@@ -277,7 +277,7 @@ def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
     )
     _, checkpoint = resolve(config, weights="none")
     assert checkpoint is not None
-    unet = load.new_module(
+    unet = load.build_module(
         load.component_class("unet", dict(checkpoint.classes)["unet"]), checkpoint.folder / "unet"
     ).eval()
     # (guidance, frames, latents and image latents, H/8, W/8)

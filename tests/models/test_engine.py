@@ -21,7 +21,7 @@ from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import component_class
 from svdpp.models.engine.model import EngineModel, call_arguments
-from svdpp.models.engine.records import Packer, unpack, zeros
+from svdpp.models.engine.records import Packer, unpack, zeros_for
 from svdpp.models.engine.registry import ltx_generator_device
 from svdpp.verification.reference import Reference
 from svdpp.worker.tensor_files import tensor_sha256
@@ -105,8 +105,8 @@ def test_a_missing_tokenizer_is_named(tiny_models: TinyModels, tmp_path: Path) -
 
 def test_the_end_of_a_long_prompt_is_named(wan: TinyModel) -> None:
     model = encoder(wan, max_sequence_length=16)
-    assert model.removed_text("the sea") == ""
-    assert model.removed_text("the sea at night " * 8).endswith("sea at night")
+    assert model.truncated_text("the sea") == ""
+    assert model.truncated_text("the sea at night " * 8).endswith("sea at night")
 
 
 def test_an_image_and_a_timestep_need_a_generator_on_the_device(tiny_models: TinyModels) -> None:
@@ -130,7 +130,7 @@ def test_values_come_back_with_their_order_in_memory() -> None:
     for each in (back["a"][0], back["b"]):
         assert torch.equal(each, tensor)
         assert each.stride() == tensor.stride()
-    made = zeros(node["items"]["b"], CPU)  # of the predictions of a pair
+    made = zeros_for(node["items"]["b"], CPU)  # of the predictions of a pair
     assert (made.shape, made.stride()) == (tensor.shape, tensor.stride())
     with pytest.raises(ModelError, match=r"x\.a, a set"):
         packer.pack({"a": {1}}, "x")
@@ -255,9 +255,9 @@ def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:
     tiny_model = tiny_models(KANDINSKY)
     for prompt in ("http://127.0.0.1:9/a.png", __file__, "the sea at night"):
         tiny_model.encode(tiny_model.request(prompt))
-        assert tiny_model.encoder.removed_text(prompt) == ""
+        assert tiny_model.encoder.truncated_text(prompt) == ""
     short = encoder(tiny_model, max_sequence_length=8)
-    assert short.removed_text("the sea at night") == "at night"
+    assert short.truncated_text("the sea at night") == "at night"
 
 
 @pytest.mark.parametrize("name", FIRST)

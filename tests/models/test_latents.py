@@ -58,7 +58,7 @@ def _check(tiny_model: TinyModel, case: Case) -> None:
             assert DTYPES[spec.dtype] == latent.dtype, step
             assert len(spec.dims) == latent.dim()
             found = {name: (tuple(each.shape), each.dtype) for name, each in packet.items()}
-            assert receiver.specs(packet) == found, step
+            assert receiver.tensor_specs(packet) == found, step
         if step < tiny_model.steps:
             packet = tiny_model.rank_for(step, step + 1).denoise(packet, step, step + 1, nothing)
 
@@ -68,5 +68,5 @@ def test_a_structure_that_cannot_be_read_is_no_crash(
 ) -> None:
     model = tiny_models("svd").decoder
     with pytest.raises(ValueError, match="cannot be read"):
-        model.specs({STRUCTURE: torch.zeros(3, dtype=torch.uint8)})
-    assert STRUCTURE in model.specs({LATENTS: torch.zeros(1)})
+        model.tensor_specs({STRUCTURE: torch.zeros(3, dtype=torch.uint8)})
+    assert STRUCTURE in model.tensor_specs({LATENTS: torch.zeros(1)})

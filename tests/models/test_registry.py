@@ -17,7 +17,7 @@ import torch
 from svdpp.config import SAMPLING_CLASSES, SamplingConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
-from svdpp.models.engine.call import half
+from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.plan.layout import Roles
@@ -409,4 +409,4 @@ def test_what_may_not_be_divided_is_refused() -> None:
         ("mask", 2, "it is not known how to divide more"),
     ):
         with pytest.raises(ModelError, match=words):
-            half(0, denoiser, (), {name: torch.ones(size, 4)})
+            split_batch(0, denoiser, (), {name: torch.ones(size, 4)})

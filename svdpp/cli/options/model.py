@@ -29,7 +29,7 @@ from svdpp.config.limits import MAX_SEED, check_whole, require
 from svdpp.errors import RequestError, nearest
 
 if TYPE_CHECKING:
-    from svdpp.models.checkpoint import Use
+    from svdpp.models.checkpoint import InputUse
 
 _MAX_SEEDS = 100_000
 # Frames that --memory-opt decodes at a time: from diffusers' low-memory recipe for SVD.
@@ -215,7 +215,7 @@ class ModelOptions:
         return family_of_model(self.model_config("cpu"))
 
     @property
-    def image_use(self) -> Use:
+    def image_use(self) -> InputUse:
         """Use of an image by clips; reads the model's configs only if it takes prompts."""
         if self.family == "svd":
             return "needed"

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, PREDICTION, STATE, AfterStep, Partner, Tensors
 from svdpp.models.engine import records
-from svdpp.models.engine.records import Node, Packer, replaced, tensors_in, unpack
+from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in, unpack
 from svdpp.models.engine.registry import FamilySpec
 
 # A clip of 6 steps on two ranks, the second of which runs steps 3 to 6 and decodes. Each line is
@@ -66,7 +66,7 @@ class RangeCall:
     """Generator of the clip."""
     after_step: AfterStep | None = None
     """Called after each step of the range; what it raises ends the call."""
-    branches: Branches | None = None
+    branches: GuidanceBranches | None = None
     """State of a pair of ranks; None: this rank evaluates both branches of the guidance."""
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class RangeCall:
         before, result, problem = _global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
-        if records.differ(before, _global_states(self._device)):
+        if records.tensors_differ(before, _global_states(self._device)):
             problem = "draws random numbers from torch's global generator: no two runs are equal"
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it runs another number of steps than asked for"
@@ -177,7 +177,7 @@ class RangeCall:
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
         if place not in self._zeros:
-            self._zeros[place] = records.zeros(known[place], self._device)
+            self._zeros[place] = records.zeros_for(known[place], self._device)
         return self._zeros[place]
 
     def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ class RangeCall:
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
-            self._schedulers.append((scheduler, records.snapshot(scheduler)))
+            self._schedulers.append((scheduler, records.scheduler_snapshot(scheduler)))
         self._stepped = True
         if self._index < self.start:
             result = self._phantom_step(scheduler, place)
@@ -202,7 +202,7 @@ class RangeCall:
                 self.branches.end_step(self._index)
             result = real(*args, **kwargs)
         travels = self.end is not None and place >= self.spec.num_results_equal_latents
-        self._results.append((place, result, records.copied(result) if travels else None))
+        self._results.append((place, result, records.clone_tensors(result) if travels else None))
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
@@ -272,9 +272,9 @@ class RangeCall:
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before in self._results:
             if before is None:
-                results[place].append(records.describe(result))
+                results[place].append(records.pack_structure(result))
                 continue
-            is_changed = records.differ(tensors_in(before), tensors_in(result))
+            is_changed = records.tensors_differ(tensors_in(before), tensors_in(result))
             place_name = f"{name}.{place}.{len(results[place])}"
             results[place].append(self._packer.pack(before if is_changed else result, place_name))
         return results
@@ -284,11 +284,11 @@ class RangeCall:
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
             name = f"{STATE}.{place}" if place else STATE
-            states.append(self._packer.pack(records.changed_state(before, scheduler), name))
+            states.append(self._packer.pack(records.scheduler_changes(before, scheduler), name))
         return {
             "chunks": chunks,
             "states": states,
-            "outputs": [records.describe(each) for each in self._outputs],
+            "outputs": [records.pack_structure(each) for each in self._outputs],
             "generators": self._packer.pack([self.generator.get_state()], GENERATOR),
         }
 
@@ -298,14 +298,14 @@ class RangeCall:
     def _patched(self) -> Iterator[None]:
         pipe = self.pipe
         with ExitStack() as stack:
-            stack.enter_context(replaced(pipe, progress_bar=self.progress_bar))
-            for name in records.own_methods(pipe.__class__):
+            stack.enter_context(patch_methods(pipe, progress_bar=self.progress_bar))
+            for name in records.pipeline_methods(pipe.__class__):
                 method = self._records.wrapped(name, getattr(pipe, name))
-                stack.enter_context(replaced(pipe, **{name: method}))
+                stack.enter_context(patch_methods(pipe, **{name: method}))
             for part, component in pipe.components.items():
                 if part in self.spec.denoisers and component is not None:
                     forward = self._denoiser(part, component)
-                    stack.enter_context(replaced(component, forward=forward))
+                    stack.enter_context(patch_methods(component, forward=forward))
                 elif isinstance(component, torch.nn.Module):
                     stack.enter_context(self._recording(part, component))
             for part, value in list(vars(pipe).items()):
@@ -326,7 +326,7 @@ class RangeCall:
         }
         if self.given is not None:  # what an encode casts for a moment is not used again
             recorded["to"] = lambda *_, **__: component
-        return replaced(component, **recorded)
+        return patch_methods(component, **recorded)
 
 
 def _global_states(device: torch.device) -> list[torch.Tensor]:
@@ -362,7 +362,7 @@ def _range_class(real: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Branches:
+class GuidanceBranches:
     """Evaluations of one call's steps, of which this rank computes one in two.
 
     The rule `calls` is for pipelines that call the denoiser twice and use the results after that.
@@ -397,9 +397,9 @@ class Branches:
         self._calls += 1
         branch, is_first = self.partner.branch, self._calls == 1
         if self.rule == "batch":
-            args, kwargs = half(branch, real, args, kwargs)
+            args, kwargs = split_batch(branch, real, args, kwargs)
             both = self._exchange(step, lambda: real(*args, **kwargs))
-            return tree_map(joined, *(reversed(both) if branch else both))
+            return tree_map(join_batch, *(reversed(both) if branch else both))
         if self._calls > 2:
             raise ModelError(
                 f"step {step} evaluates the denoiser more than twice",
@@ -410,7 +410,9 @@ class Branches:
             return self._first
         if branch == 1 and is_first:
             known = self.outputs
-            self._first = records.zeros(known[0], self.device) if known else real(*args, **kwargs)
+            self._first = (
+                records.zeros_for(known[0], self.device) if known else real(*args, **kwargs)
+            )
             return self._first
         own, other = self._exchange(step, lambda: real(*args, **kwargs))
         if is_first:
@@ -456,7 +458,7 @@ _BATCHED = {
 _SHARED = {"image_rotary_emb", "ofs"}
 
 
-def half(
+def split_batch(
     branch: int, real: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a denoiser for one branch of a batch of two.
@@ -496,6 +498,6 @@ def _part(branch: int, leaf: Any) -> Any:
     return leaf[branch : branch + 1] if _has_axes(leaf) else leaf
 
 
-def joined(first: Any, second: Any) -> Any:
-    """Return a batch of two from two of one; see `half`."""
+def join_batch(first: Any, second: Any) -> Any:
+    """Return a batch of two from two of one; see `split_batch`."""
     return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

@@ -24,7 +24,7 @@ from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.loras import load_loras
 from svdpp.models.engine.registry import FAMILY_SPECS
-from svdpp.models.files import library_errors, read_entries, short_repr
+from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.layout import Roles
 
 #: Where the classes of components are; LTX-2 has some beside its pipelines.
@@ -76,22 +76,24 @@ def load_pipeline(
     place, needed = torch.device(device), checkpoint.components_of(roles, sampling)
     parts: dict[str, Any] = {}
     for part, name in checkpoint.classes:
-        cls, dtype = component_class(part, name), dtype_of(checkpoint, part, model.dtype)
+        cls, dtype = component_class(part, name), component_dtype(checkpoint, part, model.dtype)
         if not has_weights(part):
             parts[part] = load_processor(checkpoint, part, cls) if part in needed else None
         elif part in needed:
             module = parts[part] = _load_module(checkpoint, part, cls, dtype, place)
-            for unused in module._modules.keys() & unused_parts(checkpoint, part, roles, sampling):
+            for unused in module._modules.keys() & unused_submodules(
+                checkpoint, part, roles, sampling
+            ):
                 delattr(module, unused)
             apply_memory_options(checkpoint, part, module, model)
         else:
             parts[part] = _skeleton(cls, checkpoint, part, dtype, place)
-    pipe = new_pipeline(checkpoint, sampling.from_image, parts, place)
+    pipe = build_pipeline(checkpoint, sampling.from_image, parts, place)
     load_loras(pipe, checkpoint)
     return pipe
 
 
-def new_pipeline(
+def build_pipeline(
     checkpoint: Checkpoint, from_image: bool, parts: dict[str, Any], device: torch.device
 ) -> Any:
     """Make a pipeline of loaded components.
@@ -106,7 +108,7 @@ def new_pipeline(
         ModelError: the components do not make a pipeline.
     """
     cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
-    own = {**parts, "scheduler": checkpoint.new_scheduler(None)}
+    own = {**parts, "scheduler": checkpoint.build_scheduler(None)}
     with library_errors("the pipeline", checkpoint):
         pipe = cls.from_pretrained(checkpoint.folder, local_files_only=True, **own)
     pipe.set_progress_bar_config(disable=True)
@@ -130,12 +132,14 @@ def component_class(part: str, name: str) -> Any:
         return next(getattr(library, name) for library in found if hasattr(library, name))
 
 
-def dtype_of(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
+def component_dtype(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
     """Return the dtype of a component's weights if the model has `dtype`."""
     return torch.float32 if part in checkpoint.spec.fp32_components else DTYPES[dtype]
 
 
-def unused_parts(checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any) -> tuple[str, ...]:
+def unused_submodules(
+    checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any
+) -> tuple[str, ...]:
     """Return the submodules of a component that a rank with these roles does not use."""
     if part != "vae":
         return ()
@@ -259,7 +263,9 @@ def _load_module(
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
     """Return the bytes of a component's weights in `dtype`."""
-    entries = chain(*(read_entries(path)[1].values() for path in checkpoint.weight_files(part)))
+    entries = chain(
+        *(read_safetensors_header(path)[1].values() for path in checkpoint.weight_files(part))
+    )
     return int(sum(math.prod(entry["shape"]) for entry in entries)) * dtype.itemsize
 
 
@@ -307,14 +313,14 @@ def _skeleton(
     Who computes with it gets an error, not wrong numbers.
     """
     with library_errors(part, checkpoint), torch.device("meta"):
-        module = new_module(cls, checkpoint.folder / part).eval()
+        module = build_module(cls, checkpoint.folder / part).eval()
     torch.nn.Module.to(module, dtype)  # not the class's own, which warns about float32
     module.__class__ = _on_device(cls, str(device))
     module.is_skeleton = True
     return module
 
 
-def new_module(cls: Any, folder: Path) -> Any:
+def build_module(cls: Any, folder: Path) -> Any:
     """Make the module that a config describes, without its weights.
 
     Call it on the meta device or under fake tensors; otherwise it allocates the weights.

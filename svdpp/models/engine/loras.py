@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.records import replaced
-from svdpp.models.files import library_errors, short_repr, show_name
+from svdpp.models.engine.records import patch_methods
+from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import LoraFile, ignored_tensors
 
 
@@ -41,9 +41,11 @@ def load_loras(pipe: Any, checkpoint: Checkpoint) -> None:
         patches.enter_context(warnings.catch_warnings(action="ignore"))
         for module in loadable:
             if getattr(module, "is_skeleton", False):
-                patches.enter_context(replaced(module, load_lora_adapter=lambda *_, **__: None))
+                patches.enter_context(
+                    patch_methods(module, load_lora_adapter=lambda *_, **__: None)
+                )
         for place, file in enumerate(checkpoint.loras):
-            label = f"the LoRA {show_name(file.lora.name)}"
+            label = f"the LoRA {display_name(file.lora.name)}"
             with library_errors(label, checkpoint):
                 try:
                     _load(pipe, checkpoint, file, f"lora{place}")
@@ -143,7 +145,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
             raise ModelError(
                 f"the tensor {_names(factor.sources)} of shape {shapes[0]} does not fit the weight "
                 f"{path} of shape {shapes[1]}",
-                f"use a LoRA for this model; {show_name(file.path.name)} is for another one",
+                f"use a LoRA for this model; {display_name(file.path.name)} is for another one",
                 details={
                     "tensor": sorted(factor.sources),
                     "shape": shapes[0],

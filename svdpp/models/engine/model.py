@@ -26,10 +26,10 @@ from svdpp.models.base import (
     Tensors,
 )
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.call import Branches, RangeCall
+from svdpp.models.engine.call import GuidanceBranches, RangeCall
 from svdpp.models.engine.latents import latent_spec
-from svdpp.models.engine.load import load_pipeline, new_pipeline
-from svdpp.models.engine.records import Node, named_tensors, replaced, structure_of
+from svdpp.models.engine.load import build_pipeline, load_pipeline
+from svdpp.models.engine.records import Node, named_tensors, patch_methods, read_structure
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
@@ -46,7 +46,7 @@ class EngineModel:
         """Sound of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype = sampling, dtype
-        self._outputs: list[Node] = []  # see `Branches`
+        self._outputs: list[Node] = []  # see `GuidanceBranches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """Return a model of the same loaded components with other sampling parameters.
@@ -58,14 +58,14 @@ class EngineModel:
         pipe = self._pipe
         if sampling.from_image != self._sampling.from_image:
             assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
-            pipe = new_pipeline(self._checkpoint, False, pipe.components, self.device)
+            pipe = build_pipeline(self._checkpoint, False, pipe.components, self.device)
         return EngineModel(pipe, self._checkpoint, sampling, self._dtype)
 
     def latent_spec(self, step: int) -> LatentSpec:
         """Return shape and dtype of a clip's latent after `step` steps."""
         return latent_spec(self._pipe, self._checkpoint, self._sampling, self._dtype, step)
 
-    def specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of all tensors that a packet must have, by name.
 
         Args:
@@ -78,7 +78,7 @@ class EngineModel:
             present = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
             return {**present, STRUCTURE: ((0,), torch.uint8)}
         try:
-            named = named_tensors(structure_of(tensors))
+            named = named_tensors(read_structure(tensors))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError("the structure of its tensors cannot be read") from error
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
@@ -148,7 +148,7 @@ class EngineModel:
         branches = None
         if partner is not None:
             assert self._spec.branches is not None
-            branches = Branches(self._spec.branches, partner, self.device, self._outputs)
+            branches = GuidanceBranches(self._spec.branches, partner, self.device, self._outputs)
         more = {"after_step": after_step, "branches": branches}
         call, _ = self._later_call(tensors, start, end, **more)
         return call.packet()
@@ -181,12 +181,12 @@ class EngineModel:
             own["decode_latents"] = lambda latents, _, chunk_size: decode(
                 latents[:, part], part.stop - part.start, chunk_size
             )
-        with replaced(self._pipe, **own):
-            video, *audio = self.decode_by(tensors, check_and_postprocess)
-        self.audio = audio_of(self._pipe, *audio)
-        return to_bytes(video[0])  # from (F, 3, H, W), 0 to 1
+        with patch_methods(self._pipe, **own):
+            video, *audio = self.decode_with(tensors, check_and_postprocess)
+        self.audio = to_audio(self._pipe, *audio)
+        return to_uint8(video[0])  # from (F, 3, H, W), 0 to 1
 
-    def decode_by(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
+    def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
         """Return the pipeline's result, a tuple, with another postprocessing of the decoded video.
 
         Args:
@@ -194,12 +194,12 @@ class EngineModel:
             postprocess: called with the video, (1, 3, F, H, W), in place of the pipeline's own
                 method.
         """
-        with replaced(self._pipe.video_processor, postprocess_video=postprocess):
+        with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             steps = self._sampling.num_inference_steps
             _, result = self._later_call(tensors, steps, None)
         return result if isinstance(result, tuple) else (result,)
 
-    def removed_text(self, prompt: str) -> str:
+    def truncated_text(self, prompt: str) -> str:
         """Return the end of `prompt` that does not fit in `max_sequence_length` tokens.
 
         It is empty if all of the prompt fits. Only a rank that encodes has the tokenizer.
@@ -228,7 +228,7 @@ class EngineModel:
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
         """A call without prompt and image, whose results are replayed."""
-        structure = structure_of(tensors)
+        structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
             prompt="" if self._spec.takes_prompt else None,
@@ -277,7 +277,7 @@ def call_arguments(
         source: image, frames or videos that the clip starts from; None: text alone.
     """
     spec = checkpoint.spec
-    pipe.scheduler = checkpoint.new_scheduler(sampling)
+    pipe.scheduler = checkpoint.build_scheduler(sampling)
     if (guider := getattr(pipe, "guider", None)) is not None:
         scale = {"guidance_scale": sampling.guidance_scale}
         pipe.guider = type(guider).from_config({**guider.config, **scale})
@@ -314,7 +314,7 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
     return {IMAGE: image, **{name: [frame] * sampling.frames for name, frame in frames.items()}}
 
 
-def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
+def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
     """Convert pixels as diffusers' processor does, but on the device.
 
     Args:
@@ -326,7 +326,7 @@ def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
     return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def audio_of(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
+def to_audio(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
     """Return the sound of a clip, as diffusers writes it into files; None if there is none.
 
     Args:
@@ -382,8 +382,8 @@ def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
         return encode(pixels[_CLIP_PIXELS], *args)
 
     with (
-        replaced(pipe, _encode_image=encode_image),
-        replaced(pipe.video_processor, preprocess=lambda *_, **__: pixels[_VAE_PIXELS]),
+        patch_methods(pipe, _encode_image=encode_image),
+        patch_methods(pipe.video_processor, preprocess=lambda *_, **__: pixels[_VAE_PIXELS]),
     ):
         yield
 

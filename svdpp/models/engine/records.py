@@ -112,14 +112,14 @@ class Packer:
         return {**self.tensors, STRUCTURE: data}
 
 
-def structure_of(packet: Tensors) -> Node:
+def read_structure(packet: Tensors) -> Node:
     """Return the structure that `Packer.packet` has written into a packet."""
     assert packet[STRUCTURE].is_cpu
     structure: Node = json.loads(packet[STRUCTURE].numpy().tobytes())
     return structure
 
 
-def describe(value: Any) -> Node:
+def pack_structure(value: Any) -> Node:
     """Return the structure of `value`, of whose tensors nothing travels."""
     return Packer(keeps=False).pack(value, "value")
 
@@ -150,7 +150,7 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
     return _build(node, tensor)
 
 
-def zeros(node: Node, device: torch.device) -> Any:
+def zeros_for(node: Node, device: torch.device) -> Any:
     """Return a value of the structure `node` whose tensors are zero, on `device`."""
 
     def tensor(leaf: Node) -> torch.Tensor:
@@ -212,19 +212,19 @@ def _output_class(path: str) -> Any:
     return cls
 
 
-def snapshot(scheduler: Any) -> dict[str, Any]:
-    """Return the scheduler's `__dict__` before its first step, for `changed_state`."""
+def scheduler_snapshot(scheduler: Any) -> dict[str, Any]:
+    """Return the scheduler's `__dict__` before its first step, for `scheduler_changes`."""
     return {
         key: copy.copy(value) if isinstance(value, (list, dict)) else value
         for key, value in scheduler.__dict__.items()
     }
 
 
-def changed_state(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
+def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
     """Return the scheduler's state: what steps have changed in its `__dict__`.
 
     Args:
-        before: result of `snapshot`.
+        before: result of `scheduler_snapshot`.
         scheduler: the same scheduler after steps.
     """
     return {
@@ -246,12 +246,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
-def copied(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
     """Return `value` with copies of its tensors, in the same order in memory."""
     return tree_map_only(torch.Tensor, torch.clone, value)
 
 
-def differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     """Whether any tensor is another one than before; both lists have the same length."""
     return not all(map(torch.equal, before, after))
 
@@ -306,7 +306,7 @@ class Records:
             after = self.generator.get_state()
             drew = not torch.equal(before, after)
             if drew or tensors_in(result):
-                self._made.append((name, copied(result), after if drew else None))
+                self._made.append((name, clone_tensors(result), after if drew else None))
             return result
 
         return call
@@ -339,7 +339,7 @@ class Records:
             use = self.spec.record_uses.get(name, "unused" if name in _UNUSED else None)
             is_sent = use == calls[name] if isinstance(use, int) else use != "unused"
             calls[name] += 1
-            node = packer.pack(result, f"record.{place}") if is_sent else describe(result)
+            node = packer.pack(result, f"record.{place}") if is_sent else pack_structure(result)
             state = None if drew is None else packer.pack([drew], f"drew.{place}")
             records.append({"name": name, "result": node, "drew": state})
         return records
@@ -366,7 +366,7 @@ class Records:
 
 
 @contextmanager
-def replaced(target: Any, **methods: Any) -> Iterator[None]:
+def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
     """Replace methods of one object while the context lasts.
 
     Args:
@@ -392,7 +392,7 @@ def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
 
 
 @functools.cache
-def own_methods(pipeline_class: Any) -> tuple[str, ...]:
+def pipeline_methods(pipeline_class: Any) -> tuple[str, ...]:
     """Return the names of the methods that are the pipeline's own, not its base classes'."""
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:

@@ -120,12 +120,12 @@ class FamilySpec:
 def _svd_facts(configs: Configs) -> CheckpointFacts:
     reason = "the size of diffusers' CLIP input"
     configs.of("image_encoder").require("image_size", 224, reason)
-    return {"model_frames": configs.of("unet").count("num_frames", 1024)}
+    return {"model_frames": configs.of("unet").positive_int("num_frames", 1024)}
 
 
 def _wan_facts(configs: Configs) -> CheckpointFacts:
     configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
-    unit = 2 * configs.of("vae", scale_factor_spatial=8).count("scale_factor_spatial", 64)
+    unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
     index, has_second = configs.index, "transformer_2" in configs.classes
     ratio = index.values.get("boundary_ratio")
     is_ratio = isinstance(ratio, float) and 0 < ratio < 1
@@ -181,7 +181,7 @@ def _ltx_facts(configs: Configs) -> CheckpointFacts:
     vae.refuse("decoder_inject_noise", "draws noise from torch's global generator")
     has_timestep = bool(vae.values["timestep_conditioning"])
     return {
-        "decode_draws": has_timestep,
+        "decode_draws_noise": has_timestep,
         "unused_parameters": () if has_timestep else ("decode_timestep", "decode_noise_scale"),
     }
 
@@ -205,11 +205,11 @@ def ltx_generator_device(checkpoint: Any, sampling: LtxSampling, device: str) ->
         sampling: sampling parameters.
         device: device of the pipeline.
     """
-    return device if sampling.from_image and checkpoint.decode_draws else "cpu"
+    return device if sampling.from_image and checkpoint.decode_draws_noise else "cpu"
 
 
 def _ltx2_facts(configs: Configs) -> CheckpointFacts:
-    if _ltx_facts(configs)["decode_draws"]:
+    if _ltx_facts(configs)["decode_draws_noise"]:
         raise configs.of("vae").error("a decode that draws noise is not supported")
     return {}
 
@@ -238,8 +238,10 @@ def _hunyuan_video_facts(configs: Configs) -> CheckpointFacts:
 
 def _hunyuan_video_15_facts(configs: Configs) -> CheckpointFacts:
     """Return the sizes for clips from an image, and that the length of prompts is fixed."""
-    unit = configs.of("vae", spatial_compression_ratio=16).count("spatial_compression_ratio", 64)
-    target = configs.of("transformer", target_size=640).count("target_size", 8192)
+    unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
+        "spatial_compression_ratio", 64
+    )
+    target = configs.of("transformer", target_size=640).positive_int("target_size", 8192)
     return {"unused_parameters": ("max_sequence_length",), "image_sizes": (target, unit)}
 
 
@@ -291,7 +293,7 @@ def _framepack_arguments(sampling: Any) -> dict[str, Any]:
 
 def _latte_facts(configs: Configs) -> CheckpointFacts:
     """Return the only number of frames, and that the length of prompts is fixed."""
-    count = configs.of("transformer", video_length=16).count("video_length", 1024)
+    count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
     frames = count, count, "the only number of the model"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}
 
