@@ -22,7 +22,7 @@ from pydantic import (
 from svdpp.bench.targets import Bound, check_name
 from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED, read_small_file
-from svdpp.config.pipeline import amp_refused
+from svdpp.config.pipeline import amp_error
 from svdpp.errors import (
     InputError,
     RequestError,
@@ -132,7 +132,7 @@ class Measure(Section):
 
 def _no_amp(precision: object) -> object:
     if precision == "amp":
-        raise amp_refused()
+        raise amp_error()
     return precision
 
 

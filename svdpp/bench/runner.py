@@ -210,7 +210,7 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
         cases[DATA_PARALLEL] = config.data_parallel()
-    return {**cases, ONE_DEVICE: config.alone()}
+    return {**cases, ONE_DEVICE: config.single_rank()}
 
 
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:

@@ -59,9 +59,9 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
         hint = nearest(word, known, hint)
     refused = RequestError(sentence[:1].lower() + sentence[1:], hint)
     if re.search(_AMP, sentence):
-        from svdpp.config.pipeline import amp_refused
+        from svdpp.config.pipeline import amp_error
 
-        refused = amp_refused()
+        refused = amp_error()
     Console(as_json="--json" in arguments).error(refused)
     return refused.exit_code
 

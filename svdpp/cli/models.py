@@ -11,7 +11,7 @@ from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import argument
-from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, own_params
+from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, extra_params
 from svdpp.errors import ModelError, RequestError
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
@@ -88,7 +88,7 @@ def describe(family: str) -> dict[str, Any]:
                 **{"default": param.default, "default_in_words": param.shown_default},
                 **{"lowest": param.lowest, "highest": param.highest, "help": param.help},
             }
-            for name, param in own_params(type(sampling)).items()
+            for name, param in extra_params(type(sampling)).items()
         },
     }
 

@@ -20,7 +20,7 @@ from svdpp.cli.options.model import WithoutLooks
 from svdpp.cli.options.pipeline import OF_LAYOUT, Device, PipelineOptions, gpus_option
 from svdpp.cli.options.request import PipelineRequest, remark_on
 from svdpp.config import PipelineConfig
-from svdpp.config.limits import MAX_CLIPS, check_whole, require
+from svdpp.config.limits import MAX_CLIPS, check_int, require
 from svdpp.errors import RequestError
 from svdpp.plan.choose import LayoutForecast, compare_layouts
 from svdpp.plan.costs import CostModel
@@ -151,7 +151,7 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
         Raises:
             RequestError: there are too many ranks.
         """
-        check_whole("--world", world_size, 1, MAX_RANKS)
+        check_int("--world", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
         return self.clips or max(1, min(per_rank * world_size, MAX_CLIPS))
 

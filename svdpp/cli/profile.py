@@ -91,7 +91,7 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
     hint = "--overwrite replaces it, --out names another file"
     is_free = overwrite or not path.is_file()
     require(is_free, f"{str(path)!r} exists already", hint, path=str(path))
-    output_files.check_free(str(path))
+    output_files.check_replaceable(str(path))
     output_files.check_writable(path.absolute().parent)
 
 

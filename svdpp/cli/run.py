@@ -83,7 +83,7 @@ def run(
 ) -> None:
     """Animate images, or make clips from prompts: OUT/NAME_SEED.mp4 and a JSON file beside it."""
     from svdpp.launch.fork_server import start_fork_server_early
-    from svdpp.media.output_files import locked
+    from svdpp.media.output_files import lock_folder
 
     asked = Run(console=console, traces=traces, launched=launched, options=options)
     asked.check()
@@ -109,7 +109,7 @@ def run(
         asked.show(config, found, why)
         return
     traces.check()
-    with locked(asked.policy.folder, asked.policy.single_clip) as why_not:
+    with lock_folder(asked.policy.folder, asked.policy.single_clip) as why_not:
         pipeline, clips = asked.planned(config, found)
         console.info(why, _UNLOCKED.format(why_not) if why_not else "")
         asked.make(pipeline, clips, refused)

@@ -29,7 +29,7 @@ from svdpp.config.sampling import (
     SamplingConfig,
     SvdSampling,
     WanSampling,
-    own_params,
+    extra_params,
     params_of,
     sampling_from,
 )

@@ -70,7 +70,7 @@ def require(condition: bool, message: str, hint: str = "", **details: Any) -> No
         raise RequestError(message, hint, details=details)
 
 
-def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> None:
+def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> None:
     """Check that a value is an int in a range; `True` and `2.0` are not ints.
 
     Args:
@@ -88,7 +88,7 @@ def check_whole(name: str, value: Any, low: int, high: int, where: str = "") -> 
         what = "" if is_whole else "a whole number, "
         raise RequestError(
             f"{name} must be {what}{low} to {high}{where}, got {shown(value)}",
-            details={"field": name, "value": shown_value(value), "lowest": low, "highest": high},
+            details={"field": name, "value": detail_value(value), "lowest": low, "highest": high},
         )
 
 
@@ -106,7 +106,7 @@ def check_seconds(name: str, value: Any) -> None:
         is_number(value) and 0 < value <= MAX_TIMEOUT_SECONDS,
         f"{name} must be above 0 and at most {MAX_TIMEOUT_SECONDS:.0f} s, got {shown(value)}",
         field=name,
-        value=shown_value(value),
+        value=detail_value(value),
         above_seconds=0,
         highest_seconds=MAX_TIMEOUT_SECONDS,
     )
@@ -127,7 +127,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
         names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
         raise RequestError(
             f"{name} must be {names}, got {shown(value)}",
-            details={"field": name, "value": shown_value(value)},
+            details={"field": name, "value": detail_value(value)},
         )
 
 
@@ -145,7 +145,7 @@ def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
     if value not in known:
         raise RequestError(
             f"{name} must be one of {', '.join(known)}, got {shown(value)}",
-            details={"field": name, "value": shown_value(value), "known": list(known)},
+            details={"field": name, "value": detail_value(value), "known": list(known)},
         )
 
 
@@ -158,7 +158,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def shown_value(value: Any) -> Any:
+def detail_value(value: Any) -> Any:
     """Return `value` for details: a number, a bool or None unchanged, all else as `shown`."""
     is_plain = value is None or isinstance(value, bool) or is_number(value)
     return value if is_plain and abs(value or 0) < 2**63 else shown(value)

@@ -19,14 +19,14 @@ from svdpp.config.limits import (
     MAX_SEED,
     MAX_STEPS,
     check_choice,
+    check_int,
     check_seconds,
     check_type,
-    check_whole,
+    detail_value,
     is_number,
     max_threads,
     require,
     shown,
-    shown_value,
 )
 from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
@@ -53,7 +53,7 @@ DEMO_SAMPLING: Mapping[str, Any] = {
 }
 
 
-def amp_refused() -> RequestError:
+def amp_error() -> RequestError:
     """Return the refusal of automatic mixed precision, with its reason."""
     return RequestError(
         "amp is refused: automatic mixed precision is a tool of training, where a GradScaler "
@@ -117,7 +117,7 @@ class Lora:
             f"the weight of a --lora must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
             f"{shown(self.weight)}",
             lora=self.name,
-            weight=shown_value(self.weight),
+            weight=detail_value(self.weight),
             lowest=-MAX_LORA_WEIGHT,
             highest=MAX_LORA_WEIGHT,
         )
@@ -149,7 +149,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.dtype in ("amp", "autocast"):
-            raise amp_refused()
+            raise amp_error()
         check_choice("--dtype", self.dtype, get_args(Dtype))
         check_type("--model", self.name, str)
         require(bool(self.name.strip()), "--model is empty", "--model demo needs no download")
@@ -230,9 +230,9 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", canonical_split(self.split))
-        check_whole("--world", self.world_size, 1, MAX_RANKS)
+        check_int("--world", self.world_size, 1, MAX_RANKS)
         self.layout  # noqa: B018  checks the ranks against the steps
-        check_whole("--threads", self.num_threads, 1, max_threads(), " on this machine")
+        check_int("--threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
         # Both ranks of a pair go on from the same bits.
         wrong = "--cfg-parallel 2 cannot be used with --allow-mixed-devices"
@@ -294,7 +294,7 @@ class PipelineConfig:
         """Whether clips are decoded to frames; the dummy model does so only if it sleeps."""
         return not self.model.is_dummy or self.model.dummy_sleeps
 
-    def alone(self) -> PipelineConfig:
+    def single_rank(self) -> PipelineConfig:
         """Return the same configuration with one rank."""
         return replace(self, world_size=1, replicas=1, costs=CostModel(), **_WHOLE)
 
@@ -320,7 +320,7 @@ class OutputConfig:
     def __post_init__(self) -> None:
         check_type("an output's path", self.path, str)
         check_choice("--format", self.format, get_args(VideoFormat))
-        check_whole("--crf", self.crf, 0, 51)
+        check_int("--crf", self.crf, 0, 51)
 
     @property
     def json_path(self) -> str:
@@ -354,10 +354,10 @@ class ClipRequest:
     """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
     def __post_init__(self) -> None:
-        check_whole("a seed", self.seed, 0, MAX_SEED)
+        check_int("a seed", self.seed, 0, MAX_SEED)
         check_prompt("--prompt", self.prompt)
         check_prompt("--negative-prompt", self.negative_prompt)
-        check_whole("done steps", self.done_steps, 0, MAX_STEPS)
+        check_int("done steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
             check_type(f"a clip's {name}", getattr(self, name), str, type(None))
         if self.done_steps and self.latents_key is None:
@@ -405,7 +405,7 @@ _LATENT_IDENTITY = (
 )
 
 
-def identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the values that identify a clip: equal ones mean equal clips.
 
     Args:
@@ -440,7 +440,7 @@ def parameters_sha256(metadata: Mapping[str, Any]) -> str:
     Args:
         metadata: JSON of a clip.
     """
-    return _sha256({name: metadata[name] for name in identity(metadata)})
+    return _sha256({name: metadata[name] for name in identity_fields(metadata)})
 
 
 def latents_key(metadata: Mapping[str, Any], weights: object) -> str:

@@ -13,11 +13,11 @@ from svdpp.config.limits import (
     MAX_SIDE,
     MAX_STEPS,
     check_choice,
-    check_whole,
+    check_int,
+    detail_value,
     is_number,
     require,
     shown,
-    shown_value,
 )
 from svdpp.errors import RequestError
 
@@ -70,7 +70,7 @@ class Param:
         if value is None and self.default is None:
             return
         if self.kind is int:
-            check_whole(self.option, value, int(self.lowest), int(self.highest))
+            check_int(self.option, value, int(self.lowest), int(self.highest))
             return
         if not (is_number(value) and 0 <= value <= self.highest):
             must = f"a finite number, 0 to {self.highest:g}"
@@ -78,7 +78,7 @@ class Param:
                 f"{self.option} must be {must}, got {shown(value)}",
                 details={
                     "field": self.field,
-                    "value": shown_value(value),
+                    "value": detail_value(value),
                     "lowest": 0,
                     "highest": self.highest,
                 },
@@ -139,7 +139,7 @@ def params_of(kind: Any) -> dict[str, Param]:
     }
 
 
-def own_params(kind: Any) -> dict[str, Param]:
+def extra_params(kind: Any) -> dict[str, Param]:
     """Return the parameters that the family alone has, by name."""
     others = params_of(PromptedSampling)
     return {name: param for name, param in params_of(kind).items() if name not in others}
@@ -294,7 +294,7 @@ class SvdSampling(CommonSampling):
         )
 
     @property
-    def guided(self) -> bool:
+    def uses_guidance(self) -> bool:
         """Whether classifier-free guidance does two forward passes for each step."""
         return self.max_guidance_scale > 1
 
@@ -330,7 +330,7 @@ class PromptedSampling(CommonSampling):
         require(self.decode_chunk_size is None, wrong)
 
     @property
-    def guided(self) -> bool:
+    def uses_guidance(self) -> bool:
         """Whether each step has two forward passes, as the first expert's scale says."""
         return self.guidance_scale > 1 and not self.embedded_guidance
 
@@ -353,7 +353,7 @@ def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
                 f"--{name} must be {must}, got {shown(side)}",
                 details={
                     "field": name,
-                    "value": shown_value(side),
+                    "value": detail_value(side),
                     "unit": unit,
                     "lowest": unit,
                     "highest": MAX_SIDE,

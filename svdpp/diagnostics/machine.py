@@ -325,7 +325,7 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
         num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
     )
     demo = replace(
-        config.alone(),
+        config.single_rank(),
         world_size=_STEPS,
         device="cuda:0" if config.device == "cuda" else config.device,
         model=ModelConfig(name=DEMO_MODEL, dtype=config.model.dtype),

@@ -221,7 +221,7 @@ def count_flops(config: PipelineConfig) -> PartFlops:
         from svdpp.models import dummy
 
         return dummy.count_flops(config.model.dummy_latent, config.sampling.num_inference_steps)
-    resolved, checkpoint = resolve(config.alone(), weights="none")
+    resolved, checkpoint = resolve(config.single_rank(), weights="none")
     assert checkpoint is not None, "only the dummy has no checkpoint"
     with environment_defaults():
         from svdpp.models import memory  # diffusers: seconds

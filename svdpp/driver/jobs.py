@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
-from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_whole
-from svdpp.config.pipeline import identity, latents_key, parameters_sha256
+from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_int
+from svdpp.config.pipeline import identity_fields, latents_key, parameters_sha256
 from svdpp.driver.clip_names import clip_names
 from svdpp.driver.manifest import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
@@ -87,7 +87,7 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
     """
     if policy.overwrite and policy.resume:
         raise RequestError("--overwrite and --resume contradict each other")
-    check_whole("inputs x seeds", len(inputs) * len(seeds), 1, MAX_CLIPS)
+    check_int("inputs x seeds", len(inputs) * len(seeds), 1, MAX_CLIPS)
     _check_names(inputs, seeds, policy)
     # One listing, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
@@ -108,7 +108,7 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
         )
     for output in existing:
         video.check_output(output)
-        output_files.check_free(output.json_path)
+        output_files.check_replaceable(output.json_path)
     if not policy.overwrite and policy.manifest.exists():
         _check_is_manifest(policy.manifest)
     output_files.check_writable(policy.folder)
@@ -196,7 +196,7 @@ def _outputs(
     folder, single = policy.folder.absolute(), policy.single_clip
     names = clip_names(inputs)
     for (made_from, name), seed in itertools.product(zip(inputs, names, strict=True), seeds):
-        path = folder / f"{single}{video.SUFFIXES[policy.format]}"
+        path = folder / f"{single}{video.FORMAT_SUFFIXES[policy.format]}"
         if not single:
             path = video.clip_path(folder, name, seed, policy.format)
         yield made_from, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
@@ -255,7 +255,7 @@ def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, 
 def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) -> None:
     if parameters_sha256(existing) == metadata["parameters_sha256"]:
         return
-    names = (*identity(metadata), *identity(existing))
+    names = (*identity_fields(metadata), *identity_fields(existing))
     name = next(name for name in names if existing.get(name) != metadata.get(name))
     before, now = existing.get(name), metadata.get(name)
     # The default number of threads depends on the number of ranks.

@@ -135,7 +135,7 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
 def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
     leave_out = "leave --cfg-parallel out"
     require(
-        sampling.guided,
+        sampling.uses_guidance,
         "--cfg-parallel 2 gives each rank of a pair one branch of the guidance, and with these "
         "parameters the guidance is off: each step has one branch",
         leave_out,

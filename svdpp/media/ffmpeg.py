@@ -83,7 +83,7 @@ def run_ffmpeg(
     return done.stdout
 
 
-def input_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] = ()) -> str:
+def probe_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] = ()) -> str:
     """Return what ffmpeg prints of an input when it only opens it: its streams, or why it cannot.
 
     Args:
@@ -100,7 +100,7 @@ def input_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] =
     return done.stderr[:_MAX_LOG].decode(errors="replace")
 
 
-def ppm_frames(
+def decode_frames(
     source: Sequence[str],
     *,
     seconds: float,

@@ -28,14 +28,14 @@ from svdpp.config.limits import MAX_MEGAPIXELS
 from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError, first_line
-from svdpp.media.ffmpeg import MediaFailure, ppm_frames
+from svdpp.media.ffmpeg import MediaFailure, decode_frames
 from svdpp.media.kinds import FORMATS, demuxer_of, unsupported_kind
-from svdpp.media.output_files import reason
+from svdpp.media.output_files import error_reason
 from svdpp.media.prompts import slugify_prompt
-from svdpp.media.streams import Stream, list_streams, main_video
+from svdpp.media.streams import Stream, main_video, probe_streams
 
 #: Suffixes of the files that are taken from a folder or a pattern.
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
 _DECODERS = "h264,hevc,av1,libdav1d,vp8,vp9,mpeg4,mjpeg,prores"
@@ -248,7 +248,7 @@ def _expand(text: str, *, videos: bool) -> Iterator[Path]:
     else:
         yield Path(text)
         return
-    suffixes, kind = (VIDEO_SUFFIXES, "videos") if videos else (SUFFIXES, "images")
+    suffixes, kind = (VIDEO_SUFFIXES, "videos") if videos else (IMAGE_SUFFIXES, "images")
     fitting = [file for file in files if file.suffix.lower() in suffixes and not file.is_dir()]
     if not fitting:
         what = "is a folder without" if is_folder else "matches no"
@@ -337,7 +337,7 @@ def read_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise InputError(f"{name} does not exist") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{name} cannot be read: {reason(error)}") from None
+        raise InputError(f"{name} cannot be read: {error_reason(error)}") from None
     if not data:
         raise InputError(f"{name} is empty (0 bytes)", details={"path": str(path), "bytes": 0})
     if len(data) > MAX_FILE_BYTES:
@@ -631,12 +631,12 @@ def _video_frames(
     source += ["-f", demuxer, "-i", f"file:/dev/fd/{file.fileno()}"]
     files, done = (file.fileno(),), 0
     try:
-        streams = list_streams(source, files, seconds=_DECODE_SECONDS)
+        streams = probe_streams(source, files, seconds=_DECODE_SECONDS)
         video = main_video(streams)
         if video is None:
             raise _no_video(name, streams)
         source += ["-frames:v", str(count)]
-        for frame in ppm_frames(
+        for frame in decode_frames(
             source, seconds=_DECODE_SECONDS, stream=f"0:{video.index}", files=files
         ):
             _check_size(*frame.size, max_pixels)

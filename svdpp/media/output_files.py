@@ -48,15 +48,15 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
         temporary = path.with_name(_hidden_name() + suffix)  # short, even if the name is long
         lock = _make_locked(temporary, is_folder=files is not None)
         yield temporary
-        sync(temporary)
+        fsync(temporary)
         _move(temporary, path)
         with contextlib.suppress(OSError):  # some file systems refuse to sync a folder
-            sync(path.parent)
+            fsync(path.parent)
     except (OSError, ValueError, RuntimeError, SvdppError) as error:
         hint = error.hint if isinstance(error, SvdppError) else ""
         inner = error.details if isinstance(error, SvdppError) else {}
-        details = {"path": name, "reason": reason(error), **inner}
-        message = f"{name!r} cannot be written: {reason(error)}"
+        details = {"path": name, "reason": error_reason(error), **inner}
+        message = f"{name!r} cannot be written: {error_reason(error)}"
         raise OutputError(message, hint, details=details) from error
     finally:
         if temporary is not None:
@@ -66,7 +66,7 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
 
 @contextlib.contextmanager
-def locked(folder: Path, clip: str = "") -> Iterator[str]:
+def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
     """Let no other process that writes the same files into the block, from this host or another.
 
     A missing folder is created, and removed if it stays empty.
@@ -164,12 +164,12 @@ def check_writable(folder: Path) -> None:
             probe.write(b"svdpp")
         remove_abandoned(folder)
     except (OSError, ValueError) as error:
-        details = {"path": str(folder), "reason": reason(error)}
-        message = f"cannot write into {str(folder)!r}: {reason(error)}"
+        details = {"path": str(folder), "reason": error_reason(error)}
+        message = f"cannot write into {str(folder)!r}: {error_reason(error)}"
         raise OutputError(message, details=details) from error
 
 
-def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
+def check_replaceable(name: str, files: re.Pattern[str] | None = None) -> None:
     """Check that `atomic_output` can replace what exists at `name`.
 
     Args:
@@ -183,7 +183,7 @@ def check_free(name: str, files: re.Pattern[str] | None = None) -> None:
         _check_place(Path(os.path.realpath(name)), files)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until the data of a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -192,7 +192,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def reason(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return the error's `strerror`, else its text, else its type."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
@@ -220,7 +220,9 @@ def disk_errors(text: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{text}: {reason(error)}", details={"reason": reason(error)}) from error
+        raise OutputError(
+            f"{text}: {error_reason(error)}", details={"reason": error_reason(error)}
+        ) from error
 
 
 @contextlib.contextmanager
@@ -253,7 +255,7 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
                 "wait until it has ended, or name another --out",
             ) from None
         except OSError as error:
-            return descriptor, reason(error)
+            return descriptor, error_reason(error)
         os.close(descriptor)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-from svdpp.media.ffmpeg import MediaFailure, input_log, mp4_source, run_ffmpeg
+from svdpp.media.ffmpeg import MediaFailure, mp4_source, probe_log, run_ffmpeg
 
 _SECONDS = 600.0
 # A file of few frames can have any number of packets. This is enough for a million.
@@ -53,7 +53,7 @@ class Stream:
         return float(self.end - self.times[0]) if self.times else 0.0
 
 
-def list_streams(
+def probe_streams(
     source: Sequence[str], files: tuple[int, ...] = (), *, seconds: float = _SECONDS
 ) -> list[Stream]:
     """Return the streams of an input without reading their packets: `times` are empty.
@@ -69,7 +69,7 @@ def list_streams(
     Raises:
         MediaFailure: ffmpeg did not end in time.
     """
-    return list(_parse_log(input_log(source, seconds=seconds, files=files)))
+    return list(_parse_log(probe_log(source, seconds=seconds, files=files)))
 
 
 def main_video(streams: Sequence[Stream]) -> Stream | None:
@@ -86,7 +86,7 @@ def read_streams(path: Path) -> list[Stream]:
         MediaFailure: it cannot be read, or has too many packets.
     """
     source = mp4_source(path)
-    streams = {each.index: each for each in list_streams(source)}
+    streams = {each.index: each for each in probe_streams(source)}
     arguments = ["-map", "0", "-c", "copy", "-copy_unknown", "-fs", str(_MAX_LISTING)]
     listing = run_ffmpeg(
         [*source, *arguments, "-f", "framecrc", "pipe:1"], seconds=_SECONDS

@@ -24,16 +24,21 @@ from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 from svdpp.config import OutputConfig, VideoFormat
 from svdpp.config.limits import MAX_CLIP_PIXELS, MAX_FRAMES
 from svdpp.errors import InputError, SvdppError, without_controls
-from svdpp.media.ffmpeg import EXACT_SCALE, MediaFailure, mp4_source, ppm_frames, run_ffmpeg
-from svdpp.media.output_files import atomic_output, check_free, reason, sync
+from svdpp.media.ffmpeg import EXACT_SCALE, MediaFailure, decode_frames, mp4_source, run_ffmpeg
+from svdpp.media.output_files import atomic_output, check_replaceable, error_reason, fsync
 from svdpp.media.streams import read_streams, stream_differences
 
 Frames = npt.NDArray[np.uint8]
 
 #: Samples (N, channels), and how many there are in a second.
-Sound = tuple[npt.NDArray[np.int16], int]
+AudioSamples = tuple[npt.NDArray[np.int16], int]
 
-SUFFIXES: Mapping[VideoFormat, str] = {"mp4": ".mp4", "gif": ".gif", "webp": ".webp", "frames": ""}
+FORMAT_SUFFIXES: Mapping[VideoFormat, str] = {
+    "mp4": ".mp4",
+    "gif": ".gif",
+    "webp": ".webp",
+    "frames": "",
+}
 MAX_NAME_BYTES = 200
 
 _KEY = "svdpp"
@@ -49,12 +54,12 @@ def write_clip(
     *,
     fps: int,
     metadata: Mapping[str, object],
-    sound: Sound | None = None,
+    audio: AudioSamples | None = None,
 ) -> str:
     """Write one clip completely or not at all.
 
     It is read back, and its frames are counted, before it gets its name. `mp4` is H.264, yuv420p,
-    bt709, with `sound` as AAC; `gif` and `webp` loop forever (gif has times in 1/100 s, at most 50
+    bt709, with `audio` as AAC; `gif` and `webp` loop forever (gif has times in 1/100 s, at most 50
     frames a second); `frames` is a folder of 00000.png and so on, which replaces a folder only if
     that has no other files.
 
@@ -63,7 +68,7 @@ def write_clip(
         output: path, format and quality.
         fps: frames per second.
         metadata: JSON values, which `read_metadata` returns.
-        sound: samples int16 of shape (N, channels) and their rate; only an mp4 has it.
+        audio: samples int16 of shape (N, channels) and their rate; only an mp4 has it.
 
     Returns:
         The `file_sha256` of the written file.
@@ -74,17 +79,17 @@ def write_clip(
     frames = _checked(frames)
     text = json.dumps(dict(metadata), allow_nan=False)
     files = _FRAME_NAME if output.format == "frames" else None
-    suffix = SUFFIXES[output.format]
+    suffix = FORMAT_SUFFIXES[output.format]
     with atomic_output(output.path, suffix, files) as temporary:
         if output.format == "mp4":
-            _encode_mp4(temporary, frames, fps, output.crf, text, sound)
+            _encode_mp4(temporary, frames, fps, output.crf, text, audio)
         elif output.format == "frames":
             _write_folder(temporary, frames, text)
         else:
             temporary.write_bytes(_encode_animation(frames, output.format, fps, text))
         _check_whole(temporary, output.format, frames, fps)
-        if output.format == "mp4" and sound is not None:
-            _check_sound(temporary, sound)
+        if output.format == "mp4" and audio is not None:
+            _check_audio(temporary, audio)
         if read_metadata(temporary) != json.loads(text):
             raise MediaFailure("read back, its metadata are not those that were written")
         return file_sha256(temporary)
@@ -96,7 +101,7 @@ def check_output(output: OutputConfig) -> None:
     Raises:
         OutputError: something else has that name.
     """
-    check_free(output.path, _FRAME_NAME if output.format == "frames" else None)
+    check_replaceable(output.path, _FRAME_NAME if output.format == "frames" else None)
 
 
 def read_frames(path: Path, format: VideoFormat) -> Frames:
@@ -110,7 +115,7 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     """
     with _reading(path, format):
         if format == "mp4":
-            return _stacked(ppm_frames(mp4_source(path), seconds=_READ_SECONDS))
+            return _stacked(decode_frames(mp4_source(path), seconds=_READ_SECONDS))
         if format == "frames":
             paths = (each for each in sorted(path.iterdir()) if _FRAME_NAME.fullmatch(each.name))
             return _stacked(Image.open(each, formats=["PNG"]) for each in paths)
@@ -175,7 +180,7 @@ def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
     Separators and control characters become `_`, and the stem is cut so that the name has at most
     `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
     """
-    stem, end = without_controls(stem).replace("/", "_"), f"_{seed}{SUFFIXES[format]}"
+    stem, end = without_controls(stem).replace("/", "_"), f"_{seed}{FORMAT_SUFFIXES[format]}"
     while stem and len((stem + end).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
         stem = stem[:-1]
     return out / (stem + end)
@@ -227,8 +232,8 @@ def _reading(path: Path, what: str) -> Iterator[None]:
     except SvdppError:
         raise
     except Exception as error:  # on damaged files Pillow raises nearly any type
-        details = {"path": str(path), "reason": reason(error)}
-        message = f"{str(path)!r} cannot be read as {what}: {reason(error)}"
+        details = {"path": str(path), "reason": error_reason(error)}
+        message = f"{str(path)!r} cannot be read as {what}: {error_reason(error)}"
         raise InputError(message, details=details) from error
 
 
@@ -247,7 +252,7 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> N
 
 
 def _encode_mp4(
-    path: Path, frames: Frames, fps: int, crf: int, text: str, sound: Sound | None
+    path: Path, frames: Frames, fps: int, crf: int, text: str, audio: AudioSamples | None
 ) -> None:
     count, height, width, _ = frames.shape
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
@@ -257,28 +262,28 @@ def _encode_mp4(
     tags = ["-movflags", "use_metadata_tags+faststart", "-map_metadata", "1"]
     maps = ["-map", "0:v"]
     # As files, because stdin has the frames, and Linux takes no argument above 128 KiB.
-    with tempfile.TemporaryFile() as listing, tempfile.TemporaryFile() as audio:
+    with tempfile.TemporaryFile() as listing, tempfile.TemporaryFile() as audio_file:
         escaped = re.sub(r"([=;#\\\n])", r"\\\1", text)
         listing.write(f";FFMETADATA1\n{_KEY}={escaped}\n".encode())
         listing.seek(0)
         source += ["-f", "ffmetadata", "-i", f"pipe:{listing.fileno()}"]
-        if sound is not None:
-            samples, rate = sound
-            audio.write(np.ascontiguousarray(samples, "<i2").data)
-            audio.seek(0)
+        if audio is not None:
+            samples, rate = audio
+            audio_file.write(np.ascontiguousarray(samples, "<i2").data)
+            audio_file.seek(0)
             source += ["-f", "s16le", "-ar", str(rate), "-ac", str(samples.shape[1])]
-            source += ["-i", f"pipe:{audio.fileno()}"]
+            source += ["-i", f"pipe:{audio_file.fileno()}"]
             maps += ["-map", "2:a", "-c:a", "aac", "-b:a", "192k"]
         target = [*maps, *codec, *tags, "-f", "mp4", f"file:{path}"]
         run_ffmpeg(
             ["-y", *source, *target],
             frames,
             seconds=_WRITE_SECONDS + count,
-            files=(listing.fileno(), audio.fileno()),
+            files=(listing.fileno(), audio_file.fileno()),
         )
 
 
-def read_sound(path: Path) -> Sound:
+def read_audio(path: Path) -> AudioSamples:
     """Return the sound of an mp4, int16 of shape (N, 2), and its rate, 48 kHz.
 
     Raises:
@@ -291,9 +296,9 @@ def read_sound(path: Path) -> Sound:
     return np.frombuffer(data, "<i2").reshape(-1, 2), rate
 
 
-def _check_sound(path: Path, sound: Sound) -> None:
-    samples, rate = sound
-    (back, back_rate), block = read_sound(path), 1024  # an AAC encoder fills the last block
+def _check_audio(path: Path, audio: AudioSamples) -> None:
+    samples, rate = audio
+    (back, back_rate), block = read_audio(path), 1024  # an AAC encoder fills the last block
     short, long = len(samples) / rate, (len(samples) + 2 * block) / rate
     if not short - 1e-3 <= len(back) / back_rate <= long:
         raise MediaFailure(f"read back, its sound has {len(back) / back_rate} s, not {short}")
@@ -343,7 +348,7 @@ def _write_folder(folder: Path, frames: Frames, text: str) -> None:
         Image.fromarray(frame).save(buffer, "PNG", pnginfo=info)
         file = folder / f"{index:05d}.png"
         file.write_bytes(buffer.getvalue())
-        sync(file)
+        fsync(file)
 
 
 def _stacked(images: Iterable[Image.Image]) -> Frames:

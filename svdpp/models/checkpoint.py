@@ -26,7 +26,7 @@ from svdpp.config import (
     SamplingConfig,
 )
 from svdpp.config.limits import require
-from svdpp.config.sampling import PromptedSampling, check_sides, own_params
+from svdpp.config.sampling import PromptedSampling, check_sides, extra_params
 from svdpp.errors import ModelError, RequestError, redact_tokens
 from svdpp.models.engine.registry import (
     FAMILY_OF_PIPELINE,
@@ -163,7 +163,7 @@ class Checkpoint:
                 raise RequestError(f"{self.label} takes no {what.split()[-1]}", "leave it out")
         if self.prompt_use == "needed" and not (request.prompt or "").strip():
             raise RequestError("--prompt is empty", 'say what happens, as in --prompt "a wave"')
-        if request.negative_prompt is not None and not (request.prompt and sampling.guided):
+        if request.negative_prompt is not None and not (request.prompt and sampling.uses_guidance):
             raise RequestError(
                 "--negative-prompt has no effect without a prompt and guidance",
                 "leave it out, or use a --guidance-scale above 1",
@@ -190,7 +190,7 @@ class Checkpoint:
         sampling = sampling.with_model_defaults(model_frames=self.model_frames)
         check_sides(sampling, self.size_multiple)
         kind: Any = type(sampling)
-        for name in own_params(kind).keys() & {*self.unused_parameters}:
+        for name in extra_params(kind).keys() & {*self.unused_parameters}:
             is_default = getattr(sampling, name) == getattr(kind, name)
             require(is_default, f"--param {name} has no effect on {self.label}", field=name)
         fewest, most, why = self.frames

@@ -91,7 +91,7 @@ class Admission:
             sampling.width * sampling.height <= own.width * own.height
             and sampling.frames <= own.frames
             and (sampling.decode_chunk_size or 0) <= (own.decode_chunk_size or 0)
-            and sampling.guided <= own.guided
+            and sampling.uses_guidance <= own.uses_guidance
         )
         if is_no_larger or self._checkpoint is None:
             return
@@ -139,7 +139,7 @@ def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
     names = {field.name for field in fields(sampling)}
     shape: dict[str, Any] = {name: getattr(sampling, name) for name in _SHAPE if name in names}
     scale = "guidance_scale" if "guidance_scale" in names else "max_guidance_scale"
-    shape[scale] = 2.0 if sampling.guided else 1.0
+    shape[scale] = 2.0 if sampling.uses_guidance else 1.0
     return type(sampling)(**shape)
 
 

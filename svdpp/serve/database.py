@@ -139,7 +139,7 @@ class QueueFile:
             self._reader = opened.enter_context(
                 _connected(self._path, self._clock, _READ_BUSY_SECONDS)
             )
-            output_files.sync(folder)
+            output_files.fsync(folder)
             self._opened_as = self._on_disk()
             self._opened = opened.pop_all()
 
@@ -254,7 +254,7 @@ class QueueFile:
                     "another program holds its lock, or its file system has no locks: end that "
                     "program, or name a folder on a local disk with --data"
                 )
-            reason = output_files.reason(error)
+            reason = output_files.error_reason(error)
             raise OutputError(
                 f"the queue {str(self._path)!r} cannot be used: {reason}",
                 hint,

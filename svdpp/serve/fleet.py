@@ -210,7 +210,7 @@ class Estimates:
 
 def _volume(sampling: SamplingConfig) -> int:
     """Return the number of pixels that the time of a step is taken to be proportional to."""
-    return sampling.height * sampling.width * sampling.frames * (2 if sampling.guided else 1)
+    return sampling.height * sampling.width * sampling.frames * (2 if sampling.uses_guidance else 1)
 
 
 class Fleet:

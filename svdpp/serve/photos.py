@@ -180,9 +180,9 @@ class PhotoFolder:
                     shutil.copyfileobj(source, file, 2**20)
                 sha256, suffix, *size = self._decoded(upload, name, video_frames, owner)
                 final = self._folder / f"{id}{f'.{video}' if video else suffix}"
-                output_files.sync(upload)
+                output_files.fsync(upload)
                 os.rename(upload, final)
-                output_files.sync(self._folder)
+                output_files.fsync(self._folder)
         except BaseException:
             for path in {upload, final}:
                 output_files.remove(path)

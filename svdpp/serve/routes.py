@@ -141,7 +141,7 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
     except HTTPException as error:  # of the form
         raise _malformed("invalid_form", error.detail) from None
     except OSError as error:
-        text = f"cannot store the body: {output_files.reason(error)}"
+        text = f"cannot store the body: {output_files.error_reason(error)}"
         raise OutputError(text, "the disk of the server may be full") from error
 
 

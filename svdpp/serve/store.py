@@ -85,7 +85,7 @@ class FileStore:
                 self._system.put_file(str(path), self._at(path))
         except FileNotFoundError as error:
             if path.exists():  # else it was removed meanwhile
-                raise self._away(output_files.reason(error)) from error
+                raise self._away(output_files.error_reason(error)) from error
 
     def fetch(self, path: Path) -> None:
         """Get a file that the folder lacks; one that the store lacks as well stays missing.
@@ -104,7 +104,7 @@ class FileStore:
             with self._errors():
                 self._system.get_file(self._at(path), str(temporary))
             with self.errors():
-                output_files.sync(temporary)
+                output_files.fsync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
             self._look()  # perhaps the whole bucket is missing
@@ -282,9 +282,9 @@ class FileStore:
             raise
         except Exception as error:  # each backend has exceptions of its own
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-                text = f"cannot write to {str(self.folder)!r}: {output_files.reason(error)}"
+                text = f"cannot write to {str(self.folder)!r}: {output_files.error_reason(error)}"
                 raise OutputError(text, "its disk may be full") from error
-            raise self._away(output_files.reason(error)) from error
+            raise self._away(output_files.error_reason(error)) from error
 
     def _away(self, reason: str) -> StorageAwayError:
         text = redact(f"{self.name} cannot be used: {reason}")

@@ -24,7 +24,7 @@ from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import inputs as photos
 from svdpp.media import video
-from svdpp.media.inputs import SUFFIXES, VIDEO_SUFFIXES
+from svdpp.media.inputs import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
 from svdpp.models.files import short_repr
 from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
@@ -115,7 +115,7 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
         InputError: no file there has the recorded hash.
     """
     metadata, folder = clip.metadata, clip.path.parent
-    suffixes: tuple[str, ...] = SUFFIXES
+    suffixes: tuple[str, ...] = IMAGE_SUFFIXES
     if video:
         wanted, path = metadata["videos_sha256"][video], metadata["videos"].get(video, video)
         suffixes += VIDEO_SUFFIXES
@@ -147,7 +147,7 @@ def _of_json(path: Path) -> ClipOnDisk:
     metadata = checked_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
     # The JSON's own name decides, so that a JSON describes only the file beside it.
     # Up to svdpp 0.3 the name did not include the format.
-    named, suffix = path.with_suffix(""), video.SUFFIXES[metadata["format"]]
+    named, suffix = path.with_suffix(""), video.FORMAT_SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
     return ClipOnDisk(path=file, json_path=path, raw=raw, metadata=metadata)
@@ -238,7 +238,9 @@ class ClipCheck:
         return "within tolerance" if self.within else "bitwise equal"
 
 
-def check_file(clip: ClipOnDisk, frames: Frames, sound: video.Sound | None = None) -> ClipCheck:
+def check_file(
+    clip: ClipOnDisk, frames: Frames, sound: video.AudioSamples | None = None
+) -> ClipCheck:
     """Compare a clip's file, which may be missing, with its metadata and recomputed frames.
 
     PNG frames are lossless, so their pixels must be the recorded ones. Other formats are compared
@@ -290,14 +292,14 @@ def _compare_lossless(clip: ClipOnDisk) -> tuple[str, list[str]]:
 
 
 def _compare_lossy(
-    clip: ClipOnDisk, frames: Frames, sound: video.Sound | None
+    clip: ClipOnDisk, frames: Frames, sound: video.AudioSamples | None
 ) -> tuple[str, list[str]]:
     metadata, faults = clip.metadata, list[str]()
     kind = metadata["format"]
     with temp_folder("svdpp-verify-") as folder:
-        again = folder / f"again{video.SUFFIXES[kind]}"
+        again = folder / f"again{video.FORMAT_SUFFIXES[kind]}"
         output = OutputConfig(path=str(again), format=kind, crf=metadata["crf"])
-        video.write_clip(frames, output, fps=metadata["fps"], metadata={}, sound=sound)
+        video.write_clip(frames, output, fps=metadata["fps"], metadata={}, audio=sound)
         ours, theirs = (video.read_frames(path, kind) for path in (clip.path, again))
         if kind == "mp4" and sound is not None and not _sound_alike(clip.path, again):
             faults.append("its sound is not that of the recomputed samples")
@@ -312,7 +314,7 @@ def _compare_lossy(
 
 
 def _sound_alike(one: Path, other: Path) -> bool:
-    (ours, _), (theirs, _) = video.read_sound(one), video.read_sound(other)
+    (ours, _), (theirs, _) = video.read_audio(one), video.read_audio(other)
     if len(ours) != len(theirs):
         return False
     allowed = _SIMILAR_SOUND * np.square(theirs, dtype=float).mean()

@@ -91,7 +91,9 @@ def verify(
         with open_observer(pipelined.name, config.layout.schedule(len(requests))) as observer:
             observers = (observer, *observers)
             made = run_pipelined(config, requests, pipelined, fault, observers)
-        with open_observer(sequential.name, config.alone().layout.schedule(len(requests))) as alone:
+        with open_observer(
+            sequential.name, config.single_rank().layout.schedule(len(requests))
+        ) as alone:
             steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
             expected = run_reference(
                 config, requests, steps=steps, tensor_folder=sequential, observers=(alone,)
@@ -140,7 +142,7 @@ def run_pipelined(
         pipeline.observe(observer)
     # This host has the weights of its own ranks; the reference needs all.
     if pipeline.world is not None and pipeline.world.spans_hosts:
-        resolve(config.alone(), weights="all")
+        resolve(config.single_rank(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
@@ -189,7 +191,7 @@ def run_reference(
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")
-    alone, checkpoint = resolve(config.alone())
+    alone, checkpoint = resolve(config.single_rank())
     check_memory(alone, checkpoint, alone.layout.roles)
     setup = ReferenceSetup(
         config=alone,

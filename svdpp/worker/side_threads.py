@@ -303,7 +303,7 @@ class ClipWriter(BoundedExecutor):
             assert job.request.sampling is not None
             fps = job.request.sampling.fps
             sound = None if audio is None else (audio.samples.numpy(), audio.rate)
-            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, sound=sound)
+            sha256 = video.write_clip(frames, output, fps=fps, metadata=metadata, audio=sound)
             metadata = {**metadata, "file_sha256": sha256}
             output_files.write_json(Path(output.json_path), metadata)
         return metadata

@@ -84,7 +84,7 @@ class LatentCheckpoints:
                 if step < packet.next_step:
                     path_of(self._folder, key, step).unlink(missing_ok=True)
         except (OutputError, SafetensorError, OSError) as error:
-            reason = output_files.reason(error.__cause__ or error)
+            reason = output_files.error_reason(error.__cause__ or error)
             raise OutputError(
                 f"no latent checkpoints in {str(self._folder)!r}: {reason}",
                 "clips go on without them, but cannot be resumed",
@@ -123,7 +123,7 @@ class LatentCheckpoints:
         try:
             tensors, metadata = _read(path)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise unfit(f"cannot be read: {output_files.reason(error)}") from error
+            raise unfit(f"cannot be read: {output_files.error_reason(error)}") from error
         if metadata["sha256"] != _sha256(tensors):
             raise unfit("is damaged: its tensors have another hash")
         for kind, own in (("conditions", self._conditions), ("weights", self._weights)):

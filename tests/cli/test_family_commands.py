@@ -15,7 +15,7 @@ from svdpp.config import SAMPLING_CLASSES, ModelConfig, OutputConfig, PipelineCo
 from svdpp.config.limits import read_costs
 from svdpp.diagnostics.machine import measured_config
 from svdpp.driver.resolve import resolve
-from svdpp.media.video import read_frames, read_sound, write_clip
+from svdpp.media.video import read_audio, read_frames, write_clip
 from svdpp.plan.layout import Roles
 from tests.cli.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
 from tests.models.builders import save_tiny_lora
@@ -225,7 +225,7 @@ def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
     succeed(f"run {asked}", "--model", str(model), "--out", str(out))
     (clip,) = out.glob("*.mp4")
     metadata = metadata_of(clip)
-    samples, rate = read_sound(clip)
+    samples, rate = read_audio(clip)
     assert metadata["audio_sample_rate"] == 16000
     assert (len(samples) > 100, rate) == (True, 48000)
     checks = json.loads(succeed("verify --json", str(clip)).out)["checks"]
@@ -236,7 +236,7 @@ def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
     del metadata["file_sha256"]
     sound = (np.zeros((132, 2), np.int16), 16000)
     frames, output = read_frames(clip, "mp4"), OutputConfig(path=str(clip))
-    sha256 = write_clip(frames, output, fps=24, metadata=metadata, sound=sound)
+    sha256 = write_clip(frames, output, fps=24, metadata=metadata, audio=sound)
     Path(f"{clip}.json").write_text(json.dumps({**metadata, "file_sha256": sha256}))
     checks = json.loads(ask("verify --json", str(clip)).out)["checks"]
     wrong = {check["what"]: check["detail"] for check in checks if not check["equal"]}

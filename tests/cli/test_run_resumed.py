@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.driver import manifest
 from svdpp.media.inputs import example_images
-from svdpp.media.output_files import locked
+from svdpp.media.output_files import lock_folder
 from svdpp.media.video import read_frames
 from tests.cli.shell import (
     DEMO,
@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
 
 def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with locked(out):
+    with lock_folder(out):
         for options in ([out], [out, "--overwrite"], [out, "--resume"], [out / "single.mp4"]):
             second = _run(PHOTOS[0], "--world", 1, "--out", *options)
             assert_error(second, 2, f"another svdpp run is writing into {str(out)!r}")

@@ -144,7 +144,7 @@ FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 
 
 def _clip(folder: Path, format: VideoFormat = "mp4") -> OutputConfig:
-    suffix = video.SUFFIXES[format]
+    suffix = video.FORMAT_SUFFIXES[format]
     return OutputConfig(path=str(folder / f"rocket_0{suffix}"), format=format)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import OutputError, RequestError
-from svdpp.media.output_files import atomic_output, check_free, check_writable, locked
+from svdpp.media.output_files import atomic_output, check_replaceable, check_writable, lock_folder
 
 FILE, FOLDER = None, re.compile("[a-z]")
 
@@ -97,7 +97,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, files: re.Pattern[str] | 
         assert caught.value.message.startswith(f"{name!r} cannot be written: ")
         assert cause in caught.value.message
     with pytest.raises(OutputError, match=other):
-        check_free(str(tmp_path / "fifo"), files)
+        check_replaceable(str(tmp_path / "fifo"), files)
     assert sorted(os.listdir(tmp_path)) == ["fifo", "file", "folder"]
     assert (tmp_path / "folder" / "thesis.txt").read_text() == "years of work"
 
@@ -133,14 +133,14 @@ def test_runs_that_write_the_same_files_exclude_each_other(
     tmp_path: Path, first: str, second: str, is_refused: bool
 ) -> None:
     folder = tmp_path / "new"
-    with locked(folder, first) as why_not:
+    with lock_folder(folder, first) as why_not:
         assert why_not == ""
         if is_refused:
             refused = pytest.raises(RequestError, match="another svdpp run is writing into")
-            with refused, locked(folder, second):
+            with refused, lock_folder(folder, second):
                 pass
         else:
-            with locked(folder, second), pytest.raises(RequestError), locked(folder):
+            with lock_folder(folder, second), pytest.raises(RequestError), lock_folder(folder):
                 pass
     assert os.listdir(tmp_path) == [], "nothing was written"
 
@@ -152,5 +152,5 @@ def test_a_file_system_without_locks_is_named(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with locked(tmp_path) as why_not:
+    with lock_folder(tmp_path) as why_not:
         assert why_not == "No locks available"

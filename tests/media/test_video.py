@@ -18,9 +18,9 @@ from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.video import (
     clip_path,
     file_sha256,
+    read_audio,
     read_frames,
     read_metadata,
-    read_sound,
     write_clip,
 )
 from tests.media.pictures import ffmpeg
@@ -68,8 +68,8 @@ def test_the_sound_of_an_mp4_comes_back(tmp_path: Path, channels: int) -> None:
     samples = np.stack([tone] * channels, axis=1)
     path = tmp_path / "a.mp4"
     output = OutputConfig(path=str(path))
-    write_clip(smooth(7), output, fps=7, metadata=METADATA, sound=(samples, rate))
-    back, back_rate = read_sound(path)
+    write_clip(smooth(7), output, fps=7, metadata=METADATA, audio=(samples, rate))
+    back, back_rate = read_audio(path)
     spectrum = np.abs(np.fft.rfft(back[:back_rate, 0].astype(float)))
     assert spectrum.argmax() == 440  # in Hz, as it is one second
     assert len(read_frames(path, "mp4")) == 7
@@ -280,7 +280,7 @@ def test_a_clip_beyond_the_limits_is_refused(
     limit: str,
     largest: int,
 ) -> None:
-    path = tmp_path / f"x{video.SUFFIXES[format]}"
+    path = tmp_path / f"x{video.FORMAT_SUFFIXES[format]}"
     write(path, format, smooth(6))
     monkeypatch.setattr(video, limit, largest)
     assert len(read_frames(path, format)) == 6
@@ -291,7 +291,7 @@ def test_a_clip_beyond_the_limits_is_refused(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat) -> None:
-    path = tmp_path / f"x{video.SUFFIXES[format]}"
+    path = tmp_path / f"x{video.FORMAT_SUFFIXES[format]}"
     output = OutputConfig(path=str(path), format=format)
     written = write_clip(smooth(3), output, fps=7, metadata=METADATA)
     assert file_sha256(path) == written

@@ -238,7 +238,7 @@ def test_a_host_downloads_what_its_ranks_need(
     load_engine_model(checkpoint, config.model, config.sampling, "cpu", roles[0])
     check_memory(config, checkpoint, roles)
 
-    resolve(config.alone())  # the reference, or one host
+    resolve(config.single_rank())  # the reference, or one host
     assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, PARTS)
 
 

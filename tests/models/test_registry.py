@@ -360,7 +360,7 @@ def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) ->
 PAIRED = [
     name
     for name, case in CASES.items()
-    if FAMILY_SPECS[case.family].branches and case.config().guided
+    if FAMILY_SPECS[case.family].branches and case.config().uses_guidance
 ]
 FIRST_PAIRED = {CASES[name].family: name for name in reversed(PAIRED)}
 

@@ -105,7 +105,7 @@ def test_each_job_has_its_own_parameters_and_fails_alone(tmp_path: Path) -> None
     assert failed.error is not None
     assert (failed.state, failed.error["type"]) == (JobState.FAILED, "RequestError")
     assert len(set(latents(jobs))) == 3
-    with Pipeline(config.alone()) as pipeline:
+    with Pipeline(config.single_rank()) as pipeline:
         requests = [ClipRequest(seed=7, sampling=job.sampling) for job in jobs]
         expected = pipeline.run(requests)
     assert latents(jobs) == [result.metadata["latents_sha256"] for result in expected]

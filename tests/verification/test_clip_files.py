@@ -54,7 +54,9 @@ def put_clip(
     size = {"height": 32, "width": 48, "num_frames": 3, "decode_chunk_size": 3}
     sampling = SvdSampling(num_inference_steps=2, **size)
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"), sampling=sampling)
-    output = OutputConfig(path=str(folder / f"{name}{video.SUFFIXES[format]}"), format=format)
+    output = OutputConfig(
+        path=str(folder / f"{name}{video.FORMAT_SUFFIXES[format]}"), format=format
+    )
     _, media_file = read_image(Path(PHOTO))
     record = clip_metadata(
         ClipInput(media_file), seed, output, config, find_checkpoint(config.model)

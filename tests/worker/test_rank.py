@@ -19,7 +19,7 @@ from svdpp.config import (
     ModelConfig,
     PipelineConfig,
     WanSampling,
-    own_params,
+    extra_params,
 )
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch.group import Channel, RankContext
@@ -120,7 +120,7 @@ def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() 
 @pytest.mark.parametrize("family", SAMPLING_CLASSES)
 def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
     kind = SAMPLING_CLASSES[family]
-    own = dict.fromkeys(own_params(kind), 1)
+    own = dict.fromkeys(extra_params(kind), 1)
     own |= {"guidance_scale_2": 3.0, "flow_shift": 5.0} if family == "wan" else {}
     sampling = kind(**own, num_inference_steps=7)
     job = ClipJob(clip=0, request=ClipRequest(seed=0, sampling=sampling))

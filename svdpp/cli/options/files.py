@@ -402,7 +402,7 @@ class TraceOptions:
         wrong = f"--trace must end in .json, got {str(self.trace)!r}"
         require(is_json, wrong, path=str(self.trace))
         output_files.check_writable(self.trace.parent)
-        output_files.check_free(str(self.trace))
+        output_files.check_replaceable(str(self.trace))
 
     @property
     def paths(self) -> list[str]:

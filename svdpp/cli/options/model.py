@@ -21,11 +21,11 @@ from svdpp.config import (
     PromptedSampling,
     SamplingConfig,
     SvdSampling,
-    own_params,
+    extra_params,
     params_of,
     sampling_defaults,
 )
-from svdpp.config.limits import MAX_SEED, check_whole, require
+from svdpp.config.limits import MAX_SEED, check_int, require
 from svdpp.errors import RequestError, nearest
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         if self.seed is not None:
-            check_whole("--seed", self.seed, 0, MAX_SEED)
+            check_int("--seed", self.seed, 0, MAX_SEED)
 
     @property
     def is_dummy(self) -> bool:
@@ -320,7 +320,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
     Raises:
         RequestError: a text is not NAME=VALUE, or no parameter of the family.
     """
-    known = own_params(SAMPLING_CLASSES[family])
+    known = extra_params(SAMPLING_CLASSES[family])
     values: dict[str, float] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -361,6 +361,6 @@ def parse_seeds(text: str) -> list[int]:
         is_short = last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS
         too_many = f"--seeds {part.strip()}: at most {_MAX_SEEDS} seeds are taken"
         require(is_short, too_many, value=part.strip(), most=_MAX_SEEDS)
-        check_whole("a seed", last, 0, MAX_SEED)
+        check_int("a seed", last, 0, MAX_SEED)
         seeds.update(dict.fromkeys(range(first, last + 1)))
     return list(seeds)

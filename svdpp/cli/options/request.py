@@ -240,7 +240,11 @@ class PipelineRequest:
         if self.options.is_dummy:
             return True
         checkpoint, sampling = self._read
-        return checkpoint is not None and sampling.guided and checkpoint.spec.branches == "calls"
+        return (
+            checkpoint is not None
+            and sampling.uses_guidance
+            and checkpoint.spec.branches == "calls"
+        )
 
     @cached_property
     def counts(self) -> dict[str, Any]:
