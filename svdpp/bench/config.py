@@ -152,7 +152,7 @@ class BenchConfig(Section):
     targets: dict[str, Bound] = Field(default={})
     """Bounds by the name of a figure, such as `tflops: {min: 100}`."""
 
-    def resolved(self, config: PipelineConfig) -> BenchConfig:
+    def with_defaults_from(self, config: PipelineConfig) -> BenchConfig:
         """Return a copy with the values that depend on the machine, the model and its defaults.
 
         Args:

@@ -61,7 +61,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.requests = _requests(self.asked, self.config)
-        self.asked = self.asked.resolved(self.config)
+        self.asked = self.asked.with_defaults_from(self.config)
         self.cases = cases_of(self.config)
 
     @cached_property

@@ -41,7 +41,7 @@ class Param:
     kind: type[int] | type[float] = float
     api: str = ""
     """Its name in HTTP requests and benches, if it is another one."""
-    above: bool = False
+    excludes_lowest: bool = False
     """Whether it must be above `lowest`."""
     shown_default: str = ""
     """The default in words, for the help."""
@@ -84,7 +84,7 @@ class Param:
                 },
             )
         require(
-            not (self.above and value <= self.lowest),
+            not (self.excludes_lowest and value <= self.lowest),
             f"{self.option} must be above {self.lowest:g}, got {value}",
             field=self.field,
             value=value,
@@ -378,7 +378,7 @@ class WanSampling(PromptedSampling):
             None,
             100.0,
             "Shift of the noise levels, such as 3 at 480p and 5 at 720p.",
-            above=True,
+            excludes_lowest=True,
             shown_default="that of the model's scheduler",
         ),
     }
@@ -430,7 +430,11 @@ _LTX: dict[str, Any] = {"side_unit": 32, "frames_unit": 8, "latent_axes": "BNC"}
 _FRAMEPACK: dict[str, Any] = {"frames_unit": 36, "embedded_guidance": True}
 _VACE = {"conditioning_scale": Param(1.0, 10, "Weight of the reference image.")}
 _CONTROL = {"conditioning_scale": Param(1.0, 10, "Weight of the video.")}
-_V2V = {"strength": Param(0.8, 1, "How much of the video is replaced: all of it by 1.", above=True)}
+_V2V = {
+    "strength": Param(
+        0.8, 1, "How much of the video is replaced: all of it by 1.", excludes_lowest=True
+    )
+}
 _LTX_CONDITION = {
     "guidance_rescale": Param(0.0, 1, "Rescaling of the guided video."),
     "decode_timestep": Param(0.0, 1, "Noise level of the decode."),

@@ -15,8 +15,8 @@ from svdpp.plan.split import (
     EXPERTS,
     ClipCuts,
     Cuts,
-    Part,
     Stage,
+    StageGroup,
     StepRange,
     check_counts,
     check_expert_split,
@@ -440,7 +440,7 @@ class ParallelConfig:
         """One for each replica, or a single one if all ranks are alike."""
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
-        wholes = (Part(self.num_steps, self.stages(replica)) for replica in replicas)
+        wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _kinds_of_route(self) -> Iterator[Route]:

@@ -87,7 +87,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageGroup:
     """Stages of a replica, all or those of one expert, and the steps that they share."""
 
     num_steps: int
@@ -97,7 +97,7 @@ class Part:
         """Return the seconds for each clip of the slowest stage that does steps.
 
         Args:
-            cuts: Cuts of the part, counted from 0.
+            cuts: Cuts of the group, counted from 0.
         """
         counts = (after - before for before, after in pairwise(cuts))
         pairs = zip(self.stages, counts, strict=True)
@@ -105,10 +105,10 @@ class Part:
 
 
 def join_cuts(each: Iterable[Cuts]) -> Cuts:
-    """Return the cuts of successive parts as cuts of the whole clip.
+    """Return the cuts of successive groups as cuts of the whole clip.
 
     Args:
-        each: Cuts of each part, counted from its own 0.
+        each: Cuts of each group, counted from its own 0.
     """
     whole = [0]
     for cuts in each:
@@ -135,9 +135,9 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
     can = "can are" if below else "can is"
     are_ranks = num_stages == world_size
     fewer = f"or --world {largest_world(num_steps, num_stages)}, " if are_ranks else ""
-    parts = "ranks" if are_ranks else "stages"
+    noun = "ranks" if are_ranks else "stages"
     raise RequestError(
-        f"{num_steps} steps cannot be split evenly over {num_stages} {parts}; "
+        f"{num_steps} steps cannot be split evenly over {num_stages} {noun}; "
         f"the nearest step count{'s' * (below > 0)} that {can} {' and '.join(map(str, nearest))}",
         f"use {' or '.join(f'--steps {count}' for count in nearest)}, "
         f"{fewer}or --split alternating",
@@ -183,17 +183,17 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def uniform_cuts(part: Part) -> Cuts:
+def uniform_cuts(group: StageGroup) -> Cuts:
     """Return cuts, the same for every clip, that give each stage as many steps.
 
     Args:
-        part: Steps and stages; the number of stages divides that of the steps.
+        group: Steps and stages; the number of stages divides that of the steps.
     """
-    count = part.num_steps // len(part.stages)
-    return tuple(range(0, part.num_steps + 1, count))
+    count = group.num_steps // len(group.stages)
+    return tuple(range(0, group.num_steps + 1, count))
 
 
-def balanced_cuts(part: Part) -> Cuts:
+def balanced_cuts(group: StageGroup) -> Cuts:
     """Return cuts, the same for every clip, that make the slowest stage as fast as possible.
 
     Each step goes to the stage that would finish first with it. This greedy rule is optimal: the
@@ -206,13 +206,13 @@ def balanced_cuts(part: Part) -> Cuts:
         rank 2 |00>>|        steps 8:10, decode
 
     Args:
-        part: Steps and stages.
+        group: Steps and stages.
     """
-    stages = part.stages
+    stages = group.stages
     counts = [0] * len(stages)
     offers = [(stage.seconds(1), index) for index, stage in enumerate(stages)]
     heapq.heapify(offers)
-    for _ in range(part.num_steps):
+    for _ in range(group.num_steps):
         index = offers[0][1]
         counts[index] += 1
         heapq.heapreplace(offers, (stages[index].seconds(counts[index] + 1), index))
@@ -264,8 +264,8 @@ class ClipCuts:
         return tuple((position + phase) >> _UNIT_BITS for position in self.positions[turn])
 
 
-def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
-    """Return cuts that give all stages of each part equal work on average.
+def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
+    """Return cuts that give all stages of each group equal work on average.
 
     If the ranks of a stage differ in speed, each turn has its own positions. Seven steps on two
     ranks of equal speed are cut at 3.5, so clips take turns, and both ranks are always busy:
@@ -277,28 +277,28 @@ def alternating_cuts(parts: Sequence[Part]) -> ClipCuts:
         3     0.35   3                           the phases are multiples of the golden ratio
 
     Args:
-        parts: Successive parts of a clip, such as those of two experts; all clips are cut between
+        groups: Successive groups of a clip, such as those of two experts; all clips are cut between
             them.
     """
-    by_part = [_positions_by_turn(part) for part in parts]
-    turns = math.lcm(*map(len, by_part))
-    # Parts meet at whole steps, which the phase does not move.
-    joined = (join_cuts(each[turn % len(each)] for each in by_part) for turn in range(turns))
+    by_group = [_positions_by_turn(group) for group in groups]
+    turns = math.lcm(*map(len, by_group))
+    # Groups meet at whole steps, which the phase does not move.
+    joined = (join_cuts(each[turn % len(each)] for each in by_group) for turn in range(turns))
     return ClipCuts(tuple(joined))
 
 
-def _positions_by_turn(part: Part) -> list[Cuts]:
+def _positions_by_turn(group: StageGroup) -> list[Cuts]:
     """Cut positions for each rank of the last stage; the other stages have one rank.
 
     The first or last stage gets no steps if they would gain too little. If the last rank of a turn
     is slower, the earlier stages do more, in proportion.
     """
     free: list[int] = []
-    stages, num_steps = part.stages, part.num_steps
-    seconds = best = min_period(part)
+    stages, num_steps = group.stages, group.num_steps
+    seconds = best = min_period(group)
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
         if any(stages[index].fixed_seconds):
-            without = min_period(part, [*free, index])
+            without = min_period(group, [*free, index])
             if without <= best * (1 + _WORTH_A_UNET):
                 free.append(index)
                 seconds = without
@@ -313,20 +313,20 @@ def _positions_by_turn(part: Part) -> list[Cuts]:
     ]
 
 
-def min_period(part: Part, free: Sequence[int] = ()) -> float:
+def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
     """Return by bisection the least seconds for each clip in which the stages do all its steps.
 
     Steps count as divisible. A stage whose encode or decode alone takes longer does none.
 
     Args:
-        part: Steps and stages.
+        group: Steps and stages.
         free: Indices of stages that do no steps.
 
     Returns:
         The seconds; infinity if no stage is left.
     """
-    num_steps = part.num_steps
-    working = [stage for index, stage in enumerate(part.stages) if index not in free]
+    num_steps = group.num_steps
+    working = [stage for index, stage in enumerate(group.stages) if index not in free]
     if not working:
         return math.inf
     low = 0.0
@@ -348,7 +348,7 @@ def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
 # --- two experts ---------------------------------------------------------------------------------
 
 
-def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
+def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:
     """Return the cuts of one replica's clips.
 
     Args:
@@ -359,15 +359,15 @@ def cut_stages(split: str, whole: Part, boundary: int | None) -> ClipCuts:
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
-        min_period if split == "alternating" else lambda part: part.slowest_seconds(rule(part))
+        min_period if split == "alternating" else lambda group: group.slowest_seconds(rule(group))
     )
-    parts: tuple[Part, ...] = (whole,)
+    groups: tuple[StageGroup, ...] = (whole,)
     if boundary is not None:
         even = _even_divisions(whole.num_steps, len(whole.stages), boundary)
-        parts = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
+        groups = _divide(whole, boundary, seconds_of, even if split == "uniform" else None)
     if split == "alternating":
-        return alternating_cuts(parts)
-    cuts = tuple(cut << _UNIT_BITS for cut in join_cuts(map(rule, parts)))
+        return alternating_cuts(groups)
+    cuts = tuple(cut << _UNIT_BITS for cut in join_cuts(map(rule, groups)))
     return ClipCuts((cuts,) * len(whole.stages[-1].ranks))
 
 
@@ -406,26 +406,29 @@ def _even_divisions(num_steps: int, num_stages: int, boundary: int) -> list[int]
 
 
 def _divide(
-    whole: Part, boundary: int, seconds_of: Callable[[Part], float], counts: Iterable[int] | None
-) -> tuple[Part, Part]:
-    """Divide the stages between the experts so that the slower part is as fast as possible.
+    whole: StageGroup,
+    boundary: int,
+    seconds_of: Callable[[StageGroup], float],
+    counts: Iterable[int] | None,
+) -> tuple[StageGroup, StageGroup]:
+    """Divide the stages between the experts so that the slower group is as fast as possible.
 
-    `seconds_of` gives the seconds of a part for each clip, no more with more stages. `counts` are
+    `seconds_of` gives the seconds of a group for each clip, no more with more stages. `counts` are
     the possible numbers of stages of the first expert; None: any.
     """
 
-    def parts(count: int) -> tuple[Part, Part]:
+    def groups(count: int) -> tuple[StageGroup, StageGroup]:
         first, second = whole.stages[:count], whole.stages[count:]
-        return Part(boundary, first), Part(whole.num_steps - boundary, second)
+        return StageGroup(boundary, first), StageGroup(whole.num_steps - boundary, second)
 
     def is_first_faster(count: int) -> bool:
-        first, second = map(seconds_of, parts(count))
+        first, second = map(seconds_of, groups(count))
         return first <= second
 
     if counts is None:
-        # With more stages the first part gets faster and the second slower. The best count is at
-        # one side of the point where the first part becomes the faster one.
+        # With more stages the first group gets faster and the second slower. The best count is at
+        # one side of the point where the first group becomes the faster one.
         last = len(whole.stages) - 1
         faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
         counts = range(max(1, faster - 1), faster + 1)
-    return parts(min(counts, key=lambda count: max(map(seconds_of, parts(count)))))
+    return groups(min(counts, key=lambda count: max(map(seconds_of, groups(count)))))

@@ -204,7 +204,7 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 def _param_field(param: Param, highest: float) -> Any:
     """Also taken by diffusers' name, which vLLM-Omni's clients send."""
     default = f" By default {param.shown_default}." if param.shown_default else ""
-    lowest: dict[str, Any] = {"gt" if param.above else "ge": param.lowest}
+    lowest: dict[str, Any] = {"gt" if param.excludes_lowest else "ge": param.lowest}
     names = AliasChoices(*dict.fromkeys((param.field, param.name)))
     kind: Any = Annotated[param.kind | None, Field(le=highest, **lowest), _NUMBER]
     return (kind, Field(None, validation_alias=names, description=f"{param.help}{default}"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from svdpp.plan.actions import SENDS, Action, FrameRange, Kind, Schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import SPLITS, ParallelConfig
-from svdpp.plan.split import Part
+from svdpp.plan.split import StageGroup
 
 # Binary fractions have exact sums in any order, so times can be compared with ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
@@ -99,7 +99,7 @@ def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
     return replace(given, ranks_per_host=cfg_parallel * per_host, inter_host_transfer_seconds=5.0)
 
 
-def steps_in(seconds: float, part: Part) -> float:
+def steps_in(seconds: float, part: StageGroup) -> float:
     """Steps that the stages could do of every clip in this time, if steps were divisible."""
     return sum(fmean(stage.steps_within(seconds, part.num_steps)) for stage in part.stages)
 

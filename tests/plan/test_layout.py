@@ -18,8 +18,8 @@ from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule
 from svdpp.plan.layout import ParallelConfig, Roles, assign_replicas
 from svdpp.plan.split import (
-    Part,
     Stage,
+    StageGroup,
     alternating_cuts,
     balanced_cuts,
     divisors,
@@ -252,7 +252,7 @@ def steps_between(cuts: Sequence[float]) -> list[float]:
 
 @given(st.integers(1, 8), replica_stages())
 def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -> None:
-    part = Part(num_steps, stages)
+    part = StageGroup(num_steps, stages)
     every = itertools.combinations_with_replacement(range(num_steps + 1), len(stages) - 1)
     best = min(part.slowest_seconds((0, *cuts, num_steps)) for cuts in every)
     cuts = balanced_cuts(part)
@@ -267,7 +267,7 @@ def test_alternating_ranges_are_in_order_and_near_their_means(
     num_steps: int, stages: list[Stage], num_clips: int
 ) -> None:
     """Each clip's are within a step of them, and those of any clips within a few steps."""
-    alternating = alternating_cuts([Part(num_steps, stages)])
+    alternating = alternating_cuts([StageGroup(num_steps, stages)])
     turns = len(alternating.positions)
     for turn, positions in enumerate(alternating.positions):
         means = [position / 2**64 for position in positions]
@@ -310,13 +310,13 @@ def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
     )
 
 
-def divisions(layout: ParallelConfig, stages: list[Stage]) -> list[tuple[Part, ...]]:
+def divisions(layout: ParallelConfig, stages: list[Stage]) -> list[tuple[StageGroup, ...]]:
     """All divisions of the stages between separate experts, at least one each."""
     if layout.expert_boundary is None or not layout.separates_experts:
-        return [(Part(layout.num_steps, stages),)]
+        return [(StageGroup(layout.num_steps, stages),)]
     low_noise = layout.num_steps - layout.expert_boundary
     return [
-        (Part(layout.expert_boundary, stages[:count]), Part(low_noise, stages[count:]))
+        (StageGroup(layout.expert_boundary, stages[:count]), StageGroup(low_noise, stages[count:]))
         for count in range(1, len(stages))
     ]
 
