@@ -342,7 +342,7 @@ def test_steps_of_a_pair_cost_what_a_forecast_halves() -> None:
     transfer = {"clip": 0, "next_step": 0, "num_bytes": 1, "seconds": 0.2, "end": 0.0}
     trace(1, TransferDone(direction="recv", peer=0, **transfer))
     assert trace.costs().step_seconds == pytest.approx(1.0)
-    assert trace.costs().of(action, 0) == pytest.approx(0.7)
+    assert trace.costs().action_seconds(action, 0) == pytest.approx(0.7)
 
 
 def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
