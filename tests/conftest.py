@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from svdpp.errors import SvdppError
-from svdpp.launch import fork_server, group, process_lifetime
+from svdpp.launch import fork_server, process_lifetime, worker_group
 from tests.details import numbers_not_in_details
 
 # Property tests measure no time, because the machine may be loaded.
@@ -59,7 +59,7 @@ def _fork_server_knows_svd() -> Iterator[None]:
     start = fork_server.start_fork_server
     with pytest.MonkeyPatch.context() as patch:
         modules = fork_server.modules_for("svd")
-        for module in (fork_server, group):
+        for module in (fork_server, worker_group):
             patch.setattr(module, "start_fork_server", lambda _: start(modules))
         yield
 

@@ -19,7 +19,7 @@ from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, VerificationError
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.bench.config import BenchConfig
@@ -105,7 +105,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
         overrides.append(f"measure.peak_tflops={asked.peak_tflops}")
     point = read_config(names[0], overrides)
     config = pipeline_config(point, launched)
-    if is_member(launched):
+    if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
 
         for pipeline in launched_pipelines(point, config):

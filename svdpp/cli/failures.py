@@ -25,7 +25,7 @@ from svdpp.errors import (
 )
 from svdpp.launch import process_lifetime
 from svdpp.launch.start_deadline import end_fork_server
-from svdpp.launch.world import find_world, is_member, was_launched
+from svdpp.launch.world import find_world, is_secondary_rank, was_launched
 
 # Typer converts values by pydantic, in whose words it reports wrong ones.
 _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
@@ -112,7 +112,7 @@ def _is_told_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
         launched = find_world()
     except RequestError:
         return False
-    if not is_member(launched):
+    if not is_secondary_rank(launched):
         return False
     if not isinstance(error, SvdppError) or isinstance(error, RankError):
         return not isinstance(error, Exception) or launched.local_rank != 0

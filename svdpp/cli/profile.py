@@ -19,7 +19,7 @@ from svdpp.cli.options.pipeline import WithoutLayout
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import World, is_secondary_rank
 
 app = typer.Typer(add_completion=False)
 
@@ -73,7 +73,7 @@ def profile(console: Console, launched: World | None, options: MeasureOptions) -
     """
     request = PipelineRequest(options=options, num_clips=None, launched=launched)
     config = request.with_a_step_each().resolve()[0]
-    if is_member(launched):
+    if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
         from svdpp.diagnostics.machine import measured_config
         from svdpp.driver.pipeline import Pipeline

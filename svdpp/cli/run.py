@@ -32,7 +32,7 @@ from svdpp.errors import (
     error_to_dict,
     worst_of,
 )
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ def run(
         from_image=bool(options.inputs),
     ).resolve()
     log.open(console, launched)
-    if is_member(launched):
+    if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
 
         serve_member(asked.pipeline(config), launched, console)
@@ -174,7 +174,7 @@ class Run:
         Raises:
             InputError: a file is missing, unreadable or hostile.
         """
-        if is_member(self.launched):
+        if is_secondary_rank(self.launched):
             return [], []
         from svdpp.media.inputs import collect_inputs, raise_problems
 

@@ -28,7 +28,7 @@ from svdpp.cli.options.pipeline import SPLIT_HELP, PipelineOptions, gpus_option,
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, require, shown
 from svdpp.errors import Interrupted, RequestError
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import World, is_secondary_rank
 from svdpp.plan.layout import Split
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
 
     try:
         with private_files():  # before any process is started that writes clips
-            if is_member(launched):
+            if is_secondary_rank(launched):
                 _serve_rank(console, options, launched, log)
             else:
                 _serve(console, options, launched, log)

@@ -18,7 +18,7 @@ from svdpp.cli.options.pipeline import Device, PipelineOptions, costs_option
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.config.limits import require
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
@@ -111,7 +111,7 @@ def simulate(
     config, why = replace(request, num_clips=num_clips).resolve()
     log.open(console, launched)
     pipeline = Pipeline(config)
-    if is_member(launched):
+    if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
 
         serve_member(pipeline, launched, console)

@@ -21,7 +21,7 @@ from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.config.tolerance import Tolerance
 from svdpp.errors import VerificationError, worst_of
-from svdpp.launch.world import World, is_member
+from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import MediaFile
@@ -152,13 +152,13 @@ def verify(
     clips = find_clips([] if options.as_family else inputs)
     if clips:
         _refuse_without_effect(context)
-        if not is_member(launched):  # one device is enough
+        if not is_secondary_rank(launched):  # one device is enough
             _verify_clips(console, clips, options, tolerance)
         return
     require(options.image is None, "--image is for finished clips", "give the image as INPUT")
     from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
     requests = []
-    if not is_member(launched):
+    if not is_secondary_rank(launched):
         requests = _requests(options, inputs, from_image=from_image)
     config, why = PipelineRequest(
         options=options,
@@ -168,7 +168,7 @@ def verify(
         device=options.device_name(any_on_cpu=True),
         from_image=from_image,
     ).resolve()
-    if is_member(launched):  # only rank 0 compares
+    if is_secondary_rank(launched):  # only rank 0 compares
         from svdpp.cli.progress import serve_member
 
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")

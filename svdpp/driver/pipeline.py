@@ -12,7 +12,7 @@ from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult
 from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import check_memory
 from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
-from svdpp.launch.world import is_member
+from svdpp.launch.world import is_secondary_rank
 from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, simulate_schedule
 from svdpp.worker.clip_metadata import divides_batches
@@ -208,7 +208,7 @@ class Pipeline(PipelineRanks):
         check_memory(self.config, self.checkpoint, self.config.layout.roles[:num_local])
 
     def __enter__(self) -> Pipeline:
-        if is_member(self.world):
+        if is_secondary_rank(self.world):
             raise ClosedError("only rank 0 enters the block: the other ranks call serve()")
         with self._submitting:
             if self._is_entered:

@@ -16,13 +16,13 @@ from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
 from svdpp.launch.fork_server import modules_for
-from svdpp.launch.group import Group, start_ranks
-from svdpp.launch.joined import Terms, join_ranks
+from svdpp.launch.rendezvous import RendezvousConfig, join_ranks
+from svdpp.launch.worker_group import WorkerGroup, start_ranks
 from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.clip_metadata import versions
 from svdpp.worker.messages import Event, Started
-from svdpp.worker.rank import RankSetup, rank_main, serve_joined
+from svdpp.worker.rank import RankSetup, rank_main, run_secondary_rank
 
 # Fields of the configuration that may differ by host, or are compared otherwise.
 _NOT_SHARED = ("sampling", "loras", "local_files_only", "start_timeout_seconds")
@@ -125,16 +125,16 @@ class PipelineRanks:
             ClosedError: no launcher has started this process.
             RankError: rank 0 cannot be reached.
         """
-        terms = self._terms()
+        rendezvous = self._rendezvous_config()
         self._hash_weights()
-        serve_joined(
+        run_secondary_rank(
             rank_main,
             self._setup,
-            terms,
-            device=process_group.device_of_rank(self.config.device, terms.world),
+            rendezvous,
+            device=process_group.device_of_rank(self.config.device, rendezvous.world),
             observers=self._observers,
             say=say,
-            ignores_signals=self._ignores_signals and terms.world.on_first_host,
+            ignores_signals=self._ignores_signals and rendezvous.world.on_first_host,
         )
 
     def dismiss(self) -> None:
@@ -144,11 +144,11 @@ class PipelineRanks:
             RankError: a rank does not connect in time.
         """
         if self.world is not None:
-            join_ranks(self._terms(), lambda _context, _setup: None, None).kill()
+            join_ranks(self._rendezvous_config(), lambda _context, _setup: None, None).kill()
 
-    def _open(self) -> Group:
+    def _open(self) -> WorkerGroup:
         if self.world is not None:
-            return join_ranks(self._terms(), rank_main, self._setup)
+            return join_ranks(self._rendezvous_config(), rank_main, self._setup)
         return start_ranks(
             rank_main,
             self._setup,
@@ -167,10 +167,10 @@ class PipelineRanks:
             hashes = self.checkpoint.file_hashes(parts)
             self._setup = replace(self._setup, weights=hashes)
 
-    def _terms(self) -> Terms:
+    def _rendezvous_config(self) -> RendezvousConfig:
         if self.world is None:
             raise ClosedError("no launcher has started this process: enter the pipeline's block")
-        return Terms(
+        return RendezvousConfig(
             world=self.world,
             backend=self.backend,
             shared_settings=shared_settings(self.config, self.checkpoint),

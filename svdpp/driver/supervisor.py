@@ -18,7 +18,7 @@ from svdpp.errors import (
     SvdppError,
     error_from_dict,
 )
-from svdpp.launch.group import GUARD, Group
+from svdpp.launch.worker_group import MAIN_GUARD_HINT, WorkerGroup
 from svdpp.plan.actions import Action, Schedule
 from svdpp.plan.forecast import draw_grid
 from svdpp.worker.messages import (
@@ -67,7 +67,7 @@ class Supervisor:
 
     def __init__(
         self,
-        group: Group,
+        group: WorkerGroup,
         config: PipelineConfig,
         *observers: Observer,
         trace: Trace | None = None,
@@ -249,12 +249,12 @@ class Supervisor:
 
     def _died(self, rank: int, code: int | None) -> RankError:
         if code is None:
-            hint = f"see the launcher's output on {self._group.members[rank].host}"
+            hint = f"see the launcher's output on {self._group.workers[rank].host}"
             return self._rank_error(rank, "is gone", hint, "was lost here")
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
             if self._group.output_tail(rank) is None:
-                cause = f"could not import your script: {GUARD}"
+                cause = f"could not import your script: {MAIN_GUARD_HINT}"
             return self._rank_error(rank, cause, "", "died here", exit_code=code)
         hint = ""
         if -code == signal.SIGKILL:
@@ -279,11 +279,11 @@ class Supervisor:
         )
 
     def _name(self, rank: int) -> str:
-        member, planned = self._group.members[rank], self._config.device
+        worker, planned = self._group.workers[rank], self._config.device
         if planned == "cuda":
-            planned = f"cuda:{member.local_rank}"
+            planned = f"cuda:{worker.local_rank}"
         device = self.trace.reported[rank].device or planned
-        return f"rank {rank} ({device} of {member.host})"
+        return f"rank {rank} ({device} of {worker.host})"
 
     def _picture(self, rank: int, remark: str) -> str:
         if not self.trace.spans:

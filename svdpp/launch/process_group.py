@@ -148,7 +148,7 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
         world: of this rank.
         backend: `gloo` or `nccl`.
         store: of `open_store`.
-        token: of the run; see `joined.Endpoint`.
+        token: of the run; see `rendezvous.Endpoint`.
 
     Raises:
         BrokenLinkError: the others cannot be reached.

@@ -88,7 +88,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     return world
 
 
-def is_member(launched: World | None) -> TypeGuard[World]:
+def is_secondary_rank(launched: World | None) -> TypeGuard[World]:
     """Whether a launcher started this rank and it is not rank 0.
 
     Args:

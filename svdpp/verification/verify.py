@@ -17,8 +17,8 @@ from svdpp.driver.resolve import check_memory, resolve
 from svdpp.driver.supervisor import Observer, OpenObserver, Supervisor, no_observer
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
-from svdpp.launch.group import RankContext, start_ranks
 from svdpp.launch.process_lifetime import temp_folder
+from svdpp.launch.worker_group import LaunchContext, start_ranks
 from svdpp.models.base import LATENTS, PREDICTION, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.verification.result import (
@@ -225,7 +225,7 @@ def run_reference(
     return [hashes[clip] for clip in sorted(hashes)]
 
 
-def _reference_main(context: RankContext, setup: ReferenceSetup) -> None:
+def _reference_main(context: LaunchContext, setup: ReferenceSetup) -> None:
     def work(device: torch.device, reporter: Reporter) -> None:
         from svdpp.verification.reference import compute_all  # diffusers: seconds
 

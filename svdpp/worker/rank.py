@@ -23,10 +23,10 @@ import torch
 from svdpp.comm.transport import Transport
 from svdpp.config import PipelineConfig
 from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
-from svdpp.launch import joined, process_group, process_lifetime
-from svdpp.launch.group import END, Channel, Clock, Entry, RankContext
-from svdpp.launch.joined import Terms
-from svdpp.launch.world import World, is_member
+from svdpp.launch import process_group, process_lifetime, rendezvous
+from svdpp.launch.rendezvous import RendezvousConfig
+from svdpp.launch.worker_group import END, ClockOffset, ControlChannel, EntryPoint, LaunchContext
+from svdpp.launch.world import World, is_secondary_rank
 from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel
@@ -81,7 +81,7 @@ class RankSetup:
     """Function that a test calls first in each rank, to damage it."""
 
 
-def rank_main(context: RankContext, setup: RankSetup) -> None:
+def rank_main(context: LaunchContext, setup: RankSetup) -> None:
     """Run a rank of a pipeline to its end.
 
     Raises:
@@ -101,7 +101,7 @@ def rank_main(context: RankContext, setup: RankSetup) -> None:
 
 
 def run_rank(
-    context: RankContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
+    context: LaunchContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
 ) -> None:
     """Do a rank's work on its device, and report every error to the parent before raising it.
 
@@ -131,7 +131,7 @@ def run_rank(
         process_group.destroy()
 
 
-def wait_for_stop(channel: Channel) -> None:
+def wait_for_stop(channel: ControlChannel) -> None:
     """Wait until the parent says stop; cancellations before it are late, and skipped."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
@@ -139,7 +139,7 @@ def wait_for_stop(channel: Channel) -> None:
 
 
 def _prepared_stage(
-    context: RankContext, setup: RankSetup, reporter: Reporter, device: torch.device, inbox: Inbox
+    context: LaunchContext, setup: RankSetup, reporter: Reporter, device: torch.device, inbox: Inbox
 ) -> PipelineStage:
     """The rank's stage, once its model is loaded and its links are open."""
     config, rank, name = setup.config, context.world.rank, str(device)
@@ -169,7 +169,7 @@ def _prepared_stage(
     tensor_store = checkpoint_writer = profiler = None
     if setup.tensor_folder is not None:
         # A rank that may be on another host sends its tensors.
-        send = reporter.tensor if is_member(context.world) else None
+        send = reporter.tensor if is_secondary_rank(context.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
     # The second rank of a pair has the latents of the first.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
@@ -192,7 +192,7 @@ def _prepared_stage(
 
 
 def _connected_transport(
-    context: RankContext, config: PipelineConfig, reporter: Reporter, device: torch.device
+    context: LaunchContext, config: PipelineConfig, reporter: Reporter, device: torch.device
 ) -> Transport:
     transport = Transport(
         context.world.rank,
@@ -296,7 +296,7 @@ class ActionQueue(deque[Action]):
 class Inbox:
     """Receiver of the parent's commands, between actions and, for cancellations, between steps."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
         self._queue = ActionQueue()
         self._expect: Callable[[Work], None] = lambda _: None
@@ -356,10 +356,10 @@ class Inbox:
 # --- ranks that a launcher started ----------------------------------------------------------------
 
 
-def serve_joined(
-    entry: Entry,
+def run_secondary_rank(
+    entry: EntryPoint,
     argument: Any,
-    terms: Terms,
+    config: RendezvousConfig,
     *,
     device: str,
     observers: Sequence[Callable[[int, Event], None]],
@@ -371,7 +371,7 @@ def serve_joined(
     Args:
         entry: what the rank does, such as `rank_main`.
         argument: second argument of `entry`.
-        terms: world, backend and deadlines; must equal those of rank 0.
+        config: world, backend and deadlines; must equal those of rank 0.
         device: name of the rank's device, for messages.
         observers: called with this rank and each of its events.
         say: see `Pipeline.serve`.
@@ -387,18 +387,18 @@ def serve_joined(
         process_lifetime.ignore_signals()
     else:
         process_lifetime.exit_on_signals(_exit_on_signal)
-    _, store = process_group.open_store(terms.world, terms.start_timeout)
-    connection, endpoint = joined.connect(store, terms.hello(), terms)
-    clock = _compared_clock(connection, terms.start_timeout)
-    parent = _ParentLink(connection, endpoint.host, terms, device, observers, say)
+    _, store = process_group.open_store(config.world, config.start_timeout)
+    connection, endpoint = rendezvous.connect(store, config.hello(), config)
+    clock = _measure_clock_offset(connection, config.start_timeout)
+    parent = _ParentChannel(connection, endpoint.host, config, device, observers, say)
     _parents[:] = [parent]
     while parent.receive(_EXIT_DELAY_SECONDS) is None:
         pass  # until rank 0 lets all ranks begin; if the connection is lost, the process exits
-    context = RankContext(
-        terms.world,
-        terms.backend,
+    context = LaunchContext(
+        config.world,
+        config.backend,
         parent,
-        join=lambda: process_group.join_store(terms.world, terms.backend, store, endpoint.token),
+        join=lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
         host=socket.gethostname(),
         clock=clock,
     )
@@ -411,9 +411,9 @@ def serve_joined(
     parent.disconnect()
 
 
-def _compared_clock(connection: Connection, seconds: float) -> Clock:
+def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset:
     try:
-        return joined.compare_clocks(connection, time.monotonic() + seconds)
+        return rendezvous.measure_clock_offset(connection, time.monotonic() + seconds)
     except (OSError, EOFError) as error:
         hint = "check whether it has ended, is stopped, or its host is down"
         raise RankError(
@@ -432,17 +432,17 @@ def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bo
     Returns:
         Whether rank 0 could be reached.
     """
-    terms = Terms(world=world, start_timeout=timeout, peer_timeout=timeout)
+    config = RendezvousConfig(world=world, start_timeout=timeout, peer_timeout=timeout)
     try:
         _, store = process_group.open_store(world, timeout)
-        joined.connect(store, terms.hello(error), terms)
+        rendezvous.connect(store, config.hello(error), config)
     except (RankError, RequestError):
         return False
     return True
 
 
 # The link in use, for the thread that handles signals.
-_parents: list[_ParentLink] = []
+_parents: list[_ParentChannel] = []
 
 
 def _exit_on_signal(number: int) -> NoReturn:
@@ -451,27 +451,27 @@ def _exit_on_signal(number: int) -> NoReturn:
     process_lifetime.exit_with_signal_code(number)
 
 
-class _ParentLink(Channel):
+class _ParentChannel(ControlChannel):
     """A joined rank's channel to rank 0; its thread ends this process if rank 0 says so or goes."""
 
     def __init__(
         self,
         connection: Connection,
         host_of_rank_0: str,
-        terms: Terms,
+        config: RendezvousConfig,
         device: str,
         observers: Sequence[Callable[[int, Event], None]],
         say: Callable[[str, bool], None],
     ) -> None:
         super().__init__(connection)
         self._observers, self._say = observers, say
-        self._world, self._peer_timeout = terms.world, terms.peer_timeout
-        self._name = f"rank {terms.world.rank} ({device} of {socket.gethostname()})"
+        self._world, self._peer_timeout = config.world, config.peer_timeout
+        self._name = f"rank {config.world.rank} ({device} of {socket.gethostname()})"
         self._rank_0 = f"rank 0 ({host_of_rank_0})"
         self._heartbeat = Heartbeat()
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_disconnected = self._has_timed_out = False
-        threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
+        threading.Thread(target=self._listen, name="parent-channel", daemon=True).start()
 
     def send(self, message: bytes) -> None:
         event = parse(message)
@@ -509,7 +509,7 @@ class _ParentLink(Channel):
 
         def send() -> None:
             with contextlib.suppress(OSError):
-                super(_ParentLink, self).send(failed.to_bytes())
+                super(_ParentChannel, self).send(failed.to_bytes())
 
         thread = threading.Thread(target=send, name="report-signal", daemon=True)
         thread.start()

@@ -22,7 +22,7 @@ from svdpp.comm.streams import SideStream, record_event
 from svdpp.comm.transport import Transfer
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import OutputError, error_to_dict
-from svdpp.launch.group import Channel
+from svdpp.launch.worker_group import ControlChannel
 from svdpp.media import output_files, video
 from svdpp.media.inputs import read_input
 from svdpp.media.video import Frames
@@ -62,7 +62,7 @@ class Reporter:
         other_host: name of the rank's host, for the errors of clips; empty on that of rank 0.
     """
 
-    def __init__(self, channel: Channel, other_host: str = "") -> None:
+    def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
         self.device = ""
         """Whose memory heartbeats report, once the rank has it."""
         self.writers: list[BoundedExecutor] = []

@@ -20,7 +20,7 @@ from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling
 from svdpp.config.limits import read_costs
 from svdpp.driver import resolve
 from svdpp.errors import InputError, RequestError
-from svdpp.launch import group as fork_server
+from svdpp.launch import worker_group as fork_server
 from svdpp.plan.forecast import forecast_layout
 from svdpp.worker.device import MemoryPressure
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, parsed, svdpp_and_modules, svdpp_here

@@ -31,7 +31,7 @@ from svdpp.errors import (
     OutOfMemoryError,
     TransportError,
 )
-from svdpp.launch.group import RankContext, start_ranks
+from svdpp.launch.worker_group import LaunchContext, start_ranks
 from svdpp.plan.actions import connect_rounds
 from tests.driver.dummies import HANG_SECONDS
 
@@ -69,7 +69,7 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
-def _call(context: RankContext, argument: tuple[RankFunction, tuple[Any, ...]]) -> None:
+def _call(context: LaunchContext, argument: tuple[RankFunction, tuple[Any, ...]]) -> None:
     function, arguments = argument
     context.channel.send(json.dumps(function(context, *arguments)).encode())
 
@@ -83,7 +83,7 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _transport(context: RankContext, transfers: list[Transfer]) -> Transport:
+def _transport(context: LaunchContext, transfers: list[Transfer]) -> Transport:
     context.join()
     transport = Transport(
         context.world.rank, torch.device("cpu"), context.backend, transfers.append
@@ -97,7 +97,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _relay(context: RankContext, clips: int) -> dict[str, Any]:
+def _relay(context: LaunchContext, clips: int) -> dict[str, Any]:
     """Every rank forwards its packet; the last compares the bits with those of the first."""
     transfers: list[Transfer] = []
     transport = _transport(context, transfers)
@@ -135,7 +135,7 @@ def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
     assert last["transfers"] == [["recv", clip, 1, num_bytes] for clip in range(5)]
 
 
-def _slow_receiver(context: RankContext) -> list[float]:
+def _slow_receiver(context: LaunchContext) -> list[float]:
     """Rank 1 receives nothing for 2 s. Returns when it begins, or when each send returned."""
     transport = _transport(context, [])
     tensors = _tensors(0)
@@ -161,7 +161,7 @@ def test_a_slow_rank_holds_back_the_one_before_it() -> None:
     assert sent_after[0] < begin <= sent_after[1]
 
 
-def _fail(context: RankContext, num_sent: int) -> str:
+def _fail(context: LaunchContext, num_sent: int) -> str:
     """Rank 0 sends step 4 of clip 7, or leaves at once; rank 1 expects step 5. Returns errors."""
     transport = _transport(context, [])
     try:

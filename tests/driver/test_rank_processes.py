@@ -17,7 +17,7 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.ranks import are_mixed, shared_settings
 from svdpp.driver.resolve import resolve
 from svdpp.errors import RequestError
-from svdpp.launch import group
+from svdpp.launch import worker_group
 from svdpp.media.inputs import read_input
 from svdpp.media.video import frames_sha256
 from svdpp.models.checkpoint import find_checkpoint
@@ -92,7 +92,7 @@ def _assert_performed(planned: Sequence[Action], events: Sequence[Event]) -> Non
 @pytest.mark.processes
 def test_spawned_ranks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """By spawn, as for ranks on CUDA."""
-    monkeypatch.setattr(group, "start_method", lambda _: "spawn")
+    monkeypatch.setattr(worker_group, "start_method", lambda _: "spawn")
     with Pipeline(config()) as pipeline:
         results = pipeline.run(clips(1))
     assert hashes(results) == plain_hashes(4, 1)

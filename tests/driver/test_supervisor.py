@@ -223,8 +223,8 @@ def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Mock
     """Ranks that have joined, with prescribed messages and exit codes."""
     joined = [(rank, JOINED) for rank in range(3)]
     messages = [(rank, event.to_bytes()) for rank, event in [*joined, *said]]
-    members = [SimpleNamespace(host="here", local_rank=rank) for rank in range(3)]
-    group = Mock(world_size=3, members=members)
+    workers = [SimpleNamespace(host="here", local_rank=rank) for rank in range(3)]
+    group = Mock(world_size=3, workers=workers)
     group.poll.side_effect = itertools.chain([messages], itertools.repeat([]))
     group.exited.return_value = exited
     group.output_tail.return_value = "its last output"

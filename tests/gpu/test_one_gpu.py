@@ -20,7 +20,7 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, RankError
-from svdpp.launch.group import RankContext, start_ranks
+from svdpp.launch.worker_group import LaunchContext, start_ranks
 from svdpp.plan.actions import connect_rounds
 from svdpp.verification.verify import verify
 from tests.faults.damage import Damage
@@ -119,7 +119,7 @@ def _payload(clip: int, device: torch.device) -> torch.Tensor:
     return torch.randn(PACKET_FLOATS, generator=generator).to(device)
 
 
-def _relay_over_nccl(context: RankContext, asked: tuple[str, int]) -> None:
+def _relay_over_nccl(context: LaunchContext, asked: tuple[str, int]) -> None:
     """Passes packets on beneath busy matmuls, and reports the hashes; ends when told to.
 
     A send is finished when its memory may be used again: bytes of it may still be on their way.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.launch import process_lifetime
-from svdpp.launch.group import Group, RankContext, start_ranks
+from svdpp.launch.worker_group import LaunchContext, WorkerGroup, start_ranks
 from svdpp.media.inputs import example_images
 from tests.faults.processes import is_there, wait_until
 
@@ -83,7 +83,7 @@ def test_ranks_started_from_python(tmp_path: Path) -> None:
     assert "GOMP_SPINCOUNT = '0'" in done.stderr, done.stderr
 
 
-def _print_and_fail(context: RankContext, _argument: object) -> None:
+def _print_and_fail(context: LaunchContext, _argument: object) -> None:
     print(f"printed by rank {context.world.rank}")
     os.write(2, b"written without Python\n")
     raise ValueError("on purpose")
@@ -275,9 +275,9 @@ def test_a_tmpdir_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
 _PRINTS = """
 import os, sys, time
 from pathlib import Path
-from svdpp.launch import group
-group._MAX_OUTPUT_BYTES, group._OUTPUT_CHECK_SECONDS = 1000, 0.01
-group.redirect_output(Path("rank0.txt"))
+from svdpp.launch import worker_group
+worker_group._MAX_OUTPUT_BYTES, worker_group._OUTPUT_CHECK_SECONDS = 1000, 0.01
+worker_group.redirect_output(Path("rank0.txt"))
 for number in range(300):
     print(f"line {number:05} " + "x" * 100)
     time.sleep(0.002)
@@ -288,7 +288,7 @@ def test_the_output_of_a_rank_is_bounded_and_its_end_kept(tmp_path: Path) -> Non
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     subprocess.check_call([sys.executable, "-c", _PRINTS], cwd=tmp_path, env=environment)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 300 * 111 / 2
-    tail = Group([], tmp_path).output_tail(0)
+    tail = WorkerGroup([], tmp_path).output_tail(0)
     assert tail is not None
     assert tail.endswith("line 00299 " + "x" * 100 + "\n")
     numbers = [int(line.split()[1]) for line in tail.splitlines()[1:]]

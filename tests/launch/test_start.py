@@ -11,8 +11,8 @@ import torch.multiprocessing
 
 from svdpp.errors import RankError
 from svdpp.launch import start_deadline
-from svdpp.launch.group import start_ranks
 from svdpp.launch.start_deadline import StartDeadline
+from svdpp.launch.worker_group import start_ranks
 
 
 class _AskedForError(Exception):

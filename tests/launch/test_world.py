@@ -19,7 +19,7 @@ from svdpp.launch.process_group import (
     destroy,
     device_of_rank,
 )
-from svdpp.launch.world import World, find_world, is_member, store_address
+from svdpp.launch.world import World, find_world, is_secondary_rank, store_address
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -41,7 +41,7 @@ def test_world_of_torchrun() -> None:
         launcher="torchrun",
         restarts=2,
     )
-    assert (is_member(world), world.spans_hosts, world.on_first_host) == (True, True, False)
+    assert (is_secondary_rank(world), world.spans_hosts, world.on_first_host) == (True, True, False)
     assert world.ranks_per_host == 4
 
 
@@ -49,7 +49,7 @@ def test_the_three_required_variables_mean_one_host_that_owns_its_store() -> Non
     world = find_world({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     assert world is not None
     assert (world.local_size, world.spans_hosts, world.owns_store) == (2, False, True)
-    assert not is_member(world)
+    assert not is_secondary_rank(world)
 
 
 def test_world_of_slurm() -> None:

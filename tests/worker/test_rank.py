@@ -22,7 +22,7 @@ from svdpp.config import (
     extra_params,
 )
 from svdpp.driver.pipeline import Pipeline
-from svdpp.launch.group import Channel, RankContext
+from svdpp.launch.worker_group import ControlChannel, LaunchContext
 from svdpp.launch.world import World
 from svdpp.plan.actions import Schedule, build_schedule
 from svdpp.plan.costs import CostModel
@@ -94,7 +94,7 @@ def test_lists_that_come_at_any_time_can_be_performed(
 
 def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() -> None:
     ours, theirs = multiprocessing.Pipe()
-    parent, inbox = Channel(ours), Inbox(Channel(theirs))
+    parent, inbox = ControlChannel(ours), Inbox(ControlChannel(theirs))
     work = [Work(actions=(f"ENCODE c{clip} @0", f"FINISH c{clip} @0"), jobs=()) for clip in (0, 1)]
     expected: list[Work] = []
     rests: list[int] = []
@@ -150,7 +150,7 @@ def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.Monkey
     parent, left = Parent(), list[int]()
     monkeypatch.setattr(module.process_group, "destroy", lambda: left.append(len(parent.commands)))
     world = World(rank=0, local_rank=0, size=1, local_size=1, launcher="torchrun")
-    context = RankContext(world, "gloo", parent, join=lambda: None)
+    context = LaunchContext(world, "gloo", parent, join=lambda: None)
     module.rank_main(context, module.RankSetup(config=config(1, steps=1), checkpoint=None))
     assert left == [0]
     assert not any(isinstance(event, Failed) for event in parent.said)

@@ -20,15 +20,15 @@ import pytest
 from torch.distributed import HashStore
 
 from svdpp.errors import OutputError, RankError, RequestError
-from svdpp.launch import joined, process_group, process_lifetime
-from svdpp.launch.group import END, Channel, Group, QueuedChannel
-from svdpp.launch.joined import RankListener, Terms, join_ranks
+from svdpp.launch import process_group, process_lifetime, rendezvous
+from svdpp.launch.rendezvous import RankListener, RendezvousConfig, join_ranks
+from svdpp.launch.worker_group import END, ControlChannel, QueuedChannel, WorkerGroup
 from svdpp.launch.world import World
 from svdpp.worker import rank as rank_module
 from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
 
-TERMS = Terms(
+CONFIG = RendezvousConfig(
     world=World(rank=1, local_rank=1, size=2, local_size=2, launcher="torchrun"),
     shared_settings={"dtype": "fp16"},
     start_timeout=20,
@@ -54,7 +54,7 @@ def test_silent_connections_delay_no_rank(store: HashStore) -> None:
         for _ in range(5):
             silent.enter_context(socket.create_connection(target))
         begun = time.monotonic()
-        rank.submit(joined.connect, store, TERMS.hello(), TERMS)
+        rank.submit(rendezvous.connect, store, CONFIG.hello(), CONFIG)
         hello, _ = next(filter(None, (listener.accept() for _ in range(200))))
         assert hello.rank == 1
         assert time.monotonic() - begun < allowing_for_others(5)
@@ -64,24 +64,24 @@ def test_silent_connections_delay_no_rank(store: HashStore) -> None:
 def test_clients_without_the_secret_are_rejected(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joined, "_HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 1)
     listener = RankListener(store, "127.0.0.1", peer_timeout=5)
     target = listener.endpoint.address, listener.endpoint.port
     with socket.create_connection(target), socket.create_connection(target) as loud:
         loud.sendall(b"\0\0\0\x20" + b"x" * 32)
         assert [listener.accept(), listener.accept()] == [None, None]
         with ThreadPoolExecutor() as rank:
-            rank.submit(joined.connect, store, TERMS.hello(), TERMS)
+            rank.submit(rendezvous.connect, store, CONFIG.hello(), CONFIG)
             # Each call waits for a moment.
             hello, _ = next(filter(None, (listener.accept() for _ in range(200))))
-            assert hello == TERMS.hello(), "a rank with the secret must still be accepted"
+            assert hello == CONFIG.hello(), "a rank with the secret must still be accepted"
     listener.close()
 
 
 def test_a_rank_0_of_another_version_is_told(store: HashStore) -> None:
-    store.set(joined._KEY, '{"address": "127.0.0.1", "port": 1, "secret": "00"}')
+    store.set(rendezvous._KEY, '{"address": "127.0.0.1", "port": 1, "secret": "00"}')
     with pytest.raises(RankError, match="and rank 0 have different versions of svdpp"):
-        joined.connect(store, TERMS.hello(), TERMS)
+        rendezvous.connect(store, CONFIG.hello(), CONFIG)
 
 
 @pytest.mark.parametrize("was_restarted", [False, True])
@@ -90,21 +90,21 @@ def test_a_rank_without_rank_0_gives_up_in_time(store: HashStore, was_restarted:
     if was_restarted:
         RankListener(store, "127.0.0.1", peer_timeout=5).close()
     with pytest.raises(RankError, match=r"rank 1 \(here\) could not connect to rank 0 in time"):
-        joined.connect(store, TERMS.hello(), replace(TERMS, start_timeout=0.3))
+        rendezvous.connect(store, CONFIG.hello(), replace(CONFIG, start_timeout=0.3))
 
 
 def test_clocks_are_compared() -> None:
     (ours, theirs), deadline = Pipe(), time.monotonic() + 20
     with ThreadPoolExecutor() as rank_0:
-        rank_0.submit(joined.answer_clock, theirs, deadline)
-        offset = joined.compare_clocks(ours, deadline)
+        rank_0.submit(rendezvous.serve_clock, theirs, deadline)
+        offset = rendezvous.measure_clock_offset(ours, deadline)
     assert abs(offset.monotonic_ahead) < 0.05
 
 
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        rank_module._compared_clock(theirs, 0.1)
+        rank_module._measure_clock_offset(theirs, 0.1)
     ours.close()
 
 
@@ -115,7 +115,7 @@ MESSAGES = [bytes([number]) * 2**20 for number in range(3)]
 def test_messages_to_a_rank_are_queued_in_order_and_dropped_at_the_end(rank_is: str) -> None:
     """Neither `send` nor `close` waits for the rank, and no thread is left."""
     ours, theirs = Pipe()
-    parent, rank = QueuedChannel(ours), Channel(theirs)
+    parent, rank = QueuedChannel(ours), ControlChannel(theirs)
     if rank_is == "gone":
         theirs.close()
     for message in MESSAGES:
@@ -133,16 +133,18 @@ def test_messages_to_a_rank_are_queued_in_order_and_dropped_at_the_end(rank_is: 
 WORLD = World(rank=0, local_rank=0, size=2, local_size=1, num_hosts=2, launcher="torchrun")
 
 
-def _join(world: World, **terms: Any) -> Group:
+def _join(world: World, **config: Any) -> WorkerGroup:
     """Rank 0's group; it has nothing to do."""
-    return join_ranks(replace(TERMS, world=world, **terms), lambda _context, _argument: None, None)
+    return join_ranks(
+        replace(CONFIG, world=world, **config), lambda _context, _argument: None, None
+    )
 
 
 def _connected(store: HashStore, rank: int, **settings: str) -> Connection:
     world = replace(WORLD, rank=rank, host=1)
-    terms = replace(TERMS, world=world, shared_settings=settings)
-    connection, _ = joined.connect(store, terms.hello(), terms)
-    rank_module._compared_clock(connection, 20)
+    config = replace(CONFIG, world=world, shared_settings=settings)
+    connection, _ = rendezvous.connect(store, config.hello(), config)
+    rank_module._measure_clock_offset(connection, 20)
     return connection
 
 
@@ -150,7 +152,7 @@ def _connected(store: HashStore, rank: int, **settings: str) -> Connection:
 @pytest.mark.timing
 def test_a_rank_that_stops_after_it_connected_is_named(store: HashStore) -> None:
     with ThreadPoolExecutor() as rank:
-        connected = rank.submit(joined.connect, store, TERMS.hello(), TERMS)
+        connected = rank.submit(rendezvous.connect, store, CONFIG.hello(), CONFIG)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             _join(WORLD, start_timeout=allowing_for_others(1))
         connected.result()[0].close()  # it was open until now
@@ -164,7 +166,7 @@ def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: HashSto
         with pytest.raises(RequestError, match=r"rank 1 \(here\) was started with steps 9"):
             group.result(20)
     for connection in others:
-        end = joined.receive(connection, time.monotonic() + 20)
+        end = rendezvous.receive(connection, time.monotonic() + 20)
         assert json.loads(end.removeprefix(END))["code"] == RequestError.exit_code
 
 
@@ -187,8 +189,8 @@ def test_a_silent_host_is_named_if_a_heartbeat_finds_it(monkeypatch: pytest.Monk
         raise EOFError
 
     connection.recv_bytes = receive
-    terms = replace(TERMS, world=replace(WORLD, rank=1, host=1))
-    parent = rank_module._ParentLink(connection, "there", terms, "cpu", (), say)
+    config = replace(CONFIG, world=replace(WORLD, rank=1, host=1))
+    parent = rank_module._ParentChannel(connection, "there", config, "cpu", (), say)
     with pytest.raises(OSError, match="no route"):
         parent.send(Heartbeat().to_bytes())
     sent.set()

@@ -28,7 +28,7 @@ from svdpp.launch.start_deadline import StartDeadline, end_fork_server
 from svdpp.launch.world import World
 
 #: What a program has to do whose ranks are started as multiprocessing starts processes.
-GUARD = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
+MAIN_GUARD_HINT = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
 #: Control messages to a launcher's ranks; what follows END is JSON. Commands begin with a brace.
 BEGIN, END = b"!", b"."
 
@@ -40,7 +40,7 @@ _MAX_OUTPUT_BYTES = 2**20
 _OUTPUT_CHECK_SECONDS = 1.0
 
 
-class Channel:
+class ControlChannel:
     """One end of the connection between a rank and the parent: a pipe, or a socket of two hosts.
 
     Args:
@@ -76,7 +76,7 @@ class Channel:
         return self.connection.recv_bytes() if self.connection.poll(timeout) else None
 
 
-class QueuedChannel(Channel):
+class QueuedChannel(ControlChannel):
     """The parent's end; `send` queues the message for a thread and returns at once.
 
     A direct write could block: a rank reads only between actions, and a pipe does not hold much.
@@ -115,32 +115,32 @@ class QueuedChannel(Channel):
                 self.connection.send_bytes(message)
 
 
-class Clock(NamedTuple):
-    """Comparison of this host's monotonic clock with rank 0's."""
+class ClockOffset(NamedTuple):
+    """Offset of this host's monotonic clock to rank 0's."""
 
     monotonic_ahead: float = 0.0
     """Seconds by which it is ahead."""
 
 
-class RankContext(NamedTuple):
-    """A rank's view of the group."""
+class LaunchContext(NamedTuple):
+    """Arguments of a rank's entry point: its world, its channel, and how it joins."""
 
     world: World
     backend: str
-    channel: Channel
+    channel: ControlChannel
     join: Callable[[], None]
     """Joins the process group; blocks until all ranks have joined."""
     host: str = ""
     """This host's name if a launcher started the ranks; otherwise empty."""
-    clock: Clock = Clock()
+    clock: ClockOffset = ClockOffset()
 
 
 #: The function that a rank runs, at module level; takes the context and one argument.
-Entry = Callable[[RankContext, Any], None]
+EntryPoint = Callable[[LaunchContext, Any], None]
 
 
-class Member(NamedTuple):
-    """Entry of one rank in the parent's list."""
+class WorkerHandle(NamedTuple):
+    """Parent's handle of one rank: its host, its channel, its process."""
 
     host: str
     local_rank: int
@@ -149,23 +149,23 @@ class Member(NamedTuple):
     """Its process, or what has the same `exitcode`; None if the launcher alone can wait for it."""
 
 
-class Group:
-    """The parent's ranks, which it has started (`start_ranks`), or a launcher has (`joined`).
+class WorkerGroup:
+    """The parent's ranks, which it has started (`start_ranks`), or a launcher has (`rendezvous`).
 
     Args:
-        members: by rank.
+        workers: by rank.
         folder: has the output of started ranks, and is removed with them; None for a launcher's.
     """
 
-    def __init__(self, members: Sequence[Member], folder: Path | None = None) -> None:
-        self.members = members
+    def __init__(self, workers: Sequence[WorkerHandle], folder: Path | None = None) -> None:
+        self.workers = workers
         self._folder = folder
         self._gone: list[int] = []
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self.members)
+        return len(self.workers)
 
     @property
     def pids(self) -> list[int]:
@@ -174,7 +174,7 @@ class Group:
 
     def send(self, rank: int, message: bytes) -> None:
         """Send a message to `rank`. Does not raise if the rank has ended; see `exited`."""
-        self.members[rank].channel.send(message)
+        self.workers[rank].channel.send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
         """Wait for messages or ends of ranks.
@@ -186,9 +186,9 @@ class Group:
             All messages that are there, each with its rank; those of one rank in order.
         """
         by_connection: dict[Any, int] = {
-            member.channel.connection: rank
-            for rank, member in enumerate(self.members)
-            if not member.channel.connection.closed
+            worker.channel.connection: rank
+            for rank, worker in enumerate(self.workers)
+            if not worker.channel.connection.closed
         }
         sentinels = [process.sentinel for process in self._processes() if process.is_alive()]
         messages: list[tuple[int, bytes]] = []
@@ -198,17 +198,17 @@ class Group:
         return messages
 
     def _read_all(self, rank: int) -> list[tuple[int, bytes]]:
-        member = self.members[rank]
+        worker = self.workers[rank]
         messages = []
         try:
-            while (message := member.channel.receive(0)) is not None:
+            while (message := worker.channel.receive(0)) is not None:
                 messages.append((rank, message))
         except (EOFError, ConnectionError):
-            member.channel.close()
-            if member.process is None:
+            worker.channel.close()
+            if worker.process is None:
                 self._gone.append(rank)
         except OSError:
-            member.channel.close()  # the host is unreachable; missing heartbeats report that
+            worker.channel.close()  # the host is unreachable; missing heartbeats report that
         return messages
 
     def exited(self) -> dict[int, int | None]:
@@ -219,9 +219,9 @@ class Group:
             in the order in which their end was noticed.
         """
         codes: dict[int, int | None] = dict.fromkeys(self._gone)
-        for rank, member in enumerate(self.members):
-            if member.process is not None and member.process.exitcode is not None:
-                codes[rank] = member.process.exitcode
+        for rank, worker in enumerate(self.workers):
+            if worker.process is not None and worker.process.exitcode is not None:
+                codes[rank] = worker.process.exitcode
         return codes
 
     def output_tail(self, rank: int) -> str | None:
@@ -258,21 +258,21 @@ class Group:
             error: what a launcher's ranks are told; None: all work is done.
         """
         process_lifetime.kill_with_children([p.pid for p in self._processes() if p.is_alive()])
-        for member in self.members:
-            if member.process is None:
-                member.channel.send(_end_message(error))
+        for worker in self.workers:
+            if worker.process is None:
+                worker.channel.send(_end_message(error))
         deadline = time.monotonic() + _GRACE_SECONDS
         for process in self._processes():
             process.join(max(0.0, deadline - time.monotonic()))
-        for member in self.members:
-            is_local = member.process is not None
-            member.channel.close(0.0 if is_local else max(0.0, deadline - time.monotonic()))
+        for worker in self.workers:
+            is_local = worker.process is not None
+            worker.channel.close(0.0 if is_local else max(0.0, deadline - time.monotonic()))
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         _groups.discard(self)
 
     def _processes(self) -> list[Any]:
-        return [m.process for m in self.members if getattr(m.process, "pid", None) is not None]
+        return [m.process for m in self.workers if getattr(m.process, "pid", None) is not None]
 
 
 def _output_file(folder: Path, rank: int) -> Path:
@@ -328,7 +328,7 @@ def _end_message(error: BaseException | None) -> bytes:
 
 
 def start_ranks(
-    entry: Entry,
+    entry: EntryPoint,
     argument: Any,
     *,
     world_size: int,
@@ -337,7 +337,7 @@ def start_ranks(
     preload: Sequence[str] = (),
     ignores_signals: bool = False,
     start_timeout: float = 600.0,
-) -> Group:
+) -> WorkerGroup:
     """Start ranks on this machine by torch.multiprocessing; each runs `entry`.
 
     CPU ranks are forked from a server, CUDA ranks are spawned.
@@ -360,13 +360,15 @@ def start_ranks(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(1)  # a rank that imports the script; the parent says what is wrong
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
-        raise RequestError(f"ranks import your script, which stdin does not allow: {GUARD}")
+        raise RequestError(
+            f"ranks import your script, which stdin does not allow: {MAIN_GUARD_HINT}"
+        )
     method = start_method(device)
     from torch import multiprocessing as torch_multiprocessing  # not at the top: see the module
 
     context: Any = torch_multiprocessing.get_context(method)
     is_main_thread = threading.current_thread() is threading.main_thread()
-    start = _Start(
+    start = _StartArguments(
         entry,
         argument,
         world_size,
@@ -376,8 +378,8 @@ def start_ranks(
         ends_with_thread=method == "forkserver" or is_main_thread,
         ignores_signals=ignores_signals,
     )
-    members: list[Member] = []
-    group = Group(members, start.folder)
+    workers: list[WorkerHandle] = []
+    group = WorkerGroup(workers, start.folder)
     try:
         with contextlib.ExitStack() as while_starting:
             deadline = while_starting.enter_context(StartDeadline(start_timeout))
@@ -391,8 +393,12 @@ def start_ranks(
                 rank = deadline.rank
                 ours, theirs = context.Pipe(duplex=True)
                 # Daemons: at its exit this process would wait for processes that are not.
-                process = context.Process(target=_main, args=(rank, start, theirs), daemon=True)
-                members.append(Member(socket.gethostname(), rank, QueuedChannel(ours), process))
+                process = context.Process(
+                    target=_run_worker, args=(rank, start, theirs), daemon=True
+                )
+                workers.append(
+                    WorkerHandle(socket.gethostname(), rank, QueuedChannel(ours), process)
+                )
                 process.start()
                 theirs.close()
     except BaseException:  # usually a signal
@@ -405,11 +411,11 @@ def start_ranks(
 
 
 #: The groups whose ranks may run.
-_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
-class _Start(NamedTuple):
-    entry: Entry
+class _StartArguments(NamedTuple):
+    entry: EntryPoint
     argument: Any
     world_size: int
     backend: str
@@ -419,7 +425,7 @@ class _Start(NamedTuple):
     ignores_signals: bool
 
 
-def _main(rank: int, start: _Start, connection: Connection) -> None:
+def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> None:
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
     if start.ignores_signals:
@@ -437,7 +443,9 @@ def _main(rank: int, start: _Start, connection: Connection) -> None:
 
     code = 1
     try:
-        start.entry(RankContext(world, start.backend, Channel(connection), join), start.argument)
+        start.entry(
+            LaunchContext(world, start.backend, ControlChannel(connection), join), start.argument
+        )
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -31,15 +31,15 @@ from torch.distributed import Store
 
 from svdpp.errors import RankError, RequestError, error_from_dict
 from svdpp.launch import process_group, process_lifetime
-from svdpp.launch.group import (
+from svdpp.launch.worker_group import (
     BEGIN,
-    Channel,
-    Clock,
-    Entry,
-    Group,
-    Member,
+    ClockOffset,
+    ControlChannel,
+    EntryPoint,
+    LaunchContext,
     QueuedChannel,
-    RankContext,
+    WorkerGroup,
+    WorkerHandle,
 )
 from svdpp.launch.world import World
 from svdpp.media.output_files import disk_errors
@@ -79,8 +79,8 @@ class Endpoint(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """Conditions under which the ranks of a launcher's world join.
+class RendezvousConfig:
+    """Configuration of the rendezvous, in which the ranks of a launcher's world join.
 
     `shared_settings` must be equal on all ranks, and rank 0's `shared_paths` be there on all hosts.
     All ranks must connect within `start_timeout` seconds. A host counts as lost after
@@ -174,7 +174,9 @@ class RankListener:
         self._socket.close()
 
 
-def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, Endpoint]:
+def connect(
+    store: Store, hello: RankHello, config: RendezvousConfig
+) -> tuple[Connection, Endpoint]:
     """Connect this rank to rank 0, whose listener may open later.
 
     Until then the store may hold the endpoint of an earlier attempt.
@@ -182,7 +184,7 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
     Args:
         store: of `process_group.open_store`.
         hello: the first message.
-        terms: has the deadline.
+        config: has the deadline.
 
     Returns:
         The connection, and the endpoint that it leads to.
@@ -190,7 +192,7 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
     Raises:
         RankError: rank 0 cannot be reached in time, has gone, or has another version.
     """
-    deadline = time.monotonic() + terms.start_timeout
+    deadline = time.monotonic() + config.start_timeout
     while time.monotonic() < deadline:
         try:
             endpoint = Endpoint(**json.loads(store.get(_KEY))) if store.check([_KEY]) else None
@@ -207,7 +209,7 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
         if endpoint is not None:
-            connection = _try_to_connect(endpoint, hello, terms.peer_timeout)
+            connection = _try_to_connect(endpoint, hello, config.peer_timeout)
             if connection is not None:
                 return connection, endpoint
         time.sleep(_POLL_SECONDS)
@@ -216,7 +218,7 @@ def connect(store: Store, hello: RankHello, terms: Terms) -> tuple[Connection, E
         "raise --start-timeout, or check on the host of rank 0 why it does not start",
         details={
             **{"rank": hello.rank, "host": hello.host, "peer": 0},
-            "timeout_seconds": terms.start_timeout,
+            "timeout_seconds": config.start_timeout,
         },
     )
 
@@ -290,8 +292,8 @@ _NUM_ROUNDS = 8
 _TIME = struct.Struct("<d")
 
 
-def compare_clocks(connection: Connection, deadline: float) -> Clock:
-    """Measure the offset to the clock of rank 0, which runs `answer_clock`.
+def measure_clock_offset(connection: Connection, deadline: float) -> ClockOffset:
+    """Measure the offset to the clock of rank 0, which runs `serve_clock`.
 
     Cristian's algorithm (Probabilistic clock synchronization, 1989): in the fastest round trip the
     other end read its clock halfway through.
@@ -303,18 +305,18 @@ def compare_clocks(connection: Connection, deadline: float) -> Clock:
     Raises:
         OSError, EOFError: rank 0 does not answer in time, or has gone.
     """
-    rounds: list[tuple[float, Clock]] = []
+    rounds: list[tuple[float, ClockOffset]] = []
     for _ in range(_NUM_ROUNDS):
         start = time.monotonic()
         connection.send_bytes(b"?")
         (of_rank_0,) = _TIME.unpack(receive(connection, deadline, _TIME.size))
         seconds = time.monotonic() - start
-        rounds.append((seconds, Clock(start + seconds / 2 - of_rank_0)))
+        rounds.append((seconds, ClockOffset(start + seconds / 2 - of_rank_0)))
     return min(rounds)[1]
 
 
-def answer_clock(connection: Connection, deadline: float) -> None:
-    """Send this host's clock to the other end, which runs `compare_clocks`.
+def serve_clock(connection: Connection, deadline: float) -> None:
+    """Send this host's clock to the other end, which runs `measure_clock_offset`.
 
     Args:
         connection: to the rank.
@@ -331,11 +333,11 @@ def answer_clock(connection: Connection, deadline: float) -> None:
 # --- rank 0 joins them --------------------------------------------------------------------------
 
 
-def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
+def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> WorkerGroup:
     """Join the ranks of a launcher's world; `entry` of rank 0 runs in a thread of this process.
 
     Args:
-        terms: of rank 0.
+        config: of rank 0.
         entry: function that rank 0 runs, as the others do.
         argument: its second argument.
 
@@ -345,22 +347,22 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
         SvdppError: a rank could not start, for the reason that it has sent.
     """
     process_lifetime.end_with_parent()
-    address, store = process_group.open_store(terms.world, terms.start_timeout)
-    joined: dict[int, Member] = {}
+    address, store = process_group.open_store(config.world, config.start_timeout)
+    joined: dict[int, WorkerHandle] = {}
     try:
-        with _probes(terms.shared_paths if terms.world.spans_hosts else ()) as probes:
-            listener = RankListener(store, address, terms.peer_timeout, probes)
-            _accept_all(joined, listener, terms)
+        with _probes(config.shared_paths if config.world.spans_hosts else ()) as probes:
+            listener = RankListener(store, address, config.peer_timeout, probes)
+            _accept_all(joined, listener, config)
     except BaseException as error:
-        Group(list(joined.values())).kill(error)
+        WorkerGroup(list(joined.values())).kill(error)
         raise
     endpoint = listener.endpoint
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    context = RankContext(
-        terms.world,
-        terms.backend,
-        Channel(theirs),
-        lambda: process_group.join_store(terms.world, terms.backend, store, endpoint.token),
+    context = LaunchContext(
+        config.world,
+        config.backend,
+        ControlChannel(theirs),
+        lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
         endpoint.host,
     )
     process = SimpleNamespace(pid=None, exitcode=None)  # the code that a process would have
@@ -372,24 +374,26 @@ def join_ranks(terms: Terms, entry: Entry, argument: Any) -> Group:
             code = 0
         process.exitcode = code
 
-    first = Member(endpoint.host, terms.world.local_rank, QueuedChannel(ours), process)
-    others = [joined[rank] for rank in range(1, terms.world.size)]
-    for member in others:
-        member.channel.send(BEGIN)
+    first = WorkerHandle(endpoint.host, config.world.local_rank, QueuedChannel(ours), process)
+    others = [joined[rank] for rank in range(1, config.world.size)]
+    for worker in others:
+        worker.channel.send(BEGIN)
     threading.Thread(target=run, name="rank-0", daemon=True).start()
-    return Group([first, *others])
+    return WorkerGroup([first, *others])
 
 
-def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms) -> None:
-    deadline = time.monotonic() + terms.start_timeout
+def _accept_all(
+    joined: dict[int, WorkerHandle], listener: RankListener, config: RendezvousConfig
+) -> None:
+    deadline = time.monotonic() + config.start_timeout
     hellos: dict[int, RankHello] = {}
     try:
-        while missing := [r for r in range(1, terms.world.size) if r not in joined]:
+        while missing := [r for r in range(1, config.world.size) if r not in joined]:
             if time.monotonic() > deadline:
                 raise RankError(
-                    f"rank {missing[0]} never started within {terms.start_timeout:.0f} s",
+                    f"rank {missing[0]} never started within {config.start_timeout:.0f} s",
                     "check that its host is up and can reach this one, or raise --start-timeout",
-                    details={"rank": missing[0], "timeout_seconds": terms.start_timeout},
+                    details={"rank": missing[0], "timeout_seconds": config.start_timeout},
                 )
             if (accepted := listener.accept()) is not None:
                 _welcome(joined, *accepted, deadline)
@@ -398,11 +402,11 @@ def _accept_all(joined: dict[int, Member], listener: RankListener, terms: Terms)
         listener.close()
     # Only now: a rank that comes after rank 0 has ended waits for it until the start timeout.
     for _, hello in sorted(hellos.items()):
-        _check_settings(hello, terms)
+        _check_settings(hello, config)
 
 
 def _welcome(
-    joined: dict[int, Member], hello: RankHello, connection: Connection, deadline: float
+    joined: dict[int, WorkerHandle], hello: RankHello, connection: Connection, deadline: float
 ) -> None:
     if hello.error is not None:
         error = error_from_dict(hello.error)
@@ -410,7 +414,7 @@ def _welcome(
         error.details |= {"rank": hello.rank, "host": hello.host}
         raise error
     try:
-        answer_clock(connection, deadline)
+        serve_clock(connection, deadline)
     except TimeoutError as error:
         raise RankError(
             f"rank {hello.rank} ({hello.host}) connected, but does not respond",
@@ -422,7 +426,7 @@ def _welcome(
         return
     if (same := joined.get(hello.rank)) is not None:  # of two processes the later one counts
         same.channel.close()
-    joined[hello.rank] = Member(hello.host, hello.local_rank, QueuedChannel(connection))
+    joined[hello.rank] = WorkerHandle(hello.host, hello.local_rank, QueuedChannel(connection))
     if hello.missing:
         raise RequestError(
             f"{hello.host} cannot use {str(Path(hello.missing[0]).parent)!r} of rank 0's host",
@@ -432,9 +436,9 @@ def _welcome(
         )
 
 
-def _check_settings(hello: RankHello, terms: Terms) -> None:
+def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
     for name, value in hello.shared_settings.items():
-        if (ours := terms.shared_settings.get(name)) != value:
+        if (ours := config.shared_settings.get(name)) != value:
             raise RequestError(
                 f"rank {hello.rank} ({hello.host}) was started with {name} {value}, rank 0 "
                 f"({socket.gethostname()}) with {ours}",
