@@ -37,7 +37,7 @@ from svdpp.worker.messages import (
     Failed,
     Heartbeat,
     Joined,
-    PromptCut,
+    PromptTruncated,
     StepDone,
     TransferDone,
 )
@@ -133,7 +133,7 @@ class Progress(Bars):
             case ClipDone() | ClipFailed() if event.clip not in self._settled:
                 self._settled.add(event.clip)
                 self._settle(event)
-            case PromptCut():
+            case PromptTruncated():
                 self._say(
                     "warning: the model does not read the end of the prompt of "
                     f"{self._labels[event.clip]}: {event.text!r}"
@@ -379,7 +379,7 @@ class EventLog:
                 log.debug("{}: {:.4f} s, waited {:.4f} s", event.action, seconds, event.waited)
             case ClipDone():
                 log.info("{} is finished", clip)
-            case PromptCut():
+            case PromptTruncated():
                 # Prompts are private: a log may have other readers than their authors.
                 log.warning(
                     "{}: the model does not read the last {} characters of its prompt",

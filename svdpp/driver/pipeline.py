@@ -16,7 +16,7 @@ from svdpp.launch.world import is_secondary_rank
 from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, simulate_schedule
 from svdpp.worker.clip_metadata import divides_batches
-from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.messages import ActionBatch, ClipJob
 
 #: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
 Metadata = Sequence[Mapping[str, Any]]
@@ -169,7 +169,7 @@ class Pipeline(PipelineRanks):
         """
         supervisor = self._check_open()
         job = ClipJob(clip=-1, request=self._work.resolved(request))
-        message = Work(actions=(), jobs=(job,)).to_bytes()
+        message = ActionBatch(actions=(), jobs=(job,)).to_bytes()
         for rank, roles in enumerate(self.config.layout.roles):
             if roles.encode:
                 supervisor.send(rank, message)

@@ -19,7 +19,7 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import ParallelConfig, Roles, check_chunks
-from svdpp.worker.messages import ClipJob, Work
+from svdpp.worker.messages import ActionBatch, ClipJob
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.
 Weights = Literal["none", "host", "all"]
@@ -480,11 +480,11 @@ class ClipWork:
             text = f"the clips cannot be sent to the ranks: {first_line(error)}"
             raise RequestError(text) from error
 
-    def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> Work:
+    def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> ActionBatch:
         finished = {action.clip for action in actions if action.kind is Kind.FINISH}
         own = [
             # The metadata of many clips would slow the start of ranks that do not write them.
             jobs[clip] if clip in finished else jobs[clip].model_copy(update={"metadata": {}})
             for clip in sorted({action.clip for action in actions})
         ]
-        return Work(actions=tuple(actions), jobs=tuple(own))
+        return ActionBatch(actions=tuple(actions), jobs=tuple(own))

@@ -39,10 +39,10 @@ from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
 from svdpp.verification.verify import ReferenceSetup
+from svdpp.worker.background import Reporter
 from svdpp.worker.device import MemoryPressure, device_name, out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone
-from svdpp.worker.rank import load_model
-from svdpp.worker.side_threads import Reporter
+from svdpp.worker.rank import load_rank_model
 from svdpp.worker.tensor_files import (
     TensorStore,
     audio_hashes,
@@ -163,7 +163,7 @@ class _DummyReference:
     """`Reference` for the dummy model."""
 
     def __init__(self, config: PipelineConfig, device: str) -> None:
-        self._model = load_model(config, None, device, Roles(encode=True, denoise=True))
+        self._model = load_rank_model(config, None, device, Roles(encode=True, denoise=True))
 
     def run(
         self,

@@ -29,10 +29,10 @@ from svdpp.verification.result import (
     What,
     compare_tensors,
 )
+from svdpp.worker.background import Reporter
 from svdpp.worker.device import reset_peak
 from svdpp.worker.messages import ClipDone
 from svdpp.worker.rank import run_rank, wait_for_stop
-from svdpp.worker.side_threads import Reporter
 from svdpp.worker.tensor_files import TensorStore, solver_history
 
 #: What is decoded, and its axes.
@@ -225,14 +225,14 @@ def run_reference(
     return [hashes[clip] for clip in sorted(hashes)]
 
 
-def _reference_main(context: LaunchContext, setup: ReferenceSetup) -> None:
-    def work(device: torch.device, reporter: Reporter) -> None:
+def _reference_main(launch: LaunchContext, setup: ReferenceSetup) -> None:
+    def compute(device: torch.device, reporter: Reporter) -> None:
         from svdpp.verification.reference import compute_all  # diffusers: seconds
 
         compute_all(str(device), reporter, setup)
-        wait_for_stop(context.channel)
+        wait_for_stop(launch.channel)
 
-    run_rank(context, setup.config, work)
+    run_rank(launch, setup.config, compute)
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ class ClipProfiler:
         self._first: Action | None = None
         self._last: Action | None = None
 
-    def expect(self, actions: Sequence[Action]) -> None:
+    def select_clip(self, actions: Sequence[Action]) -> None:
         """Choose the clip among the coming actions; only the first choice counts."""
         clips = list(dict.fromkeys(a.clip for a in actions if a.kind is Kind.DENOISE))
         if self._first is None and clips:

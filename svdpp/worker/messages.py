@@ -46,7 +46,7 @@ class ClipJob(_Message):
     """For the rank that finishes the clip: the request as the clip's JSON records it."""
 
 
-class Work(_Message):
+class ActionBatch(_Message):
     """Message from the parent: further actions, and their clips.
 
     Without actions: only the images of the clips are prepared; the clips come later, as others.
@@ -174,7 +174,7 @@ class ClipDone(Event):
     """Hashes, video file and JSON together, in the writer's thread."""
 
 
-class PromptCut(Event):
+class PromptTruncated(Event):
     """End of a prompt that is longer than the model reads."""
 
     clip: int

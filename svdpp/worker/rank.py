@@ -32,6 +32,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind, connect_rounds
 from svdpp.plan.layout import Roles
+from svdpp.worker.background import ClipWriter, LatentCheckpointWriter, Reporter
 from svdpp.worker.device import (
     ClipProfiler,
     conditions_of,
@@ -42,6 +43,7 @@ from svdpp.worker.device import (
     take_device,
 )
 from svdpp.worker.messages import (
+    ActionBatch,
     Cancel,
     Event,
     Failed,
@@ -50,12 +52,10 @@ from svdpp.worker.messages import (
     Joined,
     Started,
     Stop,
-    Work,
     describe_position,
     parse,
 )
-from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter, Reporter
-from svdpp.worker.stage import PipelineStage, RankTools
+from svdpp.worker.stage import PipelineStage, RankContext
 from svdpp.worker.stats import StatsSampler
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
 
@@ -81,32 +81,32 @@ class RankSetup:
     """Function that a test calls first in each rank, to damage it."""
 
 
-def rank_main(context: LaunchContext, setup: RankSetup) -> None:
+def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
     """Run a rank of a pipeline to its end.
 
     Raises:
         SvdppError: what ended the rank, after it has been reported to the parent.
     """
     if setup.fault is not None:
-        setup.fault(context.world.rank)
+        setup.fault(launch.world.rank)
 
-    def perform_all(device: torch.device, reporter: Reporter) -> None:
-        inbox = Inbox(context.channel)
-        stage = _prepared_stage(context, setup, reporter, device, inbox)
-        for action in inbox.actions(stage.expect, stage.rest):
-            stage.perform(action)
+    def run_actions(device: torch.device, reporter: Reporter) -> None:
+        commands = CommandReceiver(launch.channel)
+        stage = _prepared_stage(launch, setup, reporter, device, commands)
+        for action in commands.actions(stage.enqueue, stage.idle):
+            stage.run(action)
         stage.finish()
 
-    run_rank(context, setup.config, perform_all)
+    run_rank(launch, setup.config, run_actions)
 
 
 def run_rank(
-    context: LaunchContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
+    launch: LaunchContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
 ) -> None:
     """Do a rank's work on its device, and report every error to the parent before raising it.
 
     Args:
-        context: channel to the parent, and the rank's place in the world.
+        launch: channel to the parent, and the rank's place in the world.
         config: of the pipeline.
         work: gets the device and the reporter; ends after the parent's first `Stop`.
 
@@ -114,20 +114,20 @@ def run_rank(
         RequestError: the device cannot be used.
         OutOfMemoryError: the device has no memory for a context.
     """
-    reporter = Reporter(context.channel, "" if context.world.on_first_host else context.host)
+    reporter = Reporter(launch.channel, "" if launch.world.on_first_host else launch.host)
     reporter.start()
     try:
-        device = take_device(config, context.world)
+        device = take_device(config, launch.world)
         work(device, reporter)
     except BaseException as error:
-        reporter.failed(error)
+        reporter.report_failure(error)
         raise
     reporter.stop_sampling()
     allocated, reserved = peak_bytes(str(device))
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
-    wait_for_stop(context.channel)
-    if context.world.launcher is not None:  # a process that goes on; others exit at once
+    wait_for_stop(launch.channel)
+    if launch.world.launcher is not None:  # a process that goes on; others exit at once
         process_group.destroy()
 
 
@@ -139,25 +139,29 @@ def wait_for_stop(channel: ControlChannel) -> None:
 
 
 def _prepared_stage(
-    context: LaunchContext, setup: RankSetup, reporter: Reporter, device: torch.device, inbox: Inbox
+    launch: LaunchContext,
+    setup: RankSetup,
+    reporter: Reporter,
+    device: torch.device,
+    commands: CommandReceiver,
 ) -> PipelineStage:
     """The rank's stage, once its model is loaded and its links are open."""
-    config, rank, name = setup.config, context.world.rank, str(device)
+    config, rank, name = setup.config, launch.world.rank, str(device)
     conditions = conditions_of(config, setup.checkpoint, name)
     reporter.send(Started(device=name, uuid=gpu_uuid(name), conditions=conditions))
     reporter.device = name
-    reporter.phase("loading the model")
+    reporter.set_phase("loading the model")
     begun = time.monotonic()
     with out_of_memory_named(None, device, rank):
-        model = load_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
+        model = load_rank_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
         load_seconds = time.monotonic() - begun
-        reporter.phase("joining the other ranks")
-        context.join()
-        transport = _connected_transport(context, config, reporter, device)
+        reporter.set_phase("joining the other ranks")
+        launch.join()
+        transport = _connected_transport(launch, config, reporter, device)
     moved = lambda: (transport.bytes_sent, transport.bytes_received)  # noqa: E731
     reporter.sampler = StatsSampler(reporter.send, device, gpu_uuid(name), moved)
     reporter.sampler.start()
-    ahead = context.clock.monotonic_ahead
+    ahead = launch.clock.monotonic_ahead
     joined = Joined(
         device=name,
         load_seconds=load_seconds,
@@ -165,11 +169,11 @@ def _prepared_stage(
         clock_ahead=ahead,
     )
     reporter.send(joined)
-    reporter.at(None)
+    reporter.set_position(None)
     tensor_store = checkpoint_writer = profiler = None
     if setup.tensor_folder is not None:
         # A rank that may be on another host sends its tensors.
-        send = reporter.tensor if is_secondary_rank(context.world) else None
+        send = reporter.send_tensor if is_secondary_rank(launch.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
     # The second rank of a pair has the latents of the first.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
@@ -177,30 +181,30 @@ def _prepared_stage(
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
     if setup.profile_path is not None and rank == 0:  # the only one on the parent's machine
         profiler = ClipProfiler(Path(setup.profile_path), name)
-    tools = RankTools(
+    context = RankContext(
         rank=rank,
         device=device,
         transport=transport,
         reporter=reporter,
-        clip_writer=ClipWriter(reporter, conditions, device, tensor_store, host=context.host),
+        clip_writer=ClipWriter(reporter, conditions, device, tensor_store, host=launch.host),
         checkpoint_writer=checkpoint_writer,
         profiler=profiler,
-        is_cancelled=inbox.is_cancelled,
+        is_cancelled=commands.is_cancelled,
         tensor_store=tensor_store,
     )
-    return PipelineStage(tools, model, config.sampling)
+    return PipelineStage(context, model, config.sampling)
 
 
 def _connected_transport(
-    context: LaunchContext, config: PipelineConfig, reporter: Reporter, device: torch.device
+    launch: LaunchContext, config: PipelineConfig, reporter: Reporter, device: torch.device
 ) -> Transport:
     transport = Transport(
-        context.world.rank,
+        launch.world.rank,
         device,
-        context.backend,
-        reporter.transfer,
+        launch.backend,
+        reporter.report_transfer,
         checksum=config.checksum,
-        monotonic_ahead=context.clock.monotonic_ahead,
+        monotonic_ahead=launch.clock.monotonic_ahead,
     )
     layout = config.layout
     back = [(high, low) for low, high in layout.pairs]
@@ -210,12 +214,12 @@ def _connected_transport(
             "predictions": [layout.pairs, back],
             "decode": connect_rounds(layout.decode_links),
         },
-        lambda peer: reporter.phase(f"opening its link with rank {peer}", peer),
+        lambda peer: reporter.set_phase(f"opening its link with rank {peer}", peer),
     )
     return transport
 
 
-def load_model(
+def load_rank_model(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str, roles: Roles, rank: int = 0
 ) -> VideoModel:
     """Load the parts of a model that a rank needs.
@@ -293,36 +297,38 @@ class ActionQueue(deque[Action]):
         return index
 
 
-class Inbox:
+class CommandReceiver:
     """Receiver of the parent's commands, between actions and, for cancellations, between steps."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
         self._queue = ActionQueue()
-        self._expect: Callable[[Work], None] = lambda _: None
-        self._now: int | None = None
+        self._on_batch: Callable[[ActionBatch], None] = lambda _: None
+        self._current_clip: int | None = None
         self._cancelled: set[int] = set()
         self._is_stopped = False
 
-    def actions(self, expect: Callable[[Work], None], rest: Callable[[], None]) -> Iterator[Action]:
+    def actions(
+        self, on_batch: Callable[[ActionBatch], None], on_idle: Callable[[], None]
+    ) -> Iterator[Action]:
         """Yield this rank's actions until the parent says stop and none is left.
 
         Args:
-            expect: called with each work as it comes.
-            rest: called each time that no action is left.
+            on_batch: called with each batch as it comes.
+            on_idle: called each time that no action is left.
         """
-        self._expect = expect
+        self._on_batch = on_batch
         while True:
             self._receive_all()
             if self._queue:
                 action = self._queue.popleft()
-                self._now = action.clip
+                self._current_clip = action.clip
                 yield action
                 if action.clip in self._cancelled and not self._queue.holds(action.clip):
                     self._cancelled.remove(action.clip)
-                self._now = None
+                self._current_clip = None
                 continue
-            rest()
+            on_idle()
             if self._is_stopped:
                 return
             self._receive(_POLL_SECONDS)
@@ -341,10 +347,10 @@ class Inbox:
         if message is None:
             return False
         match parse(message):
-            case Work() as work:
-                self._queue.add(work.actions)
-                self._expect(work)
-            case Cancel(clip=clip) if clip == self._now or self._queue.holds(clip):
+            case ActionBatch() as batch:
+                self._queue.add(batch.actions)
+                self._on_batch(batch)
+            case Cancel(clip=clip) if clip == self._current_clip or self._queue.holds(clip):
                 self._cancelled.add(clip)
             case Stop():
                 self._is_stopped = True
@@ -394,7 +400,7 @@ def run_secondary_rank(
     _parents[:] = [parent]
     while parent.receive(_EXIT_DELAY_SECONDS) is None:
         pass  # until rank 0 lets all ranks begin; if the connection is lost, the process exits
-    context = LaunchContext(
+    launch = LaunchContext(
         config.world,
         config.backend,
         parent,
@@ -403,7 +409,7 @@ def run_secondary_rank(
         clock=clock,
     )
     try:
-        entry(context, argument)
+        entry(launch, argument)
     except BaseException as error:
         # The entry has reported the error, and rank 0 normally ends this process before that.
         time.sleep(_REPORT_SECONDS)
@@ -421,7 +427,7 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
         ) from error
 
 
-def report_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
+def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
     """Report to rank 0 why this rank cannot start.
 
     Args:

@@ -40,18 +40,18 @@ from svdpp.models.base import (
     VideoModel,
 )
 from svdpp.plan.actions import SENDS, Action, Kind
+from svdpp.worker.background import ClipWriter, ImageReader, LatentCheckpointWriter, Reporter
 from svdpp.worker.device import ClipProfiler, MemoryPressure, out_of_memory_named
 from svdpp.worker.messages import (
+    ActionBatch,
     ActionDone,
     ClipDropped,
     ClipJob,
     ImageReady,
-    PromptCut,
+    PromptTruncated,
     StepDone,
     WaitCause,
-    Work,
 )
-from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter, PhotoReader, Reporter
 from svdpp.worker.tensor_files import TensorStore, solver_history
 
 _FRAMES = "frames"
@@ -63,12 +63,12 @@ _KINDS_KEPT = 256
 _RECORD = "record."
 
 
-class NotWantedError(Exception):
+class ClipCancelledError(Exception):
     """End of a clip that was cancelled, or that the other rank of the pair has dropped."""
 
 
 @dataclass(kw_only=True)
-class RankTools:
+class RankContext:
     """Objects that all actions of a rank work with."""
 
     rank: int
@@ -89,14 +89,14 @@ class RankTools:
         self.memory_pressure = MemoryPressure(self.device)
         self._copies = streams.SideStream(self.device)
 
-    def check_wanted(self, clip: int) -> None:
+    def check_not_cancelled(self, clip: int) -> None:
         """Check that the parent still needs a clip.
 
         Raises:
-            NotWantedError: it does not.
+            ClipCancelledError: it does not.
         """
         if self.is_cancelled(clip):
-            raise NotWantedError
+            raise ClipCancelledError
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a complete copy of a tensor, contiguous, in host memory."""
@@ -107,30 +107,30 @@ class PipelineStage:
     """One rank's share of every clip; assumes nothing of its actions but their order.
 
     Args:
-        tools: transport, writers and reporter of the rank.
+        context: transport, writers and reporter of the rank.
         model: with the parts that the actions need.
         sampling: parameters of the clips whose requests have none.
     """
 
-    def __init__(self, tools: RankTools, model: VideoModel, sampling: SamplingConfig) -> None:
-        self._tools, self._model, self._sampling = tools, model, sampling
-        self._transport, self._reporter = tools.transport, tools.reporter
+    def __init__(self, context: RankContext, model: VideoModel, sampling: SamplingConfig) -> None:
+        self._context, self._model, self._sampling = context, model, sampling
+        self._transport, self._reporter = context.transport, context.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
-        # As `Transport.sent`, by the actions since the last rest.
+        # As `Transport.sent`, by the actions since the rank was last idle.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
         # The tensors of the first packet of each kind of request, after each step.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
         # The clips that this rank will help to decode.
         self._helps: set[int] = set()
-        self._photos = PhotoReader(self._prepare, model.device)
+        self._images = ImageReader(self._prepare, model.device)
         self._jobs: dict[int, ClipJob] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
         self._audio: dict[int, Audio] = {}
         self._pending: dict[int, PendingPacket] = {}
         self._waits: dict[WaitCause, float] = {}
-        self._performers: dict[Kind, Callable[[Action], None]] = {
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.ENCODE: self._encode,
             Kind.LOAD_CHECKPOINT: self._load_checkpoint,
             Kind.RECV: self._recv,
@@ -144,28 +144,28 @@ class PipelineStage:
             Kind.FINISH: self._finish_clip,
         }
 
-    def expect(self, work: Work) -> None:
-        """Prepare for actions that `perform` gets later: take their jobs, begin to read images."""
-        jobs = {job.clip: self._with_sampling(job) for job in work.jobs}
-        if not work.actions:
+    def enqueue(self, batch: ActionBatch) -> None:
+        """Prepare for actions that `run` gets later: take their jobs, begin to read images."""
+        jobs = {job.clip: self._with_sampling(job) for job in batch.jobs}
+        if not batch.actions:
             for job in jobs.values():
-                self._photos.prepare_early(job.request, partial(self._image_ready, job.request))
+                self._images.prepare_early(job.request, partial(self._image_ready, job.request))
             return
         self._jobs.update(jobs)
         self._helps.update(
-            action.clip for action in work.actions if action.kind is Kind.SEND_FRAMES
+            action.clip for action in batch.actions if action.kind is Kind.SEND_FRAMES
         )
-        for action in work.actions:
+        for action in batch.actions:
             if action.kind in SENDS:
                 ends = action.peer, _channel_of(action)
                 self._sends[ends].append((action.clip, action.start))
-        encoded = [action.clip for action in work.actions if action.kind is Kind.ENCODE]
-        self._photos.expect((clip, jobs[clip].request) for clip in encoded)
-        if self._tools.profiler is not None:
-            self._tools.profiler.expect(work.actions)
+        encoded = [action.clip for action in batch.actions if action.kind is Kind.ENCODE]
+        self._images.enqueue((clip, jobs[clip].request) for clip in encoded)
+        if self._context.profiler is not None:
+            self._context.profiler.select_clip(batch.actions)
 
-    def perform(self, action: Action) -> None:
-        """Perform one action.
+    def run(self, action: Action) -> None:
+        """Run one action.
 
         An error that concerns one clip is reported, and a tombstone takes its packet's place.
 
@@ -176,13 +176,13 @@ class PipelineStage:
             DeviceError: the GPU failed.
             ModelError: the model does what no rank can divide.
         """
-        self._reporter.at(action)
-        profiler = self._tools.profiler
+        self._reporter.set_position(action)
+        profiler = self._context.profiler
         profiled = nullcontext() if profiler is None else profiler.over(action)
-        with out_of_memory_named(action, self._tools.device, self._tools.rank), profiled:
-            self._performers[action.kind](action)
+        with out_of_memory_named(action, self._context.device, self._context.rank), profiled:
+            self._handlers[action.kind](action)
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """Note that no action is left for now; the time until the next one is not a wait.
 
         Raises:
@@ -191,7 +191,7 @@ class PipelineStage:
         """
         self._check_sends()
         self._waits = {}
-        self._reporter.at(None)
+        self._reporter.set_position(None)
 
     def finish(self) -> None:
         """Wait until every packet has left and every clip is written.
@@ -201,10 +201,10 @@ class PipelineStage:
         """
         with self._waiting(None):
             self._transport.drain()
-            self._tools.clip_writer.finish()
-            if self._tools.checkpoint_writer is not None:
-                self._tools.checkpoint_writer.finish()
-        self._photos.close()
+            self._context.clip_writer.finish()
+            if self._context.checkpoint_writer is not None:
+                self._context.checkpoint_writer.finish()
+        self._images.close()
         self._transport.close()
 
     def _encode(self, action: Action) -> None:
@@ -212,31 +212,31 @@ class PipelineStage:
         packet = self._packets[action.clip] = Packet(action.clip, 0, time.monotonic(), {})
         with self._isolated(packet):
             with self._waiting(action, "image"):
-                prepared = self._photos.take(action.clip)
-            self._tools.check_wanted(action.clip)
+                prepared = self._images.take(action.clip)
+            self._context.check_not_cancelled(action.clip)
             packet.begun_at = time.monotonic()
             with self._timed(action):
                 model = self._model_of(self._sampling_of(action))
                 with _failures_of_clip(action):
                     packet.tensors = model.encode(prepared, request)
-                streams.synchronize(self._tools.device)
-            packet.memory_pressure |= self._tools.memory_pressure.rose()
+                streams.synchronize(self._context.device)
+            packet.memory_pressure |= self._context.memory_pressure.rose()
             if request.prompt is not None and (cut := model.truncated_text(request.prompt)):
-                self._reporter.send(PromptCut(clip=action.clip, text=cut))
+                self._reporter.send(PromptTruncated(clip=action.clip, text=cut))
 
     def _load_checkpoint(self, action: Action) -> None:
-        writer = self._tools.checkpoint_writer
+        writer = self._context.checkpoint_writer
         assert writer is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.monotonic(), {})
         with self._isolated(self._packets[action.clip]):
-            self._tools.check_wanted(action.clip)
+            self._context.check_not_cancelled(action.clip)
             request = self._jobs[action.clip].request
             assert request.latents_key is not None, f"{action} without a key"
             name = f"clip {action.clip}"
             if request.output is not None:
                 name = repr(Path(request.output.path).name)
             packet = self._packets[action.clip] = writer.folder.load(
-                request.latents_key, action.clip, action.start, self._tools.device, name
+                request.latents_key, action.clip, action.start, self._context.device, name
             )
             sent = {name: TensorSpec.of(each) for name, each in packet.tensors.items()}
             try:
@@ -280,7 +280,7 @@ class PipelineStage:
         return {name: _like_first(name, specs.get(name), spec) for name, spec in first.items()}
 
     def _check_sends(self) -> None:
-        rank, nothing = self._tools.rank, (None, None)
+        rank, nothing = self._context.rank, (None, None)
         for peer, channel in self._sends.keys() | self._transport.sent.keys():
             pairs = self._transport.sent[peer, channel], self._sends[peer, channel]
             for sent, planned in zip_longest(*pairs, fillvalue=nothing):
@@ -300,7 +300,7 @@ class PipelineStage:
 
     def _denoise(self, action: Action) -> None:
         packet = self._packet(action)
-        denoising = Denoising(self._tools, action, packet)
+        denoising = Denoising(self._context, action, packet)
         if not packet.tombstone:
             with self._isolated(packet), self._timed(action):
                 denoising.run(self._model_of(self._sampling_of(action)))
@@ -314,7 +314,7 @@ class PipelineStage:
 
     def _send(self, action: Action) -> None:
         packet = self._packet(action)
-        writer, key = self._tools.checkpoint_writer, self._jobs[action.clip].request.latents_key
+        writer, key = self._context.checkpoint_writer, self._jobs[action.clip].request.latents_key
         if writer is not None and key is not None and not packet.tombstone:
             with self._waiting(action, "send"):
                 writer.put(key, packet)
@@ -336,8 +336,8 @@ class PipelineStage:
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
-            streams.synchronize(self._tools.device)
-            packet.memory_pressure |= self._tools.memory_pressure.rose()
+            streams.synchronize(self._context.device)
+            packet.memory_pressure |= self._context.memory_pressure.rose()
 
     def _send_frames(self, action: Action) -> None:
         packet = self._packet(action)
@@ -373,7 +373,7 @@ class PipelineStage:
             packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
             with self._waiting(action, "writer"):
                 job, frames = self._jobs[action.clip], self._frames.get(action.clip)
-                self._tools.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
+                self._context.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
         else:
             self._reporter.send(ClipDropped(clip=action.clip))
         self._free(action.clip)
@@ -385,7 +385,7 @@ class PipelineStage:
             with self._waiting(action):
                 self._packets[action.clip] = pending.wait(partial(self._expected, action))
         packet = self._packets[action.clip]
-        if not packet.tombstone and self._tools.is_cancelled(action.clip):
+        if not packet.tombstone and self._context.is_cancelled(action.clip):
             packet.make_tombstone()
         return packet
 
@@ -420,10 +420,10 @@ class PipelineStage:
     def _isolated(self, packet: Packet) -> Iterator[None]:
         try:
             yield
-        except NotWantedError:
+        except ClipCancelledError:
             packet.make_tombstone()
         except (InputError, NotFiniteError) as error:
-            self._reporter.clip_failed(packet.clip, error)
+            self._reporter.report_clip_failure(packet.clip, error)
             packet.make_tombstone()
 
     @contextmanager
@@ -441,9 +441,9 @@ class PipelineStage:
     @contextmanager
     def _waiting(self, action: Action | None, cause: WaitCause = "packet") -> Iterator[None]:
         start = time.monotonic()
-        self._reporter.at(action, waiting=True)
+        self._reporter.set_position(action, waiting=True)
         yield
-        self._reporter.at(action)
+        self._reporter.set_position(action)
         self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - start
 
 
@@ -493,27 +493,27 @@ class Denoising:
     Both post that receive before they evaluate their own branch, so the messages cross.
 
     Args:
-        tools: of the rank.
+        context: of the rank.
         action: the DENOISE.
         packet: of the clip before its first step here.
     """
 
-    def __init__(self, tools: RankTools, action: Action, packet: Packet) -> None:
-        self._tools, self._action, self._packet = tools, action, packet
+    def __init__(self, context: RankContext, action: Action, packet: Packet) -> None:
+        self._context, self._action, self._packet = context, action, packet
         self._is_paired = action.peer >= 0
-        self.branch = int(self._is_paired and tools.rank > action.peer)
+        self.branch = int(self._is_paired and context.rank > action.peer)
         self._next: int | None = action.start
 
     def run(self, model: VideoModel) -> None:
         """Do the steps, each of them checked; the packet then has the result.
 
         Raises:
-            NotWantedError: the clip was cancelled, or dropped by the other rank of the pair.
+            ClipCancelledError: the clip was cancelled, or dropped by the other rank of the pair.
             NotFiniteError: a latent has become NaN or infinite.
         """
-        tools, action, packet = self._tools, self._action, self._packet
-        tools.reporter.at(action, action.start)
-        checks = StepChecks(tools.device, tools.rank, self._report_step)
+        context, action, packet = self._context, self._action, self._packet
+        context.reporter.set_position(action, action.start)
+        checks = StepChecks(context.device, context.rank, self._report_step)
 
         def after_step(step: int, latent: torch.Tensor) -> None:
             checks.add(step, latent)
@@ -524,7 +524,7 @@ class Denoising:
         steps = action.start, action.end
         packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
         checks.finish()
-        packet.memory_pressure |= tools.memory_pressure.rose()
+        packet.memory_pressure |= context.memory_pressure.rose()
         if self.branch == 0:  # both ranks of a pair have the same latent
             self._keep_latent()
 
@@ -537,23 +537,23 @@ class Denoising:
 
         Raises:
             MismatchError: the other rank's prediction has another name, shape or dtype.
-            NotWantedError: the other rank has dropped the clip.
+            ClipCancelledError: the other rank has dropped the clip.
         """
-        tools, clip = self._tools, self._action.clip
+        context, clip = self._context, self._action.clip
         pending = self._expected(step)  # the receive is posted before this rank's own evaluation
         tensors = evaluate()
-        self._packet.memory_pressure |= tools.memory_pressure.rose()
+        self._packet.memory_pressure |= context.memory_pressure.rose()
         self._send(step, tensors)
         own = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
         packet = self._arrived(step, pending, own)
         self._packet.memory_pressure |= packet.memory_pressure
         self._next = None if packet.tombstone else step + 1
         if packet.tombstone:
-            raise NotWantedError
-        if tools.tensor_store is not None:
-            prediction = tools.on_host(next(iter(packet.tensors.values())))
+            raise ClipCancelledError
+        if context.tensor_store is not None:
+            prediction = context.on_host(next(iter(packet.tensors.values())))
             name = f"step{step}_branch{1 - self.branch}"
-            tools.tensor_store.keep(clip, name, {PREDICTION: prediction})
+            context.tensor_store.keep(clip, name, {PREDICTION: prediction})
         return packet.tensors
 
     def drop(self) -> None:
@@ -566,37 +566,39 @@ class Denoising:
 
     def _expected(self, step: int) -> PendingPacket:
         clip, peer = self._action.clip, self._action.peer
-        return self._tools.transport.post_receive(clip, step, peer, "predictions")
+        return self._context.transport.post_receive(clip, step, peer, "predictions")
 
     def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
-        self._tools.reporter.at(self._action, step, waiting=True)  # part of the step's time
+        self._context.reporter.set_position(
+            self._action, step, waiting=True
+        )  # part of the step's time
         packet = pending.wait(None if expected is None else lambda _: expected)
-        self._tools.reporter.at(self._action, step)
+        self._context.reporter.set_position(self._action, step)
         return packet
 
     def _send(self, step: int, tensors: Tensors | None) -> None:
         packet = Packet(self._action.clip, step, 0.0, tensors or {}, tombstone=tensors is None)
         packet.memory_pressure = self._packet.memory_pressure
-        self._tools.transport.send(packet, self._action.peer, "predictions")
+        self._context.transport.send(packet, self._action.peer, "predictions")
 
     def _before_step(self, step: int) -> None:
         """Ends the action if its clip is not wanted any more; notes the step that follows."""
         if step == self._action.end:
             return
-        tools, action = self._tools, self._action
-        tools.check_wanted(action.clip)
-        tools.reporter.at(action, step)
+        context, action = self._context, self._action
+        context.check_not_cancelled(action.clip)
+        context.reporter.set_position(action, step)
 
     def _report_step(self, step: int, seconds: float) -> None:
         done = StepDone(clip=self._action.clip, step=step, seconds=seconds)
-        self._tools.reporter.send(done)
+        self._context.reporter.send(done)
 
     def _keep_latent(self) -> None:
-        tools, tensors = self._tools, self._packet.tensors
-        if tools.tensor_store is not None:
+        context, tensors = self._context, self._packet.tensors
+        if context.tensor_store is not None:
             kept = {LATENTS: tensors[LATENTS], **solver_history(tensors)}
-            on_host = {name: tools.on_host(tensor) for name, tensor in kept.items()}
-            tools.tensor_store.keep(self._action.clip, f"step{self._action.end}", on_host)
+            on_host = {name: context.on_host(tensor) for name, tensor in kept.items()}
+            context.tensor_store.keep(self._action.clip, f"step{self._action.end}", on_host)
 
 
 class StepChecks:

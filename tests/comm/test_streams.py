@@ -21,7 +21,7 @@ ALLOWED = {
     "models/engine/registry.py": {"tolist"},  # timesteps: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_files.py": {"numpy"},
-    "worker/side_threads.py": {"numpy"},
+    "worker/background.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},
     "verification/clip_proof.py": {"numpy"},

@@ -18,7 +18,7 @@ from svdpp.comm.transport import Transport
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors, VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker import rank as worker
-from svdpp.worker.side_threads import Reporter
+from svdpp.worker.background import Reporter
 from svdpp.worker.stage import Denoising, PipelineStage
 from svdpp.worker.tensor_files import solver_history
 
@@ -95,7 +95,7 @@ class Damage:
         if self.kind == "header" and rank == self.rank:
             self._damage_headers()
         if self.kind == "memory" and self.place == "load" and rank == self.rank:
-            worker.load_model = lambda *_, **__: ask_for_too_much()  # type: ignore[assignment]
+            worker.load_rank_model = lambda *_, **__: ask_for_too_much()  # type: ignore[assignment]
         if self.kind == "packet" and rank == self.rank:
             self._damage_packets()
 
@@ -122,25 +122,25 @@ class Damage:
             raise RuntimeError("an injected fault")
 
     def _watch_places(self, rank: int) -> None:
-        phase, perform, before = Reporter.phase, PipelineStage.perform, Denoising._before_step
+        phase, run, before = Reporter.set_phase, PipelineStage.run, Denoising._before_step
 
         def phase_watched(reporter: Reporter, name: str, peer: int = -1) -> None:
             phase(reporter, name, peer)
             if name == "loading the model":
                 self.reach(rank, -1, "load")
 
-        def perform_watched(stage: PipelineStage, action: Action) -> None:
-            stage._reporter.at(action)
+        def run_watched(stage: PipelineStage, action: Action) -> None:
+            stage._reporter.set_position(action)
             self.reach(rank, action.clip, action.kind.lower())
-            perform(stage, action)
+            run(stage, action)
 
         def before_step_watched(denoising: Denoising, step: int) -> None:
             before(denoising, step)
             if step != denoising._action.end:
                 self.reach(rank, denoising._action.clip, f"step{step}")
 
-        Reporter.phase = phase_watched  # type: ignore[method-assign]
-        PipelineStage.perform = perform_watched  # type: ignore[method-assign]
+        Reporter.set_phase = phase_watched  # type: ignore[method-assign]
+        PipelineStage.run = run_watched  # type: ignore[method-assign]
         Denoising._before_step = before_step_watched  # type: ignore[method-assign]
 
     def _damage_steps(self, rank: int) -> None:

@@ -16,8 +16,8 @@ from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
 from svdpp.config import ClipRequest
 from svdpp.models.base import LATENTS
+from svdpp.worker.background import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.messages import ClipJob
-from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
 from tests.gpu.machine import Report
 

@@ -242,7 +242,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     for name, value in (launcher | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("svdpp.worker.device.apply_settings", lambda **_: None)  # of this process
-    monkeypatch.setattr("svdpp.worker.rank.load_model", load_model)
+    monkeypatch.setattr("svdpp.worker.rank.load_rank_model", load_model)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(models[0]() is None))
     config = PipelineConfig(world_size=1, model=dummy, sampling=SvdSampling(num_inference_steps=6))

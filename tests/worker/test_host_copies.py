@@ -24,10 +24,10 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
 from svdpp.verification.verify import ReferenceSetup
-from svdpp.worker import side_threads, stage, tensor_files
-from svdpp.worker.messages import CheckpointLost, ClipJob, Work
-from svdpp.worker.side_threads import ClipWriter, LatentCheckpointWriter
-from svdpp.worker.stage import RankTools
+from svdpp.worker import background, stage, tensor_files
+from svdpp.worker.background import ClipWriter, LatentCheckpointWriter
+from svdpp.worker.messages import ActionBatch, CheckpointLost, ClipJob
+from svdpp.worker.stage import RankContext
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
 from tests.driver.dummies import config
 
@@ -78,7 +78,7 @@ def event(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
         yield
 
     monkeypatch.setattr(streams.SideStream, "stream_context", stream_context)
-    for module in (streams, reference, side_threads):
+    for module in (streams, reference, background):
         monkeypatch.setattr(module, "record_event", lambda _: marked)
     yield marked
     assert all(after is marked for after in waited)
@@ -115,7 +115,7 @@ def test_a_rank(tmp_path: Path) -> None:
     """Its tensor store, its latent checkpoint and its clip writer."""
     reporter, written, kept = Mock(), Mock(), TensorStore(tmp_path)
     checkpoints = LatentCheckpoints(tmp_path / "checkpoints", {})
-    tools = RankTools(
+    context = RankContext(
         rank=0,
         device=CPU,
         transport=Mock(),
@@ -124,16 +124,16 @@ def test_a_rank(tmp_path: Path) -> None:
         checkpoint_writer=LatentCheckpointWriter(checkpoints, CPU, reporter),
         tensor_store=kept,
     )
-    rank = stage.PipelineStage(tools, _model(), SvdSampling())
+    rank = stage.PipelineStage(context, _model(), SvdSampling())
     texts = "ENCODE c0 @0", "DENOISE c0 0:1", "DENOISE c0 1:2", "DECODE c0 @2", "FINISH c0 @2"
     sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"
     requests = ClipRequest(seed=0), ClipRequest(seed=0, latents_key="0" * 64)
     jobs = tuple(ClipJob(clip=clip, request=request) for clip, request in enumerate(requests))
-    rank.expect(Work(actions=texts + sent, jobs=jobs))
+    rank.enqueue(ActionBatch(actions=texts + sent, jobs=jobs))
     for text in texts + sent:
-        rank.perform(Action.parse(text))
+        rank.run(Action.parse(text))
     rank.finish()
-    for bad in (written.clip_failed, written.failed, reporter.failed):
+    for bad in (written.report_clip_failure, written.report_failure, reporter.report_failure):
         assert not bad.called, bad.call_args
     assert not any(isinstance(sent.args[0], CheckpointLost) for sent in reporter.send.mock_calls)
     (done,) = written.send.call_args.args

@@ -29,8 +29,8 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule
 from svdpp.plan.layout import ParallelConfig
 from svdpp.worker import rank as module
-from svdpp.worker.messages import Cancel, ClipJob, Failed, Finished, Stop, Work, parse
-from svdpp.worker.rank import ActionQueue, Inbox
+from svdpp.worker.messages import ActionBatch, Cancel, ClipJob, Failed, Finished, Stop, parse
+from svdpp.worker.rank import ActionQueue, CommandReceiver
 from tests.driver.dummies import config, pids
 from tests.models.tiny_families import save_tiny_wan
 from tests.plan.plans import check_receives, check_schedule, layouts
@@ -94,27 +94,30 @@ def test_lists_that_come_at_any_time_can_be_performed(
 
 def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() -> None:
     ours, theirs = multiprocessing.Pipe()
-    parent, inbox = ControlChannel(ours), Inbox(ControlChannel(theirs))
-    work = [Work(actions=(f"ENCODE c{clip} @0", f"FINISH c{clip} @0"), jobs=()) for clip in (0, 1)]
-    expected: list[Work] = []
-    rests: list[int] = []
-    actions = map(str, inbox.actions(expected.append, lambda: rests.append(len(expected))))
+    parent, commands = ControlChannel(ours), CommandReceiver(ControlChannel(theirs))
+    work = [
+        ActionBatch(actions=(f"ENCODE c{clip} @0", f"FINISH c{clip} @0"), jobs=())
+        for clip in (0, 1)
+    ]
+    expected: list[ActionBatch] = []
+    idles: list[int] = []
+    actions = map(str, commands.actions(expected.append, lambda: idles.append(len(expected))))
     for command in work:
         parent.send(command.to_bytes())
     assert next(actions) == "ENCODE c0 @0"
     assert expected == work
     for cancelled in (0, 1, 7):
         parent.send(Cancel(clip=cancelled).to_bytes())
-    assert inbox.is_cancelled(0)
+    assert commands.is_cancelled(0)
     assert next(actions) == "FINISH c0 @0"
-    assert inbox.is_cancelled(0)
+    assert commands.is_cancelled(0)
     assert next(actions) == "ENCODE c1 @0"
-    assert [clip for clip in range(8) if inbox.is_cancelled(clip)] == [1]
+    assert [clip for clip in range(8) if commands.is_cancelled(clip)] == [1]
     for late in (Cancel(clip=0), Stop(), Cancel(clip=1), Stop()):
         parent.send(late.to_bytes())
     assert list(actions) == ["FINISH c1 @0"]
-    assert rests == [2]
-    assert not any(map(inbox.is_cancelled, range(8)))
+    assert idles == [2]
+    assert not any(map(commands.is_cancelled, range(8)))
 
 
 @pytest.mark.parametrize("family", SAMPLING_CLASSES)
@@ -124,7 +127,7 @@ def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
     own |= {"guidance_scale_2": 3.0, "flow_shift": 5.0} if family == "wan" else {}
     sampling = kind(**own, num_inference_steps=7)
     job = ClipJob(clip=0, request=ClipRequest(seed=0, sampling=sampling))
-    back = parse(Work(actions=(), jobs=(job,)).to_bytes()).jobs[0].request.sampling
+    back = parse(ActionBatch(actions=(), jobs=(job,)).to_bytes()).jobs[0].request.sampling
     assert back == sampling
     assert type(back) is kind
 

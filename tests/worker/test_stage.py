@@ -20,8 +20,8 @@ from svdpp.models.base import Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker import stage
-from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, Event, Work
-from svdpp.worker.stage import Denoising, NotWantedError, RankTools
+from svdpp.worker.messages import ActionBatch, ActionDone, ClipDropped, ClipJob, Event
+from svdpp.worker.stage import ClipCancelledError, Denoising, RankContext
 
 CPU = torch.device("cpu")
 
@@ -33,14 +33,14 @@ class _Clock:
         self.now = 0.0
         self.said: list[Event] = []
         self.send = self.said.append
-        self.at = Mock()
+        self.set_position = Mock()
         self.failed: list[tuple[int, BaseException]] = []
         self.sent: dict[object, list[object]] = defaultdict(list)
 
     def monotonic(self) -> float:
         return self.now
 
-    def clip_failed(self, clip: int, error: BaseException) -> None:
+    def report_clip_failure(self, clip: int, error: BaseException) -> None:
         self.failed.append((clip, error))
 
     def put(self, *_: object) -> None:
@@ -50,13 +50,13 @@ class _Clock:
 def _stage(clock: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineStage:
     model = DummyModel(LatentSpec(shape=(1, 4, 2, 8, 8)), 1, CPU)
     doubles = {"transport": clock, "reporter": clock, "clip_writer": clock}
-    tools = RankTools(rank=0, device=CPU, is_cancelled=is_cancelled, **doubles)
-    return stage.PipelineStage(tools, model, SvdSampling())
+    context = RankContext(rank=0, device=CPU, is_cancelled=is_cancelled, **doubles)
+    return stage.PipelineStage(context, model, SvdSampling())
 
 
-def _work(clip: int, *, seed: int = 0) -> Work:
+def _work(clip: int, *, seed: int = 0) -> ActionBatch:
     texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"DECODE c{clip} @1", f"FINISH c{clip} @1"
-    return Work(actions=texts, jobs=(ClipJob(clip=clip, request=ClipRequest(seed=seed)),))
+    return ActionBatch(actions=texts, jobs=(ClipJob(clip=clip, request=ClipRequest(seed=seed)),))
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +66,10 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     monkeypatch.setattr(stage, "time", times)
     alone = _stage(clock, lambda _: False)
     for work in (_work(0), _work(1)):
-        alone.expect(work)
+        alone.enqueue(work)
         for action in work.actions:
-            alone.perform(action)
-        alone.rest()
+            alone.run(action)
+        alone.idle()
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
     assert waits == [0.0] * 6
     assert clock.now == 100.0
@@ -79,12 +79,12 @@ def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
     clock, cancelled = _Clock(), set[int]()
     alone = _stage(clock, cancelled.__contains__)
     work = _work(0)
-    alone.expect(work)
+    alone.enqueue(work)
     for action in work.actions:
         if action.kind is Kind.FINISH:
             assert alone._frames.keys() == {0}
             cancelled.add(0)
-        alone.perform(action)
+        alone.run(action)
     assert isinstance(clock.said[-1], ClipDropped)
     assert not any((alone._frames, alone._audio, alone._packets, alone._jobs))
 
@@ -112,9 +112,9 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
     alone, works = _stage(clock, lambda _: False), (_work(0), _work(1, seed=1))
     with nullcontext() if is_of_clip else pytest.raises(Exception, match=r"CUDA|memory|checkpoint"):
         for work in works:
-            alone.expect(work)
+            alone.enqueue(work)
             for action in work.actions:
-                alone.perform(action)
+                alone.run(action)
     assert [(clip, type(error)) for clip, error in clock.failed] == [(0, InputError)] * is_of_clip
     assert clock.now == (50.0 if is_of_clip else 0.0), "the other clip is written"
 
@@ -145,8 +145,8 @@ class _Links:
 
 def _pair(links: Any, clip: Packet) -> Denoising:
     doubles = {"transport": links, "reporter": Mock(), "clip_writer": Mock()}
-    tools = RankTools(rank=0, device=CPU, **doubles)
-    return Denoising(tools, Action.parse("DENOISE c0 2:4 =1"), clip)
+    context = RankContext(rank=0, device=CPU, **doubles)
+    return Denoising(context, Action.parse("DENOISE c0 2:4 =1"), clip)
 
 
 def _predict() -> Tensors:
@@ -168,7 +168,7 @@ def test_both_ranks_send_one_message_for_each_step_until_one_drops_the_clip(
     links = _Links(dropped)
     pair = _pair(links, Packet(0, 2, 0.0, {}))
     for step in range(2, 2 + num_steps):
-        with pytest.raises(NotWantedError) if dropped else nullcontext():
+        with pytest.raises(ClipCancelledError) if dropped else nullcontext():
             assert pair.exchange(step, _predict) == THEIRS
     pair.drop()
     assert ", ".join(f"{kind} {step}" for kind, step in links.calls) == calls

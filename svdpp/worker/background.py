@@ -97,7 +97,7 @@ class Reporter:
         """
         self._channel.send(event.to_bytes())
 
-    def at(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
+    def set_position(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
         """Set what heartbeats report; send one at once if the action or the waiting changes.
 
         Args:
@@ -109,7 +109,7 @@ class Reporter:
         if (action, waiting) != (before.action, before.waiting):
             self.send(self._heartbeat())
 
-    def phase(self, phase: str, peer: int = -1) -> None:
+    def set_phase(self, phase: str, peer: int = -1) -> None:
         """Set what heartbeats report before the rank has joined, and send one.
 
         Args:
@@ -119,22 +119,22 @@ class Reporter:
         self._now = Heartbeat(phase=phase, peer=peer)
         self.send(self._now)
 
-    def transfer(self, transfer: Transfer) -> None:
+    def report_transfer(self, transfer: Transfer) -> None:
         """Report a clip's packet that was received or sent."""
         self.send(TransferDone(**transfer._asdict()))
 
-    def tensor(self, name: str, data: bytes) -> None:
+    def send_tensor(self, name: str, data: bytes) -> None:
         """Send a file of the tensor store to the parent, which keeps it by this name."""
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
-    def clip_failed(self, clip: int, error: BaseException) -> None:
+    def report_clip_failure(self, clip: int, error: BaseException) -> None:
         """Report that one clip alone is lost, and why."""
         known = error_to_dict(error)
         if self._other_host:
             known["message"] = f"on {self._other_host}: {known['message']}"
         self.send(ClipFailed(clip=clip, error=known))
 
-    def failed(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Report the error that ends the rank, and what it was doing."""
         self.send(
             Failed(
@@ -209,7 +209,7 @@ class BoundedExecutor:
         try:
             work(*arguments)
         except BaseException as error:
-            self._reporter.failed(error)
+            self._reporter.report_failure(error)
             raise
 
     def _finish_first(self) -> None:
@@ -264,7 +264,7 @@ class ClipWriter(BoundedExecutor):
         try:
             metadata = self._written(job, *clip)
         except OutputError as error:
-            self._reporter.clip_failed(job.clip, error)
+            self._reporter.report_clip_failure(job.clip, error)
             return
         seconds = time.monotonic() - begun
         self._reporter.send(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
@@ -353,11 +353,11 @@ class LatentCheckpointWriter(BoundedExecutor):
 # --- images ---------------------------------------------------------------------------------------
 
 #: What a prepared image depends on.
-_Image = tuple[tuple[Any, ...], SamplingConfig | None]
+_ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
-class PhotoReader:
-    """Reader of images in the order of `expect`, at most one ahead, and those of `prepare_early`.
+class ImageReader:
+    """Reader of images in the order of `enqueue`, at most one ahead, and those of `prepare_early`.
 
     Args:
         prepare: does what an encode needs no device for; called in the reader's threads.
@@ -370,20 +370,20 @@ class PhotoReader:
         self._prepare = prepare
         self._upcoming: deque[tuple[int, ClipRequest, Future[PreparedInput] | None]] = deque()
         self._ahead: dict[int, Future[PreparedInput]] = {}
-        self._thread = streams.single_thread_executor("photos", device)
+        self._thread = streams.single_thread_executor("images", device)
         # At most one: if its clip never comes, the next one takes its place.
-        self._early: dict[_Image, Future[PreparedInput]] = {}
-        self._early_thread = streams.single_thread_executor("early photos", device)
+        self._early: dict[_ImageKey, Future[PreparedInput]] = {}
+        self._early_thread = streams.single_thread_executor("early images", device)
 
-    def expect(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
+    def enqueue(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
         """Add clips, with their requests, that `take` will be called for, in order."""
         for clip, request in requests:
-            self._upcoming.append((clip, request, self._early.pop(_image_of(request), None)))
+            self._upcoming.append((clip, request, self._early.pop(_image_key(request), None)))
         if not self._ahead:
             self._read_next()
 
     def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
-        """Prepare the image of a clip that `expect` gets later.
+        """Prepare the image of a clip that `enqueue` gets later.
 
         Args:
             request: of the clip.
@@ -391,14 +391,14 @@ class PhotoReader:
         """
         start = time.monotonic()
         future = self._early_thread.submit(self._read, request)
-        self._early = {_image_of(request): future}
+        self._early = {_image_key(request): future}
         future.add_done_callback(lambda _: done(time.monotonic() - start))
 
     def take(self, clip: int) -> PreparedInput:
         """Return the prepared image of a clip, and start to read the next one.
 
         Args:
-            clip: the next of those that `expect` got.
+            clip: the next of those that `enqueue` got.
 
         Returns:
             The image, or tensors of it; empty if the clip is made from text alone.
@@ -428,5 +428,5 @@ class PhotoReader:
         return {} if source is None else self._prepare(source, request.sampling)
 
 
-def _image_of(request: ClipRequest) -> _Image:
+def _image_key(request: ClipRequest) -> _ImageKey:
     return tuple(request.files.items()), request.sampling

@@ -18,9 +18,9 @@ from svdpp.config import ClipRequest, SamplingConfig, SvdSampling
 from svdpp.errors import InputError
 from svdpp.media import inputs as files
 from svdpp.plan.actions import Action
-from svdpp.worker import side_threads
+from svdpp.worker import background
+from svdpp.worker.background import BoundedExecutor, ImageReader, Reporter
 from svdpp.worker.messages import ClipFailed, Heartbeat, parse
-from svdpp.worker.side_threads import BoundedExecutor, PhotoReader, Reporter
 
 Sent = TypeVar("Sent")
 
@@ -36,12 +36,12 @@ def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.Monke
     """A heartbeat goes out even if memory cannot be read: without it the rank counts as dead."""
     sent = queue.Queue[bytes]()
     reporter = Reporter(Mock(send=sent.put))
-    reporter.at(Action.parse("ENCODE c0 @0"))
+    reporter.set_position(Action.parse("ENCODE c0 @0"))
     assert _next(sent, Heartbeat).memory_bytes is None
     reporter.device = "cpu"
-    reporter.at(Action.parse("DENOISE c0 0:2"))
+    reporter.set_position(Action.parse("DENOISE c0 0:2"))
     assert (_next(sent, Heartbeat).memory_bytes or 0) > 2**20
-    monkeypatch.setattr(side_threads, "bytes_in_use", Mock(side_effect=OSError("too many files")))
+    monkeypatch.setattr(background, "bytes_in_use", Mock(side_effect=OSError("too many files")))
     reporter.start()
     assert _next(sent, Heartbeat) == Heartbeat(action="DENOISE c0 0:2")
     reporter.stop()
@@ -49,7 +49,7 @@ def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.Monke
 
 def test_a_lost_clip_names_a_host_that_is_not_rank_0s() -> None:
     channel = Mock()
-    Reporter(channel, "host1").clip_failed(3, InputError("no such file"))
+    Reporter(channel, "host1").report_clip_failure(3, InputError("no such file"))
     (sent,) = channel.send.call_args.args
     error = {"type": "InputError", "message": "on host1: no such file", "hint": ""}
     assert parse(sent) == ClipFailed(clip=3, error=error)
@@ -60,7 +60,7 @@ def test_each_thread_beside_the_work_takes_the_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda d: took.update({threading.current_thread().name: d})
     )
-    monkeypatch.setattr(side_threads, "SideStream", Mock())
+    monkeypatch.setattr(background, "SideStream", Mock())
     executor, names = BoundedExecutor("writer", gpu, Mock()), list[str]()
     executor.submit(lambda: names.append(threading.current_thread().name))
     executor.finish()
@@ -98,9 +98,9 @@ def test_photographs_are_read_in_order_one_ahead_and_no_more(
 ) -> None:
     read, read_bytes = list[str](), files.read_bytes
     monkeypatch.setattr(files, "read_bytes", lambda p: read.append(p.stem) or read_bytes(p))
-    reader = PhotoReader(_first_pixel, CPU)
-    reader.expect(_requests(paths)[:2])
-    reader.expect([_requests(paths)[2], (3, ClipRequest(seed=1, sampling=SAMPLING))])
+    reader = ImageReader(_first_pixel, CPU)
+    reader.enqueue(_requests(paths)[:2])
+    reader.enqueue([_requests(paths)[2], (3, ClipRequest(seed=1, sampling=SAMPLING))])
     for clip, shades in enumerate((["10", "20"], ["10", "20", "30"], ["10", "20", "30"])):
         assert reader.take(clip)["pixel"].tolist() == [10 * clip + 10] * 3
         reader._thread.submit(int).result()  # all calls queued before are done now
@@ -118,24 +118,24 @@ def test_others_go_first_while_a_photograph_is_prepared_early(paths: list[Path])
         assert image.getpixel((0, 0)) != (10, 10, 10) or may_end.wait(30)
         return _first_pixel(image, sampling)
 
-    reader = PhotoReader(slow, CPU)
+    reader = ImageReader(slow, CPU)
     large, *small = (request for _, request in _requests(paths))
     reader.prepare_early(large, lambda _: prepared.set())
-    reader.expect(enumerate(small))
+    reader.enqueue(enumerate(small))
     assert [reader.take(clip)["pixel"].tolist()[0] for clip in (0, 1)] == [20, 30]
     assert not prepared.is_set()
     may_end.set()
     assert prepared.wait(30)
-    reader.expect([(2, replace(large, seed=5)), (3, replace(large, image=str(paths[1])))])
+    reader.enqueue([(2, replace(large, seed=5)), (3, replace(large, image=str(paths[1])))])
     assert [reader.take(clip)["pixel"].tolist()[0] for clip in (2, 3)] == [10, 20]
     assert shades.count((10, 10, 10)) == 1
     reader.close()
 
 
 def test_a_photograph_that_was_changed_spoils_no_other(paths: list[Path]) -> None:
-    reader = PhotoReader(_first_pixel, CPU)
+    reader = ImageReader(_first_pixel, CPU)
     first, (_, second) = _requests(paths[:2])
-    reader.expect([first, (1, replace(second, image_sha256="0" * 64)), (2, second)])
+    reader.enqueue([first, (1, replace(second, image_sha256="0" * 64)), (2, second)])
     assert reader.take(0)
     with pytest.raises(InputError, match="has changed since the run began"):
         reader.take(1)
