@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
-    from svdpp.driver.jobs import ClipPlan, OutputPolicy
+    from svdpp.driver.jobs import OutputPolicy, RunPlan
     from svdpp.driver.manifest import RunManifest
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import ClipInput
@@ -218,7 +218,7 @@ class Run:
 
     def planned(
         self, config: PipelineConfig, found: Sequence[ClipInput]
-    ) -> tuple[Pipeline, ClipPlan]:
+    ) -> tuple[Pipeline, RunPlan]:
         """Return the pipeline and the clips that it is to make.
 
         Args:
@@ -242,7 +242,7 @@ class Run:
         self.console.info(*pipeline.checkpoint.remarks, *([remark] if remark else []))
         return pipeline, clips
 
-    def make(self, pipeline: Pipeline, clips: ClipPlan, refused: Sequence[SvdppError]) -> None:
+    def make(self, pipeline: Pipeline, clips: RunPlan, refused: Sequence[SvdppError]) -> None:
         """Make the clips and print them.
 
         Args:
@@ -314,7 +314,7 @@ class Run:
             console.info(f"to prove one: svdpp verify {path}")
 
     def _perform(
-        self, pipeline: Pipeline, clips: ClipPlan, manifest: RunManifest
+        self, pipeline: Pipeline, clips: RunPlan, manifest: RunManifest
     ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunFigures | None]:
         """Return what was made, in the order of the request, what is gone since, and the figures.
 
@@ -372,10 +372,10 @@ class Run:
             why: remark on the layout.
         """
         from svdpp.driver.jobs import check_outputs, plan_clips
-        from svdpp.driver.resolve import estimate_ranks, resolve
+        from svdpp.driver.resolve import estimate_ranks, resolve_config
 
         console, policy = self.console, self.policy
-        config, checkpoint = resolve(config, weights="none")
+        config, checkpoint = resolve_config(config, weights="none")
         assert checkpoint is not None
         check_outputs(found, self.seeds, policy)
         clips = plan_clips(found, self.seeds, policy, config, checkpoint)
@@ -410,7 +410,7 @@ def _in_words(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
     )
 
 
-def results_of(pipeline: Pipeline, clips: ClipPlan) -> Iterator[ClipResult]:
+def results_of(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
     """Submit the clips, the last ones while earlier ones are made.
 
     Args:

@@ -33,7 +33,7 @@ from svdpp.config import (
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.figures import costs_of
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import estimate_parts, estimate_ranks, resolve
+from svdpp.driver.resolve import estimate_parts, estimate_ranks, resolve_config
 from svdpp.driver.supervisor import OpenObserver
 from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError, redact_all
@@ -272,7 +272,7 @@ def _output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
 
 
 def _model(config: PipelineConfig, _: Path) -> str:
-    checkpoint = resolve(config)[1]
+    checkpoint = resolve_config(config)[1]
     if checkpoint is None:
         raise _Skipped("the dummy model has no files")
     files = map(checkpoint.weight_files, checkpoint.weighted_components)
@@ -384,7 +384,7 @@ def profile(
         open_observer: opens the progress display.
         prompt: of the clips; None: an example, if the model takes prompts.
     """
-    config, checkpoint = resolve(measured_config(config), weights="all")
+    config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
     # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
     num_clips = config.world_size + repeats

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from svdpp.config import ModelConfig, PipelineConfig, sampling_from
 from svdpp.diagnostics.figures import RankFigures, RunFigures
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import resolve_config
 from svdpp.errors import SvdppError
 from svdpp.launch.process_lifetime import environment_defaults
 from svdpp.plan.costs import PartFlops
@@ -221,7 +221,7 @@ def count_flops(config: PipelineConfig) -> PartFlops:
         from svdpp.models import dummy
 
         return dummy.count_flops(config.model.dummy_latent, config.sampling.num_inference_steps)
-    resolved, checkpoint = resolve(config.single_rank(), weights="none")
+    resolved, checkpoint = resolve_config(config.single_rank(), weights="none")
     assert checkpoint is not None, "only the dummy has no checkpoint"
     with environment_defaults():
         from svdpp.models import memory  # diffusers: seconds

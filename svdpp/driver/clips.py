@@ -62,7 +62,7 @@ class ClipHandle(Future[ClipResult]):
     `asyncio.wrap_future(handle)` makes it awaitable.
     """
 
-    def __init__(self, clip: int, request: ClipRequest, num_steps: int, owner: OpenClips) -> None:
+    def __init__(self, clip: int, request: ClipRequest, num_steps: int, owner: ClipTracker) -> None:
         super().__init__()
         self.clip = clip
         self.request = request
@@ -142,7 +142,7 @@ _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
 
-class OpenClips:
+class ClipTracker:
     """The handles of clips, from `add` until a caller has their result.
 
     It is an observer of the ranks' events: one thread finishes clips by them. Any thread may add
@@ -247,11 +247,11 @@ class OpenClips:
                 if (handle := self._open.get(event.clip)) is not None:
                     handle._advance(event.step + 1, rank)
             case ClipDone():
-                self._settle(event.clip, event.metadata)
+                self._record_result(event.clip, event.metadata)
             case ClipDropped() if event.clip in self._cancelled:
-                self._settle(event.clip, None)
+                self._record_result(event.clip, None)
             case ClipFailed() if event.clip in self._open:
-                self._settle(event.clip, error_from_dict(event.error))
+                self._record_result(event.clip, error_from_dict(event.error))
             case _:
                 pass
 
@@ -310,7 +310,7 @@ class OpenClips:
                 raise reraisable(self._end)
             return None
 
-    def _settle(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
+    def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
         """Note that the ranks are done with `clip`; `outcome` as for `_complete`.
 
         Removes the checkpoints of a finished or cancelled clip; keeps those of a lost one, to

@@ -61,7 +61,7 @@ class OutputPolicy:
 
 
 @dataclass
-class ClipPlan:
+class RunPlan:
     """Clips still to be made, in order, and those that are finished already."""
 
     requests: list[ClipRequest] = field(default_factory=list)
@@ -136,7 +136,7 @@ def plan_clips(
     policy: OutputPolicy,
     config: PipelineConfig,
     checkpoint: Checkpoint,
-) -> ClipPlan:
+) -> RunPlan:
     """Return one clip for each input and seed, without the finished ones that `resume` keeps.
 
     Args:
@@ -152,7 +152,7 @@ def plan_clips(
     """
     from svdpp.worker import tensor_files  # torch, which `svdpp report` does not need
 
-    plan, are_large = ClipPlan(), []
+    plan, are_large = RunPlan(), []
     folder = policy.latents_folder
     saved = {key for key, _ in tensor_files.saved(folder)} if folder else set()
     weights = None if folder is None else weights_identity(checkpoint)

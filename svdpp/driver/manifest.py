@@ -22,7 +22,7 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
 
 if TYPE_CHECKING:
-    from svdpp.driver.jobs import ClipPlan  # which checks an existing manifest
+    from svdpp.driver.jobs import RunPlan  # which checks an existing manifest
 
 SCHEMA_VERSION = 1
 #: Name of the file.
@@ -59,7 +59,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def open_manifest(
-    path: Path, config: PipelineConfig, clips: ClipPlan, lost: Sequence[Mapping[str, Any]]
+    path: Path, config: PipelineConfig, clips: RunPlan, lost: Sequence[Mapping[str, Any]]
 ) -> RunManifest:
     """Return the manifest of a run that is about to begin.
 

@@ -129,24 +129,26 @@ class Pipeline(PipelineRanks):
         self, requests: Iterable[ClipRequest], metadata: Metadata, *, for_results: bool
     ) -> list[ClipHandle]:
         self._check_open()
-        checked = self._work.checked(requests)
-        num_steps = [self._work.config_of(each).sampling.num_inference_steps for each in checked]
-        metadata = metadata or [{}] * len(checked)
-        what = f"got {len(metadata)} metadata for {len(checked)} clips: give one for each clip"
+        resolved = self._scheduler.resolve_requests(requests)
+        num_steps = [
+            self._scheduler.config_of(each).sampling.num_inference_steps for each in resolved
+        ]
+        metadata = metadata or [{}] * len(resolved)
+        what = f"got {len(metadata)} metadata for {len(resolved)} clips: give one for each clip"
         require(
-            len(metadata) == len(checked),
+            len(metadata) == len(resolved),
             what,
             num_metadata=len(metadata),
-            num_clips=len(checked),
+            num_clips=len(resolved),
         )
         if self._is_mixed or divides_batches(self.config, self.checkpoint):
             metadata = [{**own, "exact": "unproven"} for own in metadata]
         with self._submitting:
             supervisor = self._check_open()
             first = self._clips.num_added
-            messages = self._work.messages(checked, metadata, first)
+            messages = self._scheduler.messages(resolved, metadata, first)
             try:
-                handles = self._clips.add(checked, num_steps, for_results=for_results)
+                handles = self._clips.add(resolved, num_steps, for_results=for_results)
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
@@ -168,7 +170,7 @@ class Pipeline(PipelineRanks):
             ClosedError: the pipeline is not open.
         """
         supervisor = self._check_open()
-        job = ClipJob(clip=-1, request=self._work.resolved(request))
+        job = ClipJob(clip=-1, request=self._scheduler.resolve_request(request))
         message = ActionBatch(actions=(), jobs=(job,)).to_bytes()
         for rank, roles in enumerate(self.config.layout.roles):
             if roles.encode:
@@ -182,7 +184,7 @@ class Pipeline(PipelineRanks):
         Args:
             requests: of the clips, from clip 0.
         """
-        return self._work.schedule(list(map(self._work.resolved, requests)), 0)
+        return self._scheduler.schedule(list(map(self._scheduler.resolve_request, requests)), 0)
 
     def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
         """Return the times of each rank's actions for the first clips, at the measured costs.

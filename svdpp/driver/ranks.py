@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
-from svdpp.driver.clips import OpenClips
-from svdpp.driver.resolve import ClipWork, components_on_host, resolve
+from svdpp.driver.clips import ClipTracker
+from svdpp.driver.request_scheduler import RequestScheduler
+from svdpp.driver.resolve import components_on_host, resolve_config
 from svdpp.driver.supervisor import Observer, Supervisor, silence_limit
 from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
@@ -64,7 +65,7 @@ class PipelineRanks:
         self.backend = process_group.choose_backend(config.device, config.world_size)
         num_local = config.world_size if self.world is None else self.world.local_size
         process_group.check_devices(config.device, num_local, launched=self.world is not None)
-        self.config, self.checkpoint = resolve(config, world=self.world)
+        self.config, self.checkpoint = resolve_config(config, world=self.world)
         self.trace = Trace(config.world_size, trace_clips or history_clips)
         """The measurements so far."""
         self.run_error: BaseException | None = None
@@ -77,13 +78,15 @@ class PipelineRanks:
             profile_path=profile_path,
             fault=fault,
         )
-        self._work = ClipWork(self.config, self.checkpoint, keeps_latents=bool(latents_folder))
+        self._scheduler = RequestScheduler(
+            self.config, self.checkpoint, keeps_latents=bool(latents_folder)
+        )
         self._ignores_signals = ranks_ignore_signals
         self._shared_paths = (*([latents_folder] if latents_folder else []), *shared_paths)
         self._observers: tuple[Observer, ...] = ()
         self._started: dict[int, Started] = {}
         self._is_mixed = False
-        self._clips = OpenClips(
+        self._clips = ClipTracker(
             lambda message: self._entered.send_to_all(message),
             latents_folder=latents_folder,
             tensor_folder=tensor_folder,

@@ -1,31 +1,27 @@
-"""From requests to work: the model's own values, the ranks' memory, their actions and jobs."""
+"""Resolution of a configuration against its model, and the memory that its ranks need."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal
 
-from svdpp.config import DEMO_MODEL, ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.driver.memory_process import estimate_memory
-from svdpp.errors import OutOfMemoryError, RequestError, first_line
+from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.gpus import available_bytes, format_gib, free_bytes
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
-from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
 from svdpp.plan.costs import MemoryEstimate, PartMemory
-from svdpp.plan.layout import ParallelConfig, Roles, check_chunks
-from svdpp.worker.messages import ActionBatch, ClipJob
+from svdpp.plan.layout import Roles, check_chunks
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.
 Weights = Literal["none", "host", "all"]
 
 
-def resolve(
+def resolve_config(
     config: PipelineConfig, *, weights: Weights = "host", world: World | None = None
 ) -> tuple[PipelineConfig, Checkpoint | None]:
     """Return `config` with the model's own values in place of None, and the model's checkpoint.
@@ -44,16 +40,16 @@ def resolve(
         ModelError: the model is missing, incomplete or not supported.
     """
     if config.model.is_dummy:
-        return _resolved(config, None), None
+        return _with_model_defaults(config, None), None
     checkpoint = find_checkpoint(config.model, weights=False)
-    with_defaults = _resolved(config, checkpoint)
+    with_defaults = _with_model_defaults(config, checkpoint)
     if weights == "none":
         return with_defaults, checkpoint
     components = sorted(checkpoint.weighted_components)
     if weights == "host":
         components = components_on_host(with_defaults, checkpoint, world)
     checkpoint = with_weights(checkpoint, config.model, components)
-    return _resolved(config, checkpoint), checkpoint
+    return _with_model_defaults(config, checkpoint), checkpoint
 
 
 def components_on_host(
@@ -81,12 +77,12 @@ def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
     return {*config.layout.roles[first : first + world.local_size], config.layout.roles[world.rank]}
 
 
-def _resolved(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
-    config = resolved_for(config.sampling, config, checkpoint)
+def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
+    config = resolve_clip_config(config.sampling, config, checkpoint)
     return replace(config, decode_ranks=_decode_ranks(config, checkpoint))
 
 
-def resolved_for(
+def resolve_clip_config(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
     """Return the configuration of a clip with its own sampling parameters.
@@ -192,7 +188,7 @@ def memory_as_costs(model: ModelConfig, sampling: SamplingConfig, device: str) -
         ModelError: the model is missing or not supported.
     """
     asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
-    return estimate_parts(*resolve(asked, weights="none")).as_costs()
+    return estimate_parts(*resolve_config(asked, weights="none")).as_costs()
 
 
 def estimate_ranks(config: PipelineConfig) -> list[int]:
@@ -205,7 +201,7 @@ def estimate_ranks(config: PipelineConfig) -> list[int]:
         RequestError: the model cannot make such clips.
         ModelError: the model is missing or not supported.
     """
-    config, checkpoint = resolve(config, weights="none")
+    config, checkpoint = resolve_config(config, weights="none")
     parts = estimate_parts(config, checkpoint)
     return [
         parts.of_rank(roles).peak_bytes + _process_bytes(config.device)
@@ -309,182 +305,3 @@ def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) ->
         return {*chain(*checkpoint.weight_files(part).values())} == {_DTYPES[dtype]}
 
     return all(map(is_mapped, checkpoint.weighted_components_of(roles, config.sampling)))
-
-
-# --- work ---------------------------------------------------------------------------------------
-
-_CONFIGS_KEPT = 64
-_LATENTS_KEY = re.compile("[0-9a-f]{64}")
-
-
-class ClipWork:
-    """The conversion of requests into the work of one pipeline's ranks.
-
-    The ranks hold their parts of the model and their links from the start, so a clip can take only
-    routes that these allow.
-
-    Args:
-        config: resolved.
-        checkpoint: of its model; None for the dummy model.
-        keeps_latents: whether there are latent checkpoints to go on from.
-    """
-
-    def __init__(
-        self, config: PipelineConfig, checkpoint: Checkpoint | None, *, keeps_latents: bool = False
-    ) -> None:
-        self._config = config
-        self._checkpoint = checkpoint
-        self._keeps_latents = keeps_latents
-        self._links = frozenset(config.layout.links)
-        self._with = lru_cache(_CONFIGS_KEPT)(self._new_config)
-
-    def resolved(self, request: ClipRequest) -> ClipRequest:
-        """Return `request` with numbers for its frame count and the pipeline's decode chunk."""
-        own = request.sampling
-        if own is None:
-            return request
-        sampling = self._with(own).sampling
-        chunk = self._config.sampling.decode_chunk_size
-        if chunk is not None and own.decode_chunk_size is None:
-            sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
-        if sampling == self._config.sampling:
-            return replace(request, sampling=None)
-        self._with(sampling)
-        return replace(request, sampling=sampling)
-
-    def config_of(self, request: ClipRequest) -> PipelineConfig:
-        """Return the configuration of a resolved request's clip."""
-        return self._config if request.sampling is None else self._with(request.sampling)
-
-    def route(self, clip: int, request: ClipRequest) -> Route:
-        """Return the route of a resolved request's clip; it starts after the steps that are done.
-
-        Args:
-            clip: its index.
-            request: resolved.
-
-        Raises:
-            RequestError: some ranks have not loaded what the clip needs.
-        """
-        layout = self.config_of(request).layout
-        route = layout.route(clip)
-        if request.sampling is not None and not self._can_take(layout, route):
-            route = layout.route(clip, all_stages=True)
-            if not self._can_take(layout, route):
-                own = self._config.sampling.num_inference_steps
-                if layout.num_steps == own:
-                    raise RequestError(
-                        "with these parameters the model changes its expert at another step, and "
-                        "some ranks have not loaded the expert that they would need",
-                        "use the pipeline's --param flow_shift",
-                        details={"clip": clip},
-                    )
-                raise RequestError(
-                    f"the ranks were started with --steps {own}, and some have not loaded what "
-                    f"clips of {layout.num_steps} steps need",
-                    f"use {own} steps, or start the ranks with --steps {layout.num_steps}",
-                    details={"clip": clip, "steps": layout.num_steps, "pipeline_steps": own},
-                )
-        return route.resumed(request.done_steps) if request.done_steps else route
-
-    def _new_config(self, sampling: SamplingConfig) -> PipelineConfig:
-        config = resolved_for(sampling, self._config, self._checkpoint)
-        if config.sampling.from_image and not self._config.sampling.from_image:
-            raise RequestError(
-                "the ranks were started for clips from text alone",
-                "set from_image in the pipeline's sampling parameters: such ranks make both",
-            )
-        return config
-
-    def _can_take(self, layout: ParallelConfig, route: Route) -> bool:
-        roles = self._config.layout.roles
-        return route.links <= self._links and all(
-            layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
-        )
-
-    def checked(self, requests: Iterable[ClipRequest]) -> list[ClipRequest]:
-        """Return `requests` as a list, resolved: the ranks can make every clip.
-
-        Raises:
-            RequestError: they cannot make one of them.
-            TypeError: one is no `ClipRequest`.
-        """
-        listed = list(requests)
-        for index, request in enumerate(listed):
-            if not isinstance(request, ClipRequest):
-                raise TypeError(f"clip {index} is a {type(request).__name__}, not a ClipRequest")
-            listed[index] = self.resolved(request)
-            try:
-                self._check(listed[index])
-            except RequestError as error:
-                raise RequestError(
-                    f"clip {index}: {error.message}",
-                    error.hint,
-                    details={**error.details, "clip": index},
-                ) from error
-        return listed
-
-    def _check(self, request: ClipRequest) -> None:
-        sampling, done = self.config_of(request).sampling, request.done_steps
-        if self._checkpoint is not None and not done:
-            self._checkpoint.check_request(sampling, request)
-        if request.latents_key is not None and not _LATENTS_KEY.fullmatch(request.latents_key):
-            raise RequestError(
-                f"latents_key must be 64 hex digits, got {request.latents_key!r}",
-                details={"latents_key": request.latents_key, "num_digits": 64},
-            )
-        require(
-            self._keeps_latents or not done,
-            f"done_steps is {done}, but there are no latent checkpoints",
-            "give the Pipeline the folder of the earlier run, as latents_folder=...",
-            done_steps=done,
-        )
-        most = sampling.num_inference_steps
-        require(done <= most, f"done_steps must be at most {most}", done_steps=done, steps=most)
-
-    def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
-        """Return each rank's actions for resolved requests.
-
-        Args:
-            requests: of the clips.
-            first: index of the first clip.
-        """
-        routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
-        return build_schedule(routes, self._config.world_size)
-
-    def messages(
-        self, requests: Sequence[ClipRequest], metadata: Sequence[Mapping[str, Any]], first: int
-    ) -> dict[int, bytes]:
-        """Return the message for each rank that has actions, by rank.
-
-        Args:
-            requests: checked.
-            metadata: of each request.
-            first: index of the first clip.
-
-        Raises:
-            RequestError: a request or its metadata cannot be sent as JSON.
-        """
-        jobs = {
-            clip: ClipJob(clip=clip, request=request, metadata=dict(own))
-            for clip, (request, own) in enumerate(zip(requests, metadata, strict=True), first)
-        }
-        schedule = self.schedule(requests, first)
-        try:
-            return {
-                rank: self._work(actions, jobs).to_bytes()
-                for rank, actions in enumerate(schedule)
-                if actions
-            }
-        except (TypeError, ValueError) as error:
-            text = f"the clips cannot be sent to the ranks: {first_line(error)}"
-            raise RequestError(text) from error
-
-    def _work(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> ActionBatch:
-        finished = {action.clip for action in actions if action.kind is Kind.FINISH}
-        own = [
-            # The metadata of many clips would slow the start of ranks that do not write them.
-            jobs[clip] if clip in finished else jobs[clip].model_copy(update={"metadata": {}})
-            for clip in sorted({action.clip for action in actions})
-        ]
-        return ActionBatch(actions=tuple(actions), jobs=tuple(own))

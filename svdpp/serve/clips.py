@@ -13,7 +13,8 @@ from typing import Any
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.config.pipeline import latents_key
 from svdpp.driver.clips import ClipHandle, ClipProgress
-from svdpp.driver.resolve import ClipWork, check_memory, memory_of_devices, resolved_for
+from svdpp.driver.request_scheduler import RequestScheduler
+from svdpp.driver.resolve import check_memory, memory_of_devices, resolve_clip_config
 from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.media.inputs import ClipInput, MediaFile
@@ -69,14 +70,14 @@ class Admission:
             self._checkpoint.check_request(sampling, request)
 
     def _new_no_route(self, sampling: SamplingConfig) -> RequestError | None:
-        work = ClipWork(self._config, self._checkpoint)
+        scheduler = RequestScheduler(self._config, self._checkpoint)
         try:
-            request = work.resolved(ClipRequest(seed=0, sampling=sampling))
+            request = scheduler.resolve_request(ClipRequest(seed=0, sampling=sampling))
         except RequestError as error:
             return error
         try:
             for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
-                work.route(clip, request)
+                scheduler.route(clip, request)
         except RequestError as error:
             own = self._config.sampling.num_inference_steps
             field, hint = "steps", f"use {own} steps"
@@ -96,7 +97,7 @@ class Admission:
         if is_no_larger or self._checkpoint is None:
             return
         if self._config.device == "cpu":
-            config = resolved_for(sampling, self._config, self._checkpoint)
+            config = resolve_clip_config(sampling, self._config, self._checkpoint)
             check_memory(config, self._checkpoint, self._config.layout.roles)
             return
         if (error := self._problem(_shape_only(sampling))) is not None:
@@ -271,7 +272,7 @@ class ToRequest:
         metadata: dict[str, Any] = {}
         identity = json.dumps([job.seed, asdict(job.sampling)], sort_keys=True)
         if self._checkpoint is not None:
-            config = resolved_for(job.sampling, self._config, self._checkpoint)
+            config = resolve_clip_config(job.sampling, self._config, self._checkpoint)
             output, made_from = self._output(job), self._made_from(job)
             metadata = clip_metadata(made_from, job.seed, output, config, self._checkpoint)
             identity = latents_key(metadata, weights_identity(self._checkpoint))

@@ -16,7 +16,7 @@ from loguru import logger
 
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import resolve_config
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
@@ -55,7 +55,7 @@ class Engine:
     ) -> None:
         world = find_world()
         self._is_launched = world is not None
-        self.config, self.checkpoint = resolve(config, world=world)
+        self.config, self.checkpoint = resolve_config(config, world=world)
         self.state: EngineState = "starting"
         self.restarts = 0
         """How often the ranks have ended and been started again."""

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from svdpp import __version__
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolved_for
+from svdpp.driver.resolve import resolve_clip_config
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.serve import routes
@@ -59,7 +59,9 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
     pipeline = Pipeline(config)
     config, checkpoint = pipeline.config, pipeline.checkpoint
     for width, height in sizes:
-        resolved_for(replace(config.sampling, width=width, height=height), config, checkpoint)
+        resolve_clip_config(
+            replace(config.sampling, width=width, height=height), config, checkpoint
+        )
     pipeline.check_memory()
     if not config.model.is_dummy:
         find_ffmpeg()

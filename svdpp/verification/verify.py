@@ -13,7 +13,7 @@ import torch
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.tolerance import Tolerance
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import check_memory, resolve
+from svdpp.driver.resolve import check_memory, resolve_config
 from svdpp.driver.supervisor import Observer, OpenObserver, Supervisor, no_observer
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
@@ -142,7 +142,7 @@ def run_pipelined(
         pipeline.observe(observer)
     # This host has the weights of its own ranks; the reference needs all.
     if pipeline.world is not None and pipeline.world.spans_hosts:
-        resolve(config.single_rank(), weights="all")
+        resolve_config(config.single_rank(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
@@ -191,7 +191,7 @@ def run_reference(
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")
-    alone, checkpoint = resolve(config.single_rank())
+    alone, checkpoint = resolve_config(config.single_rank())
     check_memory(alone, checkpoint, alone.layout.roles)
     setup = ReferenceSetup(
         config=alone,

@@ -34,7 +34,7 @@ from svdpp.diagnostics.utilisation import (
     speed_of_run,
     speeds_of,
 )
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import resolve_config
 from svdpp.errors import RequestError, TargetMissedError
 from svdpp.plan.costs import PartFlops
 from tests.diagnostics.made_up_runs import (
@@ -275,7 +275,7 @@ def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
     config = PipelineConfig(
         world_size=1, model=ModelConfig(name="demo"), sampling=sampling, device="cpu"
     )
-    _, checkpoint = resolve(config, weights="none")
+    _, checkpoint = resolve_config(config, weights="none")
     assert checkpoint is not None
     unet = load.build_module(
         load.component_class("unet", dict(checkpoint.classes)["unet"]), checkpoint.folder / "unet"

@@ -14,7 +14,7 @@ from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, OutputConfig, PipelineConfig, WanSampling
 from svdpp.config.limits import read_costs
 from svdpp.diagnostics.machine import measured_config
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import resolve_config
 from svdpp.media.video import read_audio, read_frames, write_clip
 from svdpp.plan.layout import Roles
 from tests.cli.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
@@ -122,7 +122,7 @@ def test_a_profile_gives_each_rank_a_step_of_its_expert(world_size: int) -> None
         sampling=WanSampling(height=32, width=32, num_frames=5, flow_shift=8.0),
         split="balanced",
     )
-    layout = resolve(measured_config(config))[0].layout
+    layout = resolve_config(measured_config(config))[0].layout
     assert all(rank.denoise for rank in layout.roles)
     assert layout.expert_boundary
 

@@ -20,7 +20,7 @@ import torch
 
 from svdpp.comm.packet import FIELDS, Packet
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
-from svdpp.driver.clips import ClipProgress, OpenClips
+from svdpp.driver.clips import ClipProgress, ClipTracker
 from svdpp.driver.manifest import RunManifest, find_missing
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import (
@@ -317,7 +317,7 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
         packet = Packet(clip, step, 0.0, {"latents": torch.zeros(2)})
         LatentCheckpoints(tmp_path, {}).save(str(clip) * 64, packet)
 
-    handles = OpenClips(lambda _: None, latents_folder=str(tmp_path))
+    handles = ClipTracker(lambda _: None, latents_folder=str(tmp_path))
     requests = [ClipRequest(seed=clip, latents_key=str(clip) * 64) for clip in range(3)]
     handles.add(requests, [28] * 3, for_results=False)
     for clip in range(3):
@@ -504,7 +504,7 @@ def test_a_folder_that_does_not_respond_does_not_stop_the_supervision(
     """The thread that supervises the ranks calls both objects with their events."""
     responds = threading.Event()
     monkeypatch.setattr("svdpp.driver.clips.prune", lambda *_: responds.wait())
-    handles = OpenClips(lambda _: None, latents_folder=str(tmp_path))
+    handles = ClipTracker(lambda _: None, latents_folder=str(tmp_path))
     request = ClipRequest(seed=0, latents_key=KEYS[0])
     (handle,) = handles.add([request], [28], for_results=False)
     with RunManifest(tmp_path / "run.json", {}, [{}]) as manifest:

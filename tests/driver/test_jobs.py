@@ -26,13 +26,13 @@ from svdpp.config import (
 from svdpp.driver import memory_process, ranks
 from svdpp.driver import resolve as memory
 from svdpp.driver.jobs import (
-    ClipPlan,
     OutputPolicy,
+    RunPlan,
     check_outputs,
     plan_clips,
 )
 from svdpp.driver.manifest import RunManifest, open_manifest
-from svdpp.driver.resolve import check_memory, resolve
+from svdpp.driver.resolve import check_memory, resolve_config
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput, MediaFile, read_image
@@ -71,7 +71,7 @@ def _finish(
     return record
 
 
-def _plan(media_file: MediaFile, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> ClipPlan:
+def _plan(media_file: MediaFile, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> RunPlan:
     check_outputs([ClipInput(media_file)], [0], policy)
     return plan_clips([ClipInput(media_file)], [0], policy, config, find_checkpoint(config.model))
 
@@ -274,7 +274,7 @@ def test_ranks_that_need_more_than_is_free_are_refused(
     config: PipelineConfig, ranks: tuple[Roles, ...], words: str
 ) -> None:
     with pytest.raises(OutOfMemoryError) as caught:
-        check_memory(*resolve(config), ranks)
+        check_memory(*resolve_config(config), ranks)
     assert words in caught.value.message
     assert "--decode-chunk-size" in caught.value.hint
 
@@ -288,7 +288,9 @@ def test_an_estimate_changes_nothing_that_the_threads_of_a_process_share(
     def refuse(*_: object) -> None:
         raise AssertionError("rank 0 would compute other bits")
 
-    config, checkpoint = resolve(_sized(1, height=32, width=32, num_frames=2), weights="none")
+    config, checkpoint = resolve_config(
+        _sized(1, height=32, width=32, num_frames=2), weights="none"
+    )
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     memory_process.estimate_memory.cache_clear()
@@ -316,7 +318,9 @@ def test_ranks_share_an_expert_whose_files_have_the_dtype(
     folder = save_tiny_wan(tmp_path, boundary_ratio=0.875, dtype=saved, width=8)
     model = ModelConfig(name=str(folder), dtype="bf16")
     sampling = WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5)
-    config, checkpoint = resolve(PipelineConfig(world_size=2, model=model, sampling=sampling))
+    config, checkpoint = resolve_config(
+        PipelineConfig(world_size=2, model=model, sampling=sampling)
+    )
     assert checkpoint is not None
     low_noise = Roles(denoise=True, experts=frozenset({1}))
     part = estimate(checkpoint, config.model, config.sampling, device="cpu").denoise

@@ -12,7 +12,8 @@ import pytest
 
 from svdpp.config import ClipRequest, LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import ClipWork, resolve
+from svdpp.driver.request_scheduler import RequestScheduler
+from svdpp.driver.resolve import resolve_config
 from svdpp.errors import NotFiniteError, RankError, RequestError
 from svdpp.media.inputs import example_images
 from svdpp.models.base import DTYPES
@@ -82,7 +83,7 @@ def config_of(name: str, folder: Path, dtype: Any = "fp32", **changes: Any) -> P
 def test_verify_finds_equal_bits(
     tmp_path: Path, name: str, dtype: str, layout: dict[str, Any]
 ) -> None:
-    config, _ = resolve(config_of(name, tmp_path, dtype, **layout))
+    config, _ = resolve_config(config_of(name, tmp_path, dtype, **layout))
     image = PHOTO if MODELS[name][1] else None
     result = verify(config, [replace(each, image=image) for each in REQUESTS])
     assert result.bitwise
@@ -222,19 +223,19 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
     config = config_of("5b", tmp_path)
     text, unguided = WanSampling(**WAN), WanSampling(**WAN, guidance_scale=1.0)
     with pytest.raises(RequestError, match="the guidance is off: each step has one branch"):
-        resolve(replace(config, sampling=unguided))
+        resolve_config(replace(config, sampling=unguided))
     with pytest.raises(RequestError, match="--decode-ranks 2 cannot divide the decode of"):
-        resolve(replace(config, decode_ranks=2))
+        resolve_config(replace(config, decode_ranks=2))
     with pytest.raises(RequestError, match="started for clips from text alone"):
-        ClipWork(*resolve(config)).resolved(
+        RequestScheduler(*resolve_config(config)).resolve_request(
             replace(REQUESTS[0], sampling=replace(text, from_image=True))
         )
     chunks = svd(2, cfg_parallel=2)
     whole = replace(chunks, sampling=replace(chunks.sampling, decode_chunk_size=None))
     with pytest.raises(RequestError, match="a clip of 5 frames is decoded in 1") as caught:
-        resolve(replace(whole, decode_ranks=2))
+        resolve_config(replace(whole, decode_ranks=2))
     assert "--decode-ranks 1 or fewer, or a smaller --decode-chunk-size" in caught.value.hint
-    assert [resolve(each)[0].decode_ranks for each in (config, whole, chunks)] == [1, 1, 2]
+    assert [resolve_config(each)[0].decode_ranks for each in (config, whole, chunks)] == [1, 1, 2]
 
 
 # --- one decode by several ranks ----------------------------------------------------------------
@@ -274,7 +275,7 @@ def test_as_many_ranks_as_a_clip_has_chunks_decode_the_bits_of_one(
 
 @pytest.mark.processes
 def test_the_proof_compares_a_decode_by_several_ranks() -> None:
-    config, _ = resolve(svd(3, split="alternating", decode_ranks=3))
+    config, _ = resolve_config(svd(3, split="alternating", decode_ranks=3))
     result = verify(config, [ClipRequest(seed=seed, image=PHOTO) for seed in (1, 2, 3, 4)])
     assert result.bitwise
     assert {check.what for check in result.checks} == {"latent", "final_latent", "frames"}

@@ -15,7 +15,7 @@ from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver import ranks
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.ranks import are_mixed, shared_settings
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import resolve_config
 from svdpp.errors import RequestError
 from svdpp.launch import worker_group
 from svdpp.media.inputs import read_input
@@ -119,7 +119,7 @@ def _row(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
 @pytest.mark.parametrize("name", chosen(KINDS))
 def test_three_ranks_make_a_clip_and_resume_that_of_another_run(tmp_path: Path, name: str) -> None:
     config, request = _row(name, tmp_path / "model")
-    config, checkpoint = resolve(config)
+    config, checkpoint = resolve_config(config)
     assert checkpoint is not None
     sampling = config.sampling
     image = read_input(request, sampling)

@@ -16,7 +16,8 @@ import pytest
 
 from svdpp.config import ClipRequest, OutputConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import ClipWork, resolve
+from svdpp.driver.request_scheduler import RequestScheduler
+from svdpp.driver.resolve import resolve_config
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.inputs import example_images, fit_image, read_image
 from svdpp.media.video import frames_sha256, read_frames
@@ -160,13 +161,13 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
 
 
 def test_a_clip_that_the_model_or_its_checkpoints_do_not_allow_is_refused() -> None:
-    work = ClipWork(*resolve(small_svd(2, steps=4)), keeps_latents=True)
+    scheduler = RequestScheduler(*resolve_config(small_svd(2, steps=4)), keeps_latents=True)
     good = ClipRequest(seed=0, image=PHOTO)
     with pytest.raises(RequestError, match=r"clip 1: .* needs an image") as caught:
-        work.checked([good, ClipRequest(seed=1)])
+        scheduler.resolve_requests([good, ClipRequest(seed=1)])
     assert caught.value.hint == "name an image"
     with pytest.raises(RequestError, match="done_steps must be at most 4"):
-        work.checked([replace(good, latents_key=KEY, done_steps=5)])
+        scheduler.resolve_requests([replace(good, latents_key=KEY, done_steps=5)])
     with pytest.raises(RequestError, match="sampling parameters"):
         run_reference(config(1), [ClipRequest(seed=0, sampling=SvdSampling())])
 
@@ -229,13 +230,13 @@ def test_each_clip_has_the_bits_of_diffusers(tmp_path: Path) -> None:
 
 
 def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
-    config, checkpoint = resolve(small_svd(2))
+    config, checkpoint = resolve_config(small_svd(2))
     own = replace(config.sampling, num_frames=14, decode_chunk_size=4)
-    work = ClipWork(replace(config, sampling=own), checkpoint)
+    scheduler = RequestScheduler(replace(config, sampling=own), checkpoint)
     open_ = replace(own, num_frames=None, decode_chunk_size=None)
-    assert work.resolved(ClipRequest(seed=0, sampling=open_)).sampling is None
+    assert scheduler.resolve_request(ClipRequest(seed=0, sampling=open_)).sampling is None
     short = replace(own, num_frames=3, decode_chunk_size=None)
-    filled = work.resolved(ClipRequest(seed=0, sampling=short)).sampling
+    filled = scheduler.resolve_request(ClipRequest(seed=0, sampling=short)).sampling
     assert filled == replace(short, decode_chunk_size=3)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.config import PipelineConfig
-from svdpp.driver.resolve import estimate_parts, resolve
+from svdpp.driver.resolve import estimate_parts, resolve_config
 from svdpp.plan.actions import Schedule
 from svdpp.verification.result import VerificationResult
 from svdpp.verification.verify import verify
@@ -59,7 +59,7 @@ def test_two_ranks_are_exact_within_their_memory_and_as_fast_as_diffusers(
 ) -> None:
     config = _config(machine, full_size)
     result, ours, theirs = _verified(config, machine)
-    parts = estimate_parts(*resolve(config))
+    parts = estimate_parts(*resolve_config(config))
     needed = [parts.of_rank(roles).peak_bytes for roles in config.layout.roles]
     peaks = [ours.peaks[rank].allocated_bytes or 0 for rank in range(2)]
     ratios = [peak / need for peak, need in zip(peaks, needed, strict=True)]

@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 
 from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, SvdSampling, WanSampling
-from svdpp.driver.resolve import check_memory, resolve
+from svdpp.driver.resolve import check_memory, resolve_config
 from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
 from svdpp.models import files
@@ -230,7 +230,7 @@ def _on_host(host: int) -> World:
 def test_a_host_downloads_what_its_ranks_need(
     wan: type[Hub], host: int, expected: tuple[str, ...]
 ) -> None:
-    config, checkpoint = resolve(CONFIG, world=_on_host(host))
+    config, checkpoint = resolve_config(CONFIG, world=_on_host(host))
     assert isinstance(checkpoint, Checkpoint)
     assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, expected)
     assert isinstance(config.sampling, WanSampling)
@@ -238,13 +238,13 @@ def test_a_host_downloads_what_its_ranks_need(
     load_engine_model(checkpoint, config.model, config.sampling, "cpu", roles[0])
     check_memory(config, checkpoint, roles)
 
-    resolve(config.single_rank())  # the reference, or one host
+    resolve_config(config.single_rank())  # the reference, or one host
     assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, PARTS)
 
 
 def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> None:
     with pytest.raises(RequestError, match="of the family wan, not ltx"):
-        resolve(replace(CONFIG, sampling=LtxSampling(num_inference_steps=4)))
+        resolve_config(replace(CONFIG, sampling=LtxSampling(num_inference_steps=4)))
     assert wan.requested
     assert not _weights(wan.requested)
     assert not [name for name in wan.requested if name.endswith(".py")]
@@ -253,14 +253,14 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> N
 def test_a_cache_that_is_partly_filled_and_no_network(
     wan: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve(CONFIG, world=_on_host(0))
+    resolve_config(CONFIG, world=_on_host(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
     files._fetch.cache_clear()  # as in another process
     wan.requested.clear()
-    resolve(CONFIG, world=_on_host(0))
+    resolve_config(CONFIG, world=_on_host(0))
     with pytest.raises(ModelError) as caught:
-        resolve(CONFIG, world=_on_host(1))
+        resolve_config(CONFIG, world=_on_host(1))
     huggingface_hub.close_session()
     assert not wan.requested
     assert "not fully cached here (transformer_2, vae missing)" in caught.value.message

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from svdpp.config import ClipRequest, WanSampling
 from svdpp.driver import resolve as memory
 from svdpp.driver.clips import ClipProgress
-from svdpp.driver.resolve import resolve
+from svdpp.driver.resolve import resolve_config
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.actions import Action
 from svdpp.plan.costs import CostModel
@@ -59,7 +59,7 @@ def test_steps_that_need_a_rank_without_weights() -> None:
 
 @pytest.mark.long
 def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, checkpoint = resolve(demo_config())
+    config, checkpoint = resolve_config(demo_config())
     gate = Admission(config, checkpoint)
     large = replace(config.sampling, width=128, height=128, num_frames=1024, decode_chunk_size=1024)
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
