@@ -25,7 +25,7 @@ from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import MediaFile
-    from svdpp.verification.clip_proof import ClipProof
+    from svdpp.verification.clip_verification import ClipVerification
 
 _SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")
 # Parameters of `verify` that have an effect on finished clips.
@@ -200,9 +200,9 @@ def _compare(
     console: Console, config: PipelineConfig, requests: list[ClipRequest], tolerance: Tolerance
 ) -> None:
     from svdpp.cli.progress import EventLog, Progress, labels
-    from svdpp.verification.verify import verify as prove
+    from svdpp.verification.verify import verify as compare_with_reference
 
-    verdict = prove(
+    verdict = compare_with_reference(
         config,
         requests,
         atol=tolerance.atol,
@@ -242,19 +242,23 @@ def _verify_clips(
     console: Console, paths: Sequence[Path], options: ProofOptions, tolerance: Tolerance
 ) -> None:
     from svdpp.cli.progress import Progress
-    from svdpp.verification.clip_proof import Settings, plan_proofs, prove
+    from svdpp.verification.clip_verification import (
+        VerificationSettings,
+        plan_verification,
+        verify_clips,
+    )
 
-    settings = Settings(**{name: getattr(options, name) for name in _SETTINGS})
-    groups, proofs = plan_proofs(paths, settings)
+    settings = VerificationSettings(**{name: getattr(options, name) for name in _SETTINGS})
+    groups, proofs = plan_verification(paths, settings)
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]
         schedule = tasks[0].config.layout.schedule(len(tasks))
         with Progress(console, "verify", schedule, labels=names) as progress:
-            proofs += prove(tasks, observers=(progress,), tolerance=tolerance)
+            proofs += verify_clips(tasks, observers=(progress,), tolerance=tolerance)
     _show_proofs(console, sorted(proofs, key=lambda proof: proof.path))
 
 
-def _show_proofs(console: Console, proofs: Sequence[ClipProof]) -> None:
+def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
     """Prints the checks of a single clip, or a line for each of several, and ends the command."""
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]

@@ -199,13 +199,19 @@ def main(clip: str, photo: str, parent: str) -> None:
 
 def _verified(clip: Path, photo: Path | None) -> dict[str, Any]:
     # Imported late: torch takes seconds, and by then the process has its low priority.
-    from svdpp.verification.clip_proof import Settings, plan_proofs, prove
+    from svdpp.verification.clip_verification import (
+        VerificationSettings,
+        plan_verification,
+        verify_clips,
+    )
 
     try:
-        groups, proofs = plan_proofs([clip], Settings(image=photo, local_files_only=True))
+        groups, proofs = plan_verification(
+            [clip], VerificationSettings(image=photo, local_files_only=True)
+        )
         for tasks in groups:
             _check_gpu(tasks[0].config)
-            proofs += prove(tasks)
+            proofs += verify_clips(tasks)
         (proof,) = proofs
         return {**proof.to_json(), "differences": proof.differences}
     except SvdppError as error:

@@ -1,1 +1,1 @@
-"""The proof: reference run, comparison, result and report."""
+"""Verification: reference run, comparison, result and report."""

@@ -20,19 +20,19 @@ from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import video
 from svdpp.models.base import LATENTS
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk
-from svdpp.verification.result import Place, What, compare_tensors
+from svdpp.verification.result import CheckLocation, TensorKind, compare_tensors
 from svdpp.verification.verify import run_pipelined
 from svdpp.worker.tensor_files import TensorStore, tensor_sha256
 
 if TYPE_CHECKING:
-    from svdpp.verification.clip_proof import ClipProof, ClipTask
+    from svdpp.verification.clip_verification import ClipVerification, VerificationTask
 
 _HASHES = {"latent": "latents_sha256", "frames": "frames_sha256", "audio": "audio_sha256"}
 
 
 def measure_distances(
-    tasks: Sequence[ClipTask],
-    proofs: Sequence[ClipProof],
+    tasks: Sequence[VerificationTask],
+    results: Sequence[ClipVerification],
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
@@ -40,23 +40,24 @@ def measure_distances(
 
     Args:
         tasks: finished clips of one configuration.
-        proofs: their checks so far, in the same order; they are changed.
+        results: their checks so far, in the same order; they are changed.
         reference: final latents, frames and sound of the clips whose hashes differ, by index.
         tolerance: allowed difference of each element.
     """
-    pending = [index for index, proof in enumerate(proofs) if has_other_bits(proof.checks)]
+    pending = [index for index, result in enumerate(results) if has_other_bits(result.checks)]
     by_pairs = [index for index in pending if tasks[index].pair_config is not None]
     with temp_folder("svdpp-verify-") as folder:
-        error = _make_again([tasks[index] for index in by_pairs], folder)
+        error = _remake_clips([tasks[index] for index in by_pairs], folder)
         ours = TensorStore(folder)
         for index in pending:
             again = by_pairs.index(index) if index in by_pairs and error is None else None
-            stored = _Stored(tasks[index].clip, ours, again, steps=tasks[index].num_steps)
-            checks = proofs[index].checks
-            proofs[index].checks = [
-                _measured(check, stored, index, reference, tolerance, error) for check in checks
+            stored = _StoredTensors(tasks[index].clip, ours, again, steps=tasks[index].num_steps)
+            checks = results[index].checks
+            results[index].checks = [
+                _measure_check(check, stored, index, reference, tolerance, error)
+                for check in checks
             ]
-            _excuse_latent(proofs[index])
+            _mark_latent_unknown(results[index])
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
@@ -64,7 +65,7 @@ def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 
-def _make_again(tasks: Sequence[ClipTask], folder: Path) -> SvdppError | None:
+def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
     """Make the clips by a pair of ranks; return the error that prevented it."""
     if not tasks:
         return None
@@ -77,7 +78,7 @@ def _make_again(tasks: Sequence[ClipTask], folder: Path) -> SvdppError | None:
     return None
 
 
-class _Stored:
+class _StoredTensors:
     """Tensors of a finished clip, as far as they can be had."""
 
     def __init__(self, clip: ClipOnDisk, ours: TensorStore, again: int | None, steps: int) -> None:
@@ -88,21 +89,21 @@ class _Stored:
         recorded = self._clip.metadata.get(_HASHES[what])
         found = None
         if self._again is not None:
-            found = load(self._ours, self._again, what, self.steps)
+            found = load_stored_tensor(self._ours, self._again, what, self.steps)
         if found is None and what == "frames" and self._clip.metadata["format"] == "frames":
             found = torch.from_numpy(video.read_frames(self._clip.path, "frames"))
         return found if found is not None and tensor_sha256(found) == recorded else None
 
 
-def load(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
+def load_stored_tensor(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
     """Return the final latent, the frames or the sound that `store` has of a clip."""
     name, key = (f"step{steps}", LATENTS) if what == "latent" else (what, what)
     return store.load(clip, name)[key] if store.has(clip, name) else None
 
 
-def _measured(
+def _measure_check(
     check: ClipCheck,
-    stored: _Stored,
+    stored: _StoredTensors,
     index: int,
     reference: TensorStore,
     tolerance: Tolerance,
@@ -110,14 +111,14 @@ def _measured(
 ) -> ClipCheck:
     if check.what not in _HASHES or check.equal:
         return check
-    expected = load(reference, index, check.what, stored.steps)
+    expected = load_stored_tensor(reference, index, check.what, stored.steps)
     ours = stored.tensor(check.what)
     if expected is None or ours is None or ours.shape != expected.shape:
         why = "only its hash is stored, and it cannot be made again here"
         return replace(check, detail=why if error is None else f"{why}: {error}")
-    kinds: dict[str, What] = {"latent": "final_latent", "frames": "frames", "audio": "audio"}
-    place, axes = Place(index, stored.steps, 0), "FHWC" if check.what == "frames" else ""
-    found = compare_tensors(kinds[check.what], ours, expected, place, axes, tolerance)
+    kinds: dict[str, TensorKind] = {"latent": "final_latent", "frames": "frames", "audio": "audio"}
+    location, axes = CheckLocation(index, stored.steps, 0), "FHWC" if check.what == "frames" else ""
+    found = compare_tensors(kinds[check.what], ours, expected, location, axes, tolerance)
     word = "within tolerance" if found.equal else f"beyond {tolerance}"
     return replace(
         check,
@@ -129,9 +130,9 @@ def _measured(
     )
 
 
-def _excuse_latent(proof: ClipProof) -> None:
+def _mark_latent_unknown(result: ClipVerification) -> None:
     """Take a latent that cannot be compared for unknown if the frames could be compared."""
-    by_name = {check.what: check for check in proof.checks}
+    by_name = {check.what: check for check in result.checks}
     latent, frames = by_name["latent"], by_name["frames"]
     if frames.max_abs_diff is not None and latent.max_abs_diff is None and not latent.equal:
-        proof.checks[proof.checks.index(latent)] = replace(latent, equal=None)
+        result.checks[result.checks.index(latent)] = replace(latent, equal=None)

@@ -22,8 +22,7 @@ from svdpp.config.limits import read_small_file
 from svdpp.driver.manifest import MANIFEST
 from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
-from svdpp.media import inputs as photos
-from svdpp.media import video
+from svdpp.media import inputs, video
 from svdpp.media.inputs import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
 from svdpp.models.files import short_repr
@@ -102,7 +101,7 @@ def read_clip(path: Path) -> ClipOnDisk:
     return ClipOnDisk(path=path, json_path=None, raw=raw, metadata=metadata)
 
 
-def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
+def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
     """Return the image, or the further video of a name, that a clip was made from, by its sha256.
 
     Args:
@@ -132,7 +131,7 @@ def find_photo(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
         candidates = [*_files_in(image, suffixes)] if os.path.isdir(image) else [image]
     for found in dict.fromkeys(candidates):
         with contextlib.suppress(InputError):  # there is none, or it is no file
-            if hashlib.sha256(photos.read_bytes(found)).hexdigest() == wanted:
+            if hashlib.sha256(inputs.read_bytes(found)).hexdigest() == wanted:
                 return found
     where = str(recorded if image is None else image)
     raise InputError(

@@ -236,7 +236,7 @@ class Reference:
         """
         pipe, spec = self.pipe, self._checkpoint.spec
         arguments = call_arguments(pipe, self._checkpoint, sampling, request, source)
-        steps = _Steps(pipe, spec, before_steps, after_step)
+        steps = _StepObserver(pipe, spec, before_steps, after_step)
         callback = step_callback(pipe, steps.end)
         with ExitStack() as patches:
             if not callback:
@@ -248,7 +248,7 @@ class Reference:
         return steps.latent, stack_frames(output.frames[0]), to_audio(pipe, output.get("audio"))
 
 
-class _Steps:
+class _StepObserver:
     """The steps of one call, those of all its loops; observing them changes no tensor."""
 
     latent: torch.Tensor

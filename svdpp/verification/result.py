@@ -16,12 +16,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEVELS = {"frames": 255, "audio": 32767}
 _AXES = {"F": "frame", "S": "sample", "C": "channel", "H": "row", "W": "column"}
 
-What = Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
+TensorKind = Literal["latent", "final_latent", "frames", "audio", "solver_history", "prediction"]
 Side = Literal["ranks", "reference"]
 Verdict = Literal["bitwise equal", "within tolerance", "different"]
 
 
-class Place(NamedTuple):
+class CheckLocation(NamedTuple):
     """Clip, step and rank to which a comparison belongs."""
 
     clip: int
@@ -36,7 +36,7 @@ class Check:
     """Comparison of one tensor of the pipelined run with the reference's."""
 
     clip: int
-    what: What
+    what: TensorKind
     """`solver_history` is what a multistep solver keeps of earlier steps, `prediction` what one
     rank of a pair has received from the other. Both are listed only if their bits differ."""
     step: int
@@ -185,7 +185,7 @@ class VerificationResult:
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain values."""
         largest = self.largest.to_json()
-        place = ("clip", "what", "step", "rank", "max_abs_diff", "max_ulp")
+        names = ("clip", "what", "step", "rank", "max_abs_diff", "max_ulp")
         return {
             "schema_version": 1,
             "verdict": self.verdict,
@@ -193,7 +193,7 @@ class VerificationResult:
             "bitwise": self.bitwise,
             **asdict(self.tolerance),
             "max_abs_diff": largest["max_abs_diff"],
-            "largest_difference": None if self.bitwise else {name: largest[name] for name in place},
+            "largest_difference": None if self.bitwise else {name: largest[name] for name in names},
             "checks": [check.to_json() for check in self.checks],
             "conditions": dict(self.conditions),
             "short_of_memory": list(self.short_of_memory),
@@ -207,10 +207,10 @@ def _verdict(*, is_bitwise: bool, is_equal: bool) -> Verdict:
 
 
 def compare_tensors(
-    what: What,
+    what: TensorKind,
     ours: torch.Tensor,
     theirs: torch.Tensor,
-    place: Place,
+    location: CheckLocation,
     axes: str = "",
     tolerance: Tolerance = BITWISE,
 ) -> Check:
@@ -220,7 +220,7 @@ def compare_tensors(
         what: kind of the tensors. Of frames (uint8) and audio (int16), levels are compared.
         ours: tensor of the pipelined run.
         theirs: tensor of the reference, to which `tolerance.rtol` is relative.
-        place: clip, step and rank that computed `ours`.
+        location: clip, step and rank that computed `ours`.
         axes: the tensors' axes, one letter each, to name the place of a difference.
         tolerance: allowed difference of each element. Other integers than levels must be equal.
 
@@ -249,7 +249,7 @@ def compare_tensors(
                 beyond = _beyond(differs, difference, expected, tolerance)
     num_beyond = int(beyond.count_nonzero())
     return Check(
-        **place._asdict(),
+        **location._asdict(),
         what=what,
         equal=num_beyond == 0,
         bitwise=is_bitwise,

@@ -1,4 +1,4 @@
-"""The proof: the pipelined run against the sequential one, bit for bit at every transfer."""
+"""Verification: the pipelined run against the sequential one, bit for bit at every transfer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from svdpp.models.base import LATENTS, PREDICTION, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.verification.result import (
     Check,
-    Place,
+    CheckLocation,
     Side,
+    TensorKind,
     VerificationResult,
-    What,
     compare_tensors,
 )
 from svdpp.worker.background import Reporter
@@ -36,7 +36,7 @@ from svdpp.worker.rank import run_rank, wait_for_stop
 from svdpp.worker.tensor_files import TensorStore, solver_history
 
 #: What is decoded, and its axes.
-_DECODED: dict[What, str] = {"frames": "FHWC", "audio": "SC"}
+_DECODED: dict[TensorKind, str] = {"frames": "FHWC", "audio": "SC"}
 
 
 def verify(
@@ -250,22 +250,24 @@ class _Comparison:
         num_steps, axes = config.sampling.num_inference_steps, _latent_axes(config)
         yield from _worst(self._predictions(clip))
         for rank, end in _parts(config, clip):
-            place = Place(clip, end, rank)
+            location = CheckLocation(clip, end, rank)
             our, their = (store.load(clip, f"step{end}") for store in (self.ours, self.theirs))
-            what: What = "final_latent" if end == num_steps else "latent"
-            yield self._compare(what, our[LATENTS], their[LATENTS], place, axes)
-            yield from _worst(self._histories(our, their, place))
-        place = Place(clip, num_steps, config.layout.route(clip).ranges[-1].rank)
+            what: TensorKind = "final_latent" if end == num_steps else "latent"
+            yield self._compare(what, our[LATENTS], their[LATENTS], location, axes)
+            yield from _worst(self._histories(our, their, location))
+        location = CheckLocation(clip, num_steps, config.layout.route(clip).ranges[-1].rank)
         for name, axes in _DECODED.items() if config.decodes else ():
             if name == "frames" or self.theirs.has(clip, name):
                 our, their = (store.load(clip, name) for store in (self.ours, self.theirs))
-                yield self._compare(name, our[name], their[name], place, axes)
+                yield self._compare(name, our[name], their[name], location, axes)
 
-    def _histories(self, ours: Tensors, theirs: Tensors, place: Place) -> Iterator[Check]:
+    def _histories(
+        self, ours: Tensors, theirs: Tensors, location: CheckLocation
+    ) -> Iterator[Check]:
         expected = solver_history(theirs)
         for name, tensor in solver_history(ours).items():
             if name in expected:  # else of a copy that the pipeline has made of its scheduler
-                yield self._compare("solver_history", tensor, expected[name], place)
+                yield self._compare("solver_history", tensor, expected[name], location)
 
     def _predictions(self, clip: int) -> Iterator[Check]:
         """Compare what the ranks of a pair and the reference have predicted in each step."""
@@ -274,14 +276,22 @@ class _Comparison:
         axes, parts = _latent_axes(self.config), self.config.layout.route(clip).ranges
         steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
         for (first_rank, step), branch in itertools.product(steps, (0, 1)):
-            name, place = f"step{step}_branch{branch}", Place(clip, step, first_rank + branch)
+            name, location = (
+                f"step{step}_branch{branch}",
+                CheckLocation(clip, step, first_rank + branch),
+            )
             our, their = (store.load(clip, name)[PREDICTION] for store in (self.ours, self.theirs))
-            yield replace(self._compare("prediction", our, their, place, axes), branch=branch)
+            yield replace(self._compare("prediction", our, their, location, axes), branch=branch)
 
     def _compare(
-        self, what: What, ours: torch.Tensor, theirs: torch.Tensor, place: Place, axes: str = ""
+        self,
+        what: TensorKind,
+        ours: torch.Tensor,
+        theirs: torch.Tensor,
+        location: CheckLocation,
+        axes: str = "",
     ) -> Check:
-        return compare_tensors(what, ours, theirs, place, axes, self.tolerance)
+        return compare_tensors(what, ours, theirs, location, axes, self.tolerance)
 
 
 def _worst(checks: Iterator[Check]) -> list[Check]:

@@ -291,7 +291,7 @@ class ClipWriter(BoundedExecutor):
             "latents_sha256": tensor_sha256(latent),
             "frames_sha256": None if frames is None else video.frames_sha256(frames),
             **audio_hashes(audio),
-            **_pressed(job, packet),
+            **_memory_pressure_fields(job, packet),
             "compute_seconds": round(packet.compute_seconds, 3),
             "wall_seconds": round(time.monotonic() - packet.begun_at, 3),
             "resumed_from_step": job.request.done_steps,
@@ -309,7 +309,7 @@ class ClipWriter(BoundedExecutor):
         return metadata
 
 
-def _pressed(job: ClipJob, packet: Packet) -> dict[str, Any]:
+def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
     """The metadata of a clip for which memory may have been short: its bits are not proven."""
     if not packet.memory_pressure:
         return {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from svdpp.config.limits import max_threads
-from svdpp.verification import clip_proof
+from svdpp.verification import clip_verification
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny
 
@@ -131,7 +131,7 @@ def test_a_moved_clip_and_its_photograph(out: Path) -> None:
 @pytest.fixture
 def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails a test in which something is taken for a clip's metadata."""
-    monkeypatch.setattr(clip_proof, "run_reference", None)
+    monkeypatch.setattr(clip_verification, "run_reference", None)
 
 
 # tests/test_config.py has all limits.

@@ -24,7 +24,7 @@ ALLOWED = {
     "worker/background.py": {"numpy"},
     "comm/packet.py": {"numpy"},
     "comm/transport.py": {"numpy"},
-    "verification/clip_proof.py": {"numpy"},
+    "verification/clip_verification.py": {"numpy"},
     "verification/result.py": {"any", "max", "mean"},
 }
 _READS = {"numpy", "cpu", "item", "tolist"}

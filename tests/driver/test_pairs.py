@@ -107,7 +107,7 @@ def test_verify_finds_equal_bits(
         ),
     ],
 )
-def test_the_proof_names_what_differs_first(
+def test_verify_names_what_differs_first(
     tmp_path: Path, name: str, layout: dict[str, Any], kind: str, rank: int, words: str
 ) -> None:
     config = config_of(name, tmp_path, **layout)
@@ -154,7 +154,7 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("model", ["svd", pytest.param("svd in bf16", marks=MORE), "ltx"])
-def test_the_halves_of_a_batch_are_close_but_not_proven(tmp_path: Path, model: str) -> None:
+def test_the_halves_of_a_batch_are_close_but_not_exact(tmp_path: Path, model: str) -> None:
     config, request = small_svd(2, cfg_parallel=2), replace(REQUESTS[0], image=PHOTO, prompt=None)
     if model == "svd in bf16":
         config = replace(config, model=replace(config.model, dtype="bf16"))
@@ -274,7 +274,7 @@ def test_as_many_ranks_as_a_clip_has_chunks_decode_the_bits_of_one(
 
 
 @pytest.mark.processes
-def test_the_proof_compares_a_decode_by_several_ranks() -> None:
+def test_verify_compares_a_decode_by_several_ranks() -> None:
     config, _ = resolve_config(svd(3, split="alternating", decode_ranks=3))
     result = verify(config, [ClipRequest(seed=seed, image=PHOTO) for seed in (1, 2, 3, 4)])
     assert result.bitwise

@@ -25,7 +25,7 @@ from svdpp.serve import prover
 from svdpp.serve.job import JobState
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
-from svdpp.verification import clip_proof
+from svdpp.verification import clip_verification
 from tests.cli.shell import PYTHONPATH
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import children_of, is_there, wait_until
@@ -194,9 +194,9 @@ def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
 
 def test_a_proof_takes_the_freest_gpu_of_the_clips_kind() -> None:
     gpus = [_gpu(0, 1), _gpu(1, 4), _gpu(2, 3), _gpu(3, 9, "A100")]
-    assert clip_proof._gpu_for({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
-    assert clip_proof._gpu_for({"conditions": {}}, gpus) == "cuda:3"
-    assert clip_proof._gpu_for({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
+    assert clip_verification._gpu_for({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
+    assert clip_verification._gpu_for({"conditions": {}}, gpus) == "cuda:3"
+    assert clip_verification._gpu_for({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
 
 
 def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from svdpp.config.tolerance import Tolerance
 from svdpp.models.base import LATENTS
 from svdpp.verification.clip_distance import measure_distances
 from svdpp.verification.clip_files import ClipCheck, read_clip
-from svdpp.verification.clip_proof import ClipProof, ClipTask
+from svdpp.verification.clip_verification import ClipVerification, VerificationTask
 from svdpp.worker.tensor_files import TensorStore
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 from tests.verification.test_clip_files import frames_of, put_clip
@@ -42,19 +42,19 @@ def test_the_frames_of_png_files_are_compared(
         model=ModelConfig(name="demo"),
         sampling=SvdSampling(num_inference_steps=2),
     )
-    task = ClipTask(clip=clip, config=config, request=ClipRequest(seed=1))
+    task = VerificationTask(clip=clip, config=config, request=ClipRequest(seed=1))
     whats = ("latent", "frames")
     checks = [ClipCheck(what=what, equal=False, recorded="a", found="b") for what in whats]  # type: ignore[arg-type]
-    proof = ClipProof(path=clip.path, checks=checks)
-    measure_distances([task], [proof], store, Tolerance(atol=atol))
-    assert proof.verdict == verdict
-    assert [check.verdict for check in proof.checks] == [latent, verdict]
+    result = ClipVerification(path=clip.path, checks=checks)
+    measure_distances([task], [result], store, Tolerance(atol=atol))
+    assert result.verdict == verdict
+    assert [check.verdict for check in result.checks] == [latent, verdict]
     if format == "frames":
-        assert proof.checks[1].max_ulp == 2
-        assert "largest difference 2 of 255 levels" in proof.checks[1].detail
-        assert proof.to_json()["verdict"] == verdict
+        assert result.checks[1].max_ulp == 2
+        assert "largest difference 2 of 255 levels" in result.checks[1].detail
+        assert result.to_json()["verdict"] == verdict
     else:
-        assert "only its hash is stored" in proof.checks[1].detail
+        assert "only its hash is stored" in result.checks[1].detail
 
 
 @pytest.mark.long

@@ -19,7 +19,13 @@ from svdpp.errors import InputError, RequestError
 from svdpp.media import video
 from svdpp.media.inputs import ClipInput, read_image
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.verification.clip_files import ClipCheck, check_file, find_clips, find_photo, read_clip
+from svdpp.verification.clip_files import (
+    ClipCheck,
+    check_file,
+    find_clips,
+    find_input_file,
+    read_clip,
+)
 from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import PHOTO
 from tests.media.pictures import ffmpeg
@@ -162,21 +168,21 @@ def test_the_image_is_found_where_it_was_beside_the_clip_or_where_an_option_says
     out: Path, tmp_path: Path
 ) -> None:
     clip = read_clip(out / "a.mp4")
-    assert find_photo(clip, None).samefile(PHOTO)
-    assert find_photo(clip, Path(PHOTO)) == Path(PHOTO)
+    assert find_input_file(clip, None).samefile(PHOTO)
+    assert find_input_file(clip, Path(PHOTO)) == Path(PHOTO)
     other = tmp_path / "other.jpg"
     other.write_bytes(Path(PHOTO).read_bytes() + b"\0")
     for named in (other, tmp_path):
         with pytest.raises(InputError, match=r"the image of 'a.mp4' is not at '.*'") as caught:
-            find_photo(clip, named)
+            find_input_file(clip, named)
         assert clip.metadata["input_sha256"] in caught.value.hint
     edit_json(out / "a.mp4.json", input="pipe.jpg")
     os.mkfifo(out / "pipe.jpg")  # is not waited for
     clip = read_clip(out / "a.mp4.json")
     with pytest.raises(InputError, match=r"the image of 'a.mp4' is not at '.*pipe.jpg'"):
-        find_photo(clip, None)
+        find_input_file(clip, None)
     shutil.copy(PHOTO, out / "renamed.jpeg")
-    assert find_photo(clip, None) == find_photo(clip, out) == out / "renamed.jpeg"
+    assert find_input_file(clip, None) == find_input_file(clip, out) == out / "renamed.jpeg"
 
 
 # A clip's file is what its metadata describes, or the check says what is wrong.

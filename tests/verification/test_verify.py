@@ -1,4 +1,4 @@
-"""The proof: a difference of one bit is found and measured, and each fault of a rank located."""
+"""Verification: a difference of one bit is found and measured, and each fault of a rank located."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from svdpp.media.inputs import example_images
 from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import (
     Check,
-    Place,
+    CheckLocation,
     VerificationResult,
     compare_tensors,
 )
@@ -35,8 +35,8 @@ from tests.models.builders import save_tiny_checkpoint
 def _compare(
     ours: torch.Tensor, theirs: torch.Tensor, what: Any = "latent", **tolerance: float
 ) -> Check:
-    place = Place(clip=2, step=8, rank=1)
-    return compare_tensors(what, ours, theirs, place, tolerance=Tolerance(**tolerance))
+    location = CheckLocation(clip=2, step=8, rank=1)
+    return compare_tensors(what, ours, theirs, location, tolerance=Tolerance(**tolerance))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""The proof of finished clips: each is recomputed on one device and compared.
+"""The result of finished clips: each is recomputed on one device and compared.
 
 There are three verdicts: whether diffusers computes the recorded latent, whether it computes the
 recorded frames, and whether the file on disk is the clip that the metadata describes.
@@ -23,7 +23,13 @@ from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.files import display_name
 from svdpp.verification.clip_distance import has_other_bits, measure_distances
-from svdpp.verification.clip_files import ClipCheck, ClipOnDisk, check_file, find_photo, read_clip
+from svdpp.verification.clip_files import (
+    ClipCheck,
+    ClipOnDisk,
+    check_file,
+    find_input_file,
+    read_clip,
+)
 from svdpp.verification.verify import run_reference
 from svdpp.worker.clip_metadata import recorded_sampling
 from svdpp.worker.messages import ClipDone, Event
@@ -31,8 +37,8 @@ from svdpp.worker.tensor_files import TensorStore
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Options of the user for the proof; the clip's metadata sets the rest."""
+class VerificationSettings:
+    """Options of the user for the verification; the clip's metadata sets the rest."""
 
     image: Path | None = None
     """The clip's image, or a folder that holds all inputs; None searches for them."""
@@ -42,7 +48,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipTask:
+class VerificationTask:
     """One finished clip, and the request that recomputes it."""
 
     clip: ClipOnDisk
@@ -58,8 +64,8 @@ class ClipTask:
 
 
 @dataclass(kw_only=True)
-class ClipProof:
-    """The verdicts on one clip, or the error that prevented them."""
+class ClipVerification:
+    """Result of the verification of one clip: its checks, or the error that prevented them."""
 
     path: Path
     """Of the clip's file, or of the input that is not a clip."""
@@ -112,9 +118,9 @@ class ClipProof:
         )
 
 
-def plan_proofs(
-    paths: Iterable[Path], settings: Settings
-) -> tuple[list[list[ClipTask]], list[ClipProof]]:
+def plan_verification(
+    paths: Iterable[Path], settings: VerificationSettings
+) -> tuple[list[list[VerificationTask]], list[ClipVerification]]:
     """Read clips and check them before any work.
 
     Args:
@@ -122,27 +128,27 @@ def plan_proofs(
         settings: options of the user.
 
     Returns:
-        Tasks grouped by configuration, so that each group loads the model once; and a failed proof
+        Tasks grouped by configuration, so that each group loads the model once; and a failed one
         for each clip that cannot be recomputed.
     """
-    groups: dict[PipelineConfig, list[ClipTask]] = {}
+    groups: dict[PipelineConfig, list[VerificationTask]] = {}
     failed = []
     gpus = functools.cache(visible_gpus)  # once: clips of one group are on one GPU
     for path in paths:
         try:
             task = _new_task(path, settings, gpus)
         except SvdppError as error:
-            failed.append(ClipProof(path=path, error=error))
+            failed.append(ClipVerification(path=path, error=error))
         else:
             groups.setdefault(task.config, []).append(task)
     return list(groups.values()), failed
 
 
-def prove(
-    tasks: Sequence[ClipTask],
+def verify_clips(
+    tasks: Sequence[VerificationTask],
     observers: Sequence[Observer] = (),
     tolerance: Tolerance = BITWISE,
-) -> list[ClipProof]:
+) -> list[ClipVerification]:
     """Recompute clips of one configuration, one after the other, and compare each.
 
     Args:
@@ -152,9 +158,9 @@ def prove(
             `clip_distance`.
 
     Returns:
-        A proof for each clip. An error that ends the work is the error of all that remain.
+        A result for each clip. An error that ends the work is the error of all that remain.
     """
-    proofs = [ClipProof(path=task.clip.path) for task in tasks]
+    results = [ClipVerification(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
     with (
         temp_folder("svdpp-verify-") as folder,
@@ -165,8 +171,8 @@ def prove(
         def compare(rank: int, event: Event) -> None:  # noqa: ARG001
             if isinstance(event, ClipDone):
                 index = event.clip
-                proofs[index].checks = list(_compare_hashes(tasks[index].clip, event.metadata))
-                is_kept = not tolerance.is_bitwise and has_other_bits(proofs[index].checks)
+                results[index].checks = list(_compare_hashes(tasks[index].clip, event.metadata))
+                is_kept = not tolerance.is_bitwise and has_other_bits(results[index].checks)
                 clip = tasks[index].clip
                 files[index] = executor.submit(_check_file, clip, folder, index, is_kept)
 
@@ -181,34 +187,32 @@ def prove(
         except SvdppError as error:
             if isinstance(error, OutOfMemoryError):
                 error.hint = "its size and frames are fixed: verify it where there is more memory"
-            for proof in proofs:
-                proof.error = None if proof.checks else error
+            for result in results:
+                result.error = None if result.checks else error
         for index, check in files.items():
             try:
-                proofs[index].checks.append(check.result())
+                results[index].checks.append(check.result())
             except SvdppError as error:  # such as a machine without ffmpeg
-                proofs[index].error = error
+                results[index].error = error
         if not tolerance.is_bitwise:
-            measure_distances(tasks, proofs, TensorStore(folder), tolerance)
-    return proofs
+            measure_distances(tasks, results, TensorStore(folder), tolerance)
+    return results
 
 
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
     exact = clip.metadata["exact"]
-    unproven = "" if exact is True else "its metadata say: exact is unproven"
+    reason = "" if exact is True else "its metadata say: exact is unproven"
     if clip.metadata.get("memory_pressure"):
-        unproven = "GPU memory had run short when it was made: cuDNN may have used other kernels"
+        reason = "GPU memory had run short when it was made: cuDNN may have used other kernels"
     elif recomputed.get("memory_pressure"):
-        unproven = (
-            "GPU memory ran short in the reference: its bits may not be diffusers' usual ones"
-        )
-    elif unproven and clip.metadata.get("cfg_parallel", 1) > 1:
-        unproven = "a pair divided a batch: --atol X allows a distance"
+        reason = "GPU memory ran short in the reference: its bits may not be diffusers' usual ones"
+    elif reason and clip.metadata.get("cfg_parallel", 1) > 1:
+        reason = "a pair divided a batch: --atol X allows a distance"
 
     def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:
         recorded, found = clip.metadata.get(name), recomputed.get(name)
         is_equal = recorded == found
-        return ClipCheck(what=what, equal=is_equal, recorded=recorded, found=found, detail=unproven)
+        return ClipCheck(what=what, equal=is_equal, recorded=recorded, found=found, detail=reason)
 
     yield check("latent", "latents_sha256")
     yield check("frames", "frames_sha256")
@@ -227,7 +231,9 @@ def _check_file(clip: ClipOnDisk, folder: Path, index: int, is_kept: bool) -> Cl
             store.forget(index, "frames", "audio")
 
 
-def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> ClipTask:
+def _new_task(
+    path: Path, settings: VerificationSettings, gpus: Callable[[], list[Gpu]]
+) -> VerificationTask:
     clip = read_clip(path)
     metadata, name = clip.metadata, clip.path.name
     if not metadata["exact"]:
@@ -245,9 +251,9 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
             "other devices give other bits: verify it on a machine with a CUDA device",
             details={"clip": str(path), **error.details},
         ) from error
-    photo = None if metadata["input"] is None else str(find_photo(clip, settings.image))
+    photo = None if metadata["input"] is None else str(find_input_file(clip, settings.image))
     hashes = metadata.get("videos_sha256", {})
-    videos = {name: str(find_photo(clip, settings.image, name)) for name in hashes}
+    videos = {name: str(find_input_file(clip, settings.image, name)) for name in hashes}
     _check_weights(clip, config)
     request = ClipRequest(
         seed=metadata["seed"],
@@ -261,10 +267,12 @@ def _new_task(path: Path, settings: Settings, gpus: Callable[[], list[Gpu]]) -> 
     size, pair = metadata.get("cfg_parallel", 1), None
     if size == 2 and metadata["exact"] is not True:
         pair = replace(config, world_size=size, cfg_parallel=size, device=metadata["device"])
-    return ClipTask(clip=clip, config=config, request=request, pair_config=pair)
+    return VerificationTask(clip=clip, config=config, request=request, pair_config=pair)
 
 
-def _config(clip: ClipOnDisk, settings: Settings, gpus: Callable[[], list[Gpu]]) -> PipelineConfig:
+def _config(
+    clip: ClipOnDisk, settings: VerificationSettings, gpus: Callable[[], list[Gpu]]
+) -> PipelineConfig:
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
         message = f"{clip.path.name!r} names the model 'dummy', which makes no clips"
