@@ -448,7 +448,7 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
 
     Args:
         metadata: JSON of the clip.
-        weights: what the weights are now; see `worker.clip_metadata.weights_identity`.
+        weights: what the weights are now; see `driver.clip_metadata.weights_identity`.
     """
     versions = {name: each for name, each in metadata["versions"].items() if name != "svdpp"}
     values = {name: metadata[name] for name in _latent_identity(metadata)}

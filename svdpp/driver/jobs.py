@@ -12,6 +12,13 @@ from typing import Any
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_int
 from svdpp.config.pipeline import identity_fields, latents_key, parameters_sha256
+from svdpp.driver.clip_metadata import (
+    check_clip_metadata,
+    clip_metadata,
+    metadata_of_seed,
+    parse_clip_json,
+    weights_identity,
+)
 from svdpp.driver.clip_names import clip_names
 from svdpp.driver.manifest import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
@@ -19,13 +26,6 @@ from svdpp.media import output_files, video
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.worker.clip_metadata import (
-    checked_clip_metadata,
-    clip_metadata,
-    of_seed,
-    parse_clip_json,
-    weights_identity,
-)
 
 _REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
 
@@ -160,7 +160,7 @@ def plan_clips(
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         request = made_from.request(seed)
         if made_from is last:
-            metadata = of_seed(metadata, seed, output)
+            metadata = metadata_of_seed(metadata, seed, output)
         else:
             checkpoint.check_request(config.sampling, request)
             last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
@@ -238,7 +238,7 @@ def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, 
     has_file, has_json = path.exists(), json_path.exists()
     if has_json:
         fault = f"{str(json_path)!r} is not a clip's JSON"
-        existing = checked_clip_metadata(parse_clip_json(json_path), fault)
+        existing = check_clip_metadata(parse_clip_json(json_path), fault)
     elif has_file:
         existing = _embedded(path)
     else:
@@ -269,7 +269,7 @@ def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) 
 
 def _embedded(path: Path) -> dict[str, Any]:
     try:
-        return checked_clip_metadata(video.read_metadata(path), f"{path.name!r} is not a clip")
+        return check_clip_metadata(video.read_metadata(path), f"{path.name!r} is not a clip")
     except InputError as error:
         raise RequestError(
             f"{path.name!r} exists without a JSON, and svdpp did not write it",

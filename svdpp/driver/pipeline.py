@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from svdpp.config import ClipRequest
 from svdpp.config.limits import require
+from svdpp.driver.clip_metadata import divides_batches
 from svdpp.driver.clips import ClipFailure, ClipHandle, ClipResult
 from svdpp.driver.ranks import PipelineRanks
 from svdpp.driver.resolve import check_memory
@@ -15,7 +16,6 @@ from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
 from svdpp.launch.world import is_secondary_rank
 from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, simulate_schedule
-from svdpp.worker.clip_metadata import divides_batches
 from svdpp.worker.messages import ActionBatch, ClipJob
 
 #: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.

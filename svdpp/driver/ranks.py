@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
+from svdpp.driver.clip_metadata import versions
 from svdpp.driver.clips import ClipTracker
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import components_on_host, resolve_config
@@ -21,7 +22,6 @@ from svdpp.launch.rendezvous import RendezvousConfig, join_ranks
 from svdpp.launch.worker_group import WorkerGroup, start_ranks
 from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.worker.clip_metadata import versions
 from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main, run_secondary_rank
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.config.pipeline import latents_key
+from svdpp.driver.clip_metadata import clip_metadata, weights_identity
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import check_memory, memory_of_devices, resolve_clip_config
@@ -23,7 +24,6 @@ from svdpp.plan.costs import CostModel
 from svdpp.serve.job import LATENTS, Job
 from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
-from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 
 _MAX_SHAPES = 256
 _ROUTES = 4

@@ -19,6 +19,7 @@ import numpy as np
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import read_small_file
+from svdpp.driver.clip_metadata import check_clip_metadata, embedded_part, parse_clip_json
 from svdpp.driver.manifest import MANIFEST
 from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
@@ -26,7 +27,6 @@ from svdpp.media import inputs, video
 from svdpp.media.inputs import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
 from svdpp.models.files import short_repr
-from svdpp.worker.clip_metadata import checked_clip_metadata, embedded_part, parse_clip_json
 
 _FIRST_FRAME = "00000.png"
 _VIDEOS = (".mp4", ".gif", ".webp")
@@ -97,7 +97,7 @@ def read_clip(path: Path) -> ClipOnDisk:
     if not os.path.exists(path):
         raise InputError(f"{str(path)!r} does not exist", details={"path": str(path)})
     raw = video.read_metadata(path)
-    metadata = checked_clip_metadata(raw, f"the metadata in {str(path)!r} is not a clip's")
+    metadata = check_clip_metadata(raw, f"the metadata in {str(path)!r} is not a clip's")
     return ClipOnDisk(path=path, json_path=None, raw=raw, metadata=metadata)
 
 
@@ -143,7 +143,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
 
 def _of_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
-    metadata = checked_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
+    metadata = check_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
     # The JSON's own name decides, so that a JSON describes only the file beside it.
     # Up to svdpp 0.3 the name did not include the format.
     named, suffix = path.with_suffix(""), video.FORMAT_SUFFIXES[metadata["format"]]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineConfig
 from svdpp.config.tolerance import BITWISE, Tolerance
+from svdpp.driver.clip_metadata import recorded_sampling
 from svdpp.driver.supervisor import Observer
 from svdpp.errors import ModelError, OutOfMemoryError, RequestError, SvdppError, error_to_dict
 from svdpp.launch import process_group
@@ -31,7 +32,6 @@ from svdpp.verification.clip_files import (
     read_clip,
 )
 from svdpp.verification.verify import run_reference
-from svdpp.worker.clip_metadata import recorded_sampling
 from svdpp.worker.messages import ClipDone, Event
 from svdpp.worker.tensor_files import TensorStore
 

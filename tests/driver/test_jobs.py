@@ -25,6 +25,7 @@ from svdpp.config import (
 )
 from svdpp.driver import memory_process, ranks
 from svdpp.driver import resolve as memory
+from svdpp.driver.clip_metadata import clip_metadata
 from svdpp.driver.jobs import (
     OutputPolicy,
     RunPlan,
@@ -41,7 +42,6 @@ from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from svdpp.verification import verify
 from svdpp.verification.verify import run_reference
-from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny_wan
 

@@ -15,6 +15,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling, VideoFormat
+from svdpp.driver.clip_metadata import clip_metadata
 from svdpp.errors import InputError, RequestError
 from svdpp.media import video
 from svdpp.media.inputs import ClipInput, read_image
@@ -26,7 +27,6 @@ from svdpp.verification.clip_files import (
     find_input_file,
     read_clip,
 )
-from svdpp.worker.clip_metadata import clip_metadata
 from tests.cli.shell import PHOTO
 from tests.media.pictures import ffmpeg
 from tests.models.builders import edit_json

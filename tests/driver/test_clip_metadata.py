@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.config import Lora, ModelConfig, OutputConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.config.pipeline import latents_key, parameters_sha256
+from svdpp.driver.clip_metadata import clip_metadata, weights_identity
 from svdpp.media.inputs import ClipInput, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.form import Capabilities
-from svdpp.worker.clip_metadata import clip_metadata, weights_identity
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint, save_tiny_lora
 from tests.models.tiny_families import save_tiny_wan

@@ -45,7 +45,7 @@ def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bo
 
 
 def clip_metadata(
-    made_from: ClipInput,
+    inputs: ClipInput,
     seed: int,
     output: OutputConfig,
     config: PipelineConfig,
@@ -54,20 +54,20 @@ def clip_metadata(
     """Return the request as a clip's JSON records it; the clip writer adds hashes and times.
 
     Args:
-        made_from: image, videos and prompts.
+        inputs: image, videos and prompts.
         seed: of the noise.
         output: file of the clip. Recorded paths are relative to its folder or the user's home, to
             hide the user's name.
         config: resolved.
         checkpoint: of the model.
     """
-    folder, media_file, sampling = Path(output.path).parent, made_from.media_file, config.sampling
+    folder, media_file, sampling = Path(output.path).parent, inputs.media_file, config.sampling
     metadata = {
         "schema_version": SCHEMA_VERSION,
         "family": sampling.family,
         "input": None if media_file is None else recorded_path(media_file.path, folder),
         "input_sha256": None if media_file is None else media_file.sha256,
-        **(_videos(made_from, folder) if sampling.videos else {}),
+        **(_videos(inputs, folder) if sampling.videos else {}),
         "output": Path(output.path).name,
         "seed": seed,
         "model": _model_name(checkpoint),
@@ -79,7 +79,7 @@ def clip_metadata(
         "device": config.device.partition(":")[0],
         **_fields(config, "world_size", "split", "replicas", "decoders", "cfg_parallel"),
         **_fields(config, "decode_ranks", "num_threads", "deterministic"),
-        **({} if sampling.family == "svd" else _fields(made_from, *_PROMPTED)),
+        **({} if sampling.family == "svd" else _fields(inputs, *_PROMPT_FIELDS)),
         **_fields(sampling, *sampling_fields(sampling.family)),
         **_fields(output, "format", "crf"),
         "versions": versions() | ({"peft": version("peft")} if checkpoint.loras else {}),
@@ -92,7 +92,7 @@ def _fields(values: object, *names: str) -> dict[str, Any]:
     return {name: getattr(values, name) for name in names}
 
 
-def of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[str, Any]:
+def metadata_of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[str, Any]:
     """Return the metadata of a clip with another seed and file name.
 
     Args:
@@ -105,8 +105,8 @@ def of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[s
     return other
 
 
-def _videos(made_from: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
-    videos = dict(made_from.videos)
+def _videos(inputs: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
+    videos = dict(inputs.videos)
     return {
         "videos": {name: recorded_path(video.path, folder) for name, video in videos.items()},
         "videos_sha256": {name: video.sha256 for name, video in videos.items()},
@@ -197,24 +197,24 @@ class _ClipMetadata(BaseModel):
 
 
 # What is special in the metadata of SVD, and of the families with prompts.
-_SVD = {"input": str, "input_sha256": _Sha256, "decode_chunk_size": int}
-_PROMPTED = {"prompt": str, "negative_prompt": str | None}
+_SVD_FIELDS = {"input": str, "input_sha256": _Sha256, "decode_chunk_size": int}
+_PROMPT_FIELDS = {"prompt": str, "negative_prompt": str | None}
 
 
-def _of_family(family: str) -> type[_ClipMetadata]:
+def _metadata_model(family: str) -> type[_ClipMetadata]:
     kind = SAMPLING_CLASSES[family]
-    types, known = get_type_hints(kind), {*_ClipMetadata.model_fields, "from_image"}
-    own: dict[str, Any] = {name: types[name] for name in sampling_fields(family)}
-    own = {name: hint for name, hint in own.items() if name not in known}
-    own |= _SVD if family == "svd" else _PROMPTED
-    own |= {"videos": dict[str, str], "videos_sha256": dict[str, _Sha256]} if kind.videos else {}
-    fields: dict[str, Any] = {name: (hint, ...) for name, hint in own.items()}
+    types, common = get_type_hints(kind), {*_ClipMetadata.model_fields, "from_image"}
+    names = [name for name in sampling_fields(family) if name not in common]
+    hints: dict[str, Any] = {name: types[name] for name in names}
+    hints |= _SVD_FIELDS if family == "svd" else _PROMPT_FIELDS
+    hints |= {"videos": dict[str, str], "videos_sha256": dict[str, _Sha256]} if kind.videos else {}
+    fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
     if family == "svd":  # the JSON of early clips names none
         fields["family"] = (Literal["svd"], "svd")
     return create_model(f"_{family}", __base__=_ClipMetadata, **fields)
 
 
-_METADATA = {family: _of_family(family) for family in SAMPLING_CLASSES}
+_METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASSES}
 
 
 def parse_clip_json(path: Path) -> Any:
@@ -234,7 +234,7 @@ def parse_clip_json(path: Path) -> Any:
         ) from error
 
 
-def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
+def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     """Check the types of a clip's metadata, and add defaults for fields that are missing.
 
     Args:
@@ -248,7 +248,9 @@ def checked_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         raise InputError(f"{fault}: it is not an object")
     family = values.get("family")
     # An unknown family, or none, is checked as SVD, whose error then names the field.
-    model = _METADATA.get(family if isinstance(family, str) else "svd", _METADATA["svd"])
+    model = _METADATA_MODELS.get(
+        family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
+    )
     try:
         checked = model.model_validate(values)
         return checked.model_dump(exclude={"audio_sha256", "lora"} - checked.model_fields_set)
