@@ -6,16 +6,13 @@ any work. The ranges of sampling parameters are in `config.sampling`.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from svdpp.errors import InputError, RequestError
-from svdpp.plan.costs import PRESETS, CostModel
 
 #: Denoising steps; models were trained with 1000 noise levels, so more steps gain nothing.
 MAX_STEPS = 1000
@@ -45,8 +42,6 @@ MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 MAX_CUDA_INDEX = 1023
 #: The default limit of a small file.
 SMALL_FILE_BYTES = 1_000_000
-# A run's manifest, which holds the run's costs, grows with its clips.
-_COSTS_BYTES = 2**26
 
 
 def max_threads() -> int:
@@ -202,41 +197,3 @@ def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) ->
             details={"path": str(path), "highest_bytes": max_bytes},
         )
     return data
-
-
-def find_costs(name_or_path: str) -> CostModel:
-    """Return the preset of a name, else the costs in the file at that path.
-
-    Raises:
-        RequestError: there is neither, or the run of the file has measured nothing.
-        InputError: the file cannot be read, or holds no costs.
-    """
-    if name_or_path in PRESETS:
-        return PRESETS[name_or_path]
-    require(
-        Path(name_or_path).exists(),
-        f"--costs {name_or_path!r} is neither a file nor a preset",
-        f"presets: {', '.join(PRESETS)}",
-    )
-    return read_costs(name_or_path)
-
-
-def read_costs(path: str | Path) -> CostModel:
-    """Read a costs file, or the costs that a run measured, in its `run.json`.
-
-    Raises:
-        RequestError: the run has measured no costs.
-        InputError: the file cannot be read, is not JSON, or holds no costs.
-    """
-    try:
-        content = json.loads(read_small_file(Path(path), "costs file", _COSTS_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"costs file {str(path)!r} is not JSON: {error}",
-            details={"path": str(path), "reason": str(error)},
-        ) from error
-    if isinstance(content, Mapping) and "clips" in content:
-        measured = content.get("measured")
-        content = measured.get("costs") if isinstance(measured, Mapping) else None
-        require(content is not None, f"{path}: the run has measured no costs")
-    return CostModel.from_json(content, str(path))

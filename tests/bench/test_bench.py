@@ -19,7 +19,7 @@ from svdpp.bench.results import ROUNDS, Results
 from svdpp.bench.runner import Bench, Round, cases_of, differing
 from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.cli.bench import pipeline_config
-from svdpp.config.limits import read_costs
+from svdpp.config.cost_files import read_costs
 from svdpp.errors import InputError, OutOfMemoryError, RequestError
 from tests.diagnostics.made_up_runs import EVEN, bench_of, config_of, replayed, round_of
 

@@ -12,7 +12,7 @@ import pytest
 
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, OutputConfig, PipelineConfig, WanSampling
-from svdpp.config.limits import read_costs
+from svdpp.config.cost_files import read_costs
 from svdpp.diagnostics.machine import measured_config
 from svdpp.driver.resolve import resolve_config
 from svdpp.media.video import read_audio, read_frames, write_clip

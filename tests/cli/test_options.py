@@ -17,7 +17,7 @@ from svdpp.cli.options.model import ModelOptions, parse_params, parse_seeds
 from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling
-from svdpp.config.limits import read_costs
+from svdpp.config.cost_files import read_costs
 from svdpp.driver import resolve
 from svdpp.errors import InputError, RequestError
 from svdpp.launch import worker_group as fork_server

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
-from svdpp.config.limits import read_costs
+from svdpp.config.cost_files import read_costs
 from svdpp.diagnostics.figures import (
     RankFigures,
     RunFigures,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config.limits import find_costs, read_costs
+from svdpp.config.cost_files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import PRESETS, CostModel, MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles

@@ -10,7 +10,8 @@ from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, flag, option
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL
-from svdpp.config.limits import find_costs, require
+from svdpp.config.cost_files import find_costs
+from svdpp.config.limits import require
 from svdpp.errors import RequestError
 from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.layout import Split

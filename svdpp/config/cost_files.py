@@ -1,0 +1,52 @@
+"""Costs files: the costs of a preset, of a file, or of an earlier run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from svdpp.config.limits import read_small_file, require
+from svdpp.errors import InputError
+from svdpp.plan.costs import PRESETS, CostModel
+
+# A run's manifest, which holds the run's costs, grows with its clips.
+_COSTS_BYTES = 2**26
+
+
+def find_costs(name_or_path: str) -> CostModel:
+    """Return the preset of a name, else the costs in the file at that path.
+
+    Raises:
+        RequestError: there is neither, or the run of the file has measured nothing.
+        InputError: the file cannot be read, or holds no costs.
+    """
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    require(
+        Path(name_or_path).exists(),
+        f"--costs {name_or_path!r} is neither a file nor a preset",
+        f"presets: {', '.join(PRESETS)}",
+    )
+    return read_costs(name_or_path)
+
+
+def read_costs(path: str | Path) -> CostModel:
+    """Read a costs file, or the costs that a run measured, in its `run.json`.
+
+    Raises:
+        RequestError: the run has measured no costs.
+        InputError: the file cannot be read, is not JSON, or holds no costs.
+    """
+    try:
+        content = json.loads(read_small_file(Path(path), "costs file", _COSTS_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"costs file {str(path)!r} is not JSON: {error}",
+            details={"path": str(path), "reason": str(error)},
+        ) from error
+    if isinstance(content, Mapping) and "clips" in content:
+        measured = content.get("measured")
+        content = measured.get("costs") if isinstance(measured, Mapping) else None
+        require(content is not None, f"{path}: the run has measured no costs")
+    return CostModel.from_json(content, str(path))
