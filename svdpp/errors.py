@@ -149,7 +149,7 @@ class RankError(SvdppError, RuntimeError):
     """A rank died, raised, stalled or never started.
 
     Args:
-        picture: the rank x time grid with the place marked; empty where nothing had been done.
+        grid: ranks x time as text, with the place marked; empty where nothing had been done.
         trace: the rank's own traceback or last output, for `--debug` and the log.
     """
 
@@ -157,11 +157,16 @@ class RankError(SvdppError, RuntimeError):
     meaning = "a rank died or stalled"
 
     def __init__(
-        self, message: str, hint: str = "", *, picture: str = "", trace: str = "", **more: Any
+        self, message: str, hint: str = "", *, grid: str = "", trace: str = "", **more: Any
     ) -> None:
         super().__init__(message, hint, **more)
-        self.picture = picture
+        self.grid = grid
         self.trace = trace
+
+    @property
+    def picture(self) -> str:
+        """Earlier name of `grid`."""
+        return self.grid
 
 
 class DeviceError(RankError):

@@ -63,7 +63,7 @@ def test_what_was_not_foreseen_is_unexpected_and_crosses_with_its_name(error: Ex
 
 
 @pytest.mark.parametrize(
-    "error", [errors.RankError("no", "h", picture="rank 0 |"), OSError(28, "full")]
+    "error", [errors.RankError("no", "h", grid="rank 0 |"), OSError(28, "full")]
 )
 def test_a_copy_for_another_thread_says_the_same(error: Exception) -> None:
     copied = errors.reraisable(error)

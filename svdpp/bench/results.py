@@ -18,7 +18,7 @@ from svdpp.diagnostics.figures import rounded
 from svdpp.diagnostics.machine import environment, median_costs
 from svdpp.diagnostics.report import diagnose
 from svdpp.diagnostics.utilisation import peaks_of, speed_of_run
-from svdpp.driver.trace import Placed, StepSpan, Trace, TransferSpan, WaitSpan
+from svdpp.driver.trace import StepSpan, TimedSpan, Trace, TransferSpan, WaitSpan
 from svdpp.media import output_files
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
@@ -110,7 +110,7 @@ def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
         Kind, rank, clip and what else the kind has; `start` and `end` in seconds since the first
         span of any rank began.
     """
-    spans: list[Placed] = [*trace.spans, *trace.steps, *trace.waits, *trace.transfers]
+    spans: list[TimedSpan] = [*trace.spans, *trace.steps, *trace.waits, *trace.transfers]
     spans.sort(key=lambda span: (span.start, span.rank))
     begun = spans[0].start if spans else 0.0
     for span in spans:
@@ -118,7 +118,7 @@ def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
         yield {**_kind_of(span), "rank": span.rank, "clip": span.clip, **times}
 
 
-def _kind_of(span: Placed) -> dict[str, Any]:
+def _kind_of(span: TimedSpan) -> dict[str, Any]:
     match span:
         case Span(action=action):
             steps = {"step": action.start, "end_step": action.end}

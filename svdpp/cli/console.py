@@ -207,14 +207,14 @@ class Console:
             self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """Print an error in one sentence, with its hint and picture; with `--json` also as JSON.
+        """Print an error in one sentence, with its hint and grid; with `--json` also as JSON.
 
         Args:
             error: errors other than those of svdpp are called unexpected.
             debug: whether to print the traceback, too.
         """
-        if isinstance(error, RankError) and error.picture:
-            self.err.print(error.picture, markup=False)
+        if isinstance(error, RankError) and error.grid:
+            self.err.print(error.grid, markup=False)
         if debug:
             trace = error.trace if isinstance(error, RankError) else ""
             text = "".join(traceback.format_exception(error)) + trace

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from svdpp.cli.console import Console, pluralize
 from svdpp.config import ClipRequest
-from svdpp.driver.trace import MeanCosts
+from svdpp.driver.trace import MeasuredCosts
 from svdpp.errors import OutputError, RankError, RequestError, one_line, printable, redact
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind, Schedule
@@ -90,7 +90,7 @@ class Progress(Bars):
             f"clip {clip + 1}" for clip in range(self.num_clips)
         ]
         self._costs = costs or CostModel()
-        self._means = MeanCosts()
+        self._means = MeasuredCosts()
         self._settled: set[int] = set()
         self.num_done = self.num_failed = 0
         self._has_lost_checkpoints = False

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from svdpp.driver.trace import Placed, Placement, StepSpan, TransferSpan, WaitSpan
+from svdpp.driver.trace import SpanBuilder, StepSpan, TimedSpan, TransferSpan, WaitSpan
 from svdpp.media import output_files
 from svdpp.plan.actions import Kind
 from svdpp.plan.forecast import Span
@@ -41,7 +41,7 @@ class TraceFile:
         # The array form has no other place for what describes the run.
         about_run = _event("i", 0, _COMPUTE, "svdpp", s="g", cat="run", ts=0, args=dict(about))
         self._unwritten = [about_run]
-        self._placement = Placement()
+        self._span_builder = SpanBuilder()
         self._tracks: dict[tuple[int, str, int], int] = {}
         self._memory: dict[int, float] = {}
         self._file: TextIO | None = None
@@ -95,10 +95,10 @@ class TraceFile:
                     self._memory[rank] = mib
                     ts = self._microseconds(time.monotonic())
                     yield _event("C", rank, _COMPUTE, "memory", ts=ts, args={"MiB": mib})
-        for placed in self._placement.place(rank, event):
+        for placed in self._span_builder.add(rank, event):
             yield from self._placed(placed)
 
-    def _placed(self, placed: Placed) -> Iterator[_TraceEvent]:
+    def _placed(self, placed: TimedSpan) -> Iterator[_TraceEvent]:
         match placed:
             case Span(rank, action, start, end):
                 args = {"clip": action.clip, "step": action.start}

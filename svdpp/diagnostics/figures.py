@@ -19,7 +19,7 @@ from svdpp.plan.forecast import Span, simulate_schedule, summarise
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest, PipelineConfig
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.driver.trace import Reported, Trace
+    from svdpp.driver.trace import RankMetrics, Trace
     from svdpp.plan.actions import Schedule
 
 # Ranks whose times of one step differ by less than this ratio count as equally fast.
@@ -157,7 +157,7 @@ def measured_figures(
     if not trace.spans:
         return None
     measured, end = trace.summary(), max(span.end for span in trace.spans)
-    device, costs = trace.reported[0].device, None
+    device, costs = trace.rank_metrics[0].device, None
     if trace.steps:
         costs = costs_of(config, [trace], source="measured by svdpp run", device=device)
     return RunFigures(
@@ -198,7 +198,7 @@ def figures_of_run(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunFi
 
 
 def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
-    share, reported = config.layout.all_shares[rank], trace.reported[rank]
+    share, reported = config.layout.all_shares[rank], trace.rank_metrics[rank]
     spans = [span for span in trace.spans if span.rank == rank]
     compute = sum(span.end - span.start for span in spans)
     # The part of the run that the trace still has.
@@ -234,7 +234,7 @@ def _of_rank(trace: Trace, config: PipelineConfig, rank: int) -> RankFigures:
     )
 
 
-def _sampled(reported: Reported) -> dict[str, Any]:
+def _sampled(reported: RankMetrics) -> dict[str, Any]:
     stats = reported.stats
     return {
         "sent_bytes": None if stats is None else stats.sent_bytes,

@@ -245,7 +245,7 @@ class PipelineRanks:
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):
             if failure is None:
-                failure = self._supervisor.find_cause()
+                failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
                 failure = None  # the signal went to all ranks, and another's report came first
         self._clean_up(failure or error)

@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
 # With the rank's name in front and the remark behind, a line has 80 columns.
-_PICTURE_WIDTH = 44
+_GRID_WIDTH = 44
 
 #: Called with (rank, event) for every event of the ranks.
 Observer = Callable[[int, Event], None]
@@ -75,7 +75,7 @@ class Supervisor:
     ) -> None:
         self._group = group
         self._config = config
-        self._liveness = Liveness(config, time.monotonic(), begun)
+        self._stall_detector = StallDetector(config, time.monotonic(), begun)
         self._observers = observers
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
@@ -108,7 +108,7 @@ class Supervisor:
         Raises:
             SvdppError: a rank has failed, died or stalled.
         """
-        while not self._liveness.all_joined:
+        while not self._stall_detector.all_joined:
             self.step()
         on_joined()
         while not is_over():
@@ -124,13 +124,13 @@ class Supervisor:
         self._listen(_POLL_SECONDS)
         if self._aborted is not None:
             raise self._aborted
-        if self._failures or self._ended_badly():
-            cause = self.find_cause()
+        if self._failures or self._has_failed_rank():
+            cause = self.find_root_cause()
             if cause is None:
                 rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
-                cause = self.interruption = self._failed(rank)
+                cause = self.interruption = self._failure_of(rank)
             raise cause
-        if (stall := self._liveness.stall(time.monotonic())) is not None:
+        if (stall := self._stall_detector.find_stall(time.monotonic())) is not None:
             raise self._rank_error(
                 stall.rank, stall.reason, stall.hint, "stalled here", **stall.details
             )
@@ -143,7 +143,7 @@ class Supervisor:
         """
         self.send_to_all(Stop().to_bytes())
         deadline = time.monotonic() + self._config.timeout_seconds
-        while not self._liveness.all_finished:
+        while not self._stall_detector.all_finished:
             self.step()
             if time.monotonic() > deadline:
                 raise RankError(
@@ -166,7 +166,7 @@ class Supervisor:
         """
         self._group.kill(error)
 
-    def find_cause(self) -> SvdppError | None:
+    def find_root_cause(self) -> SvdppError | None:
         """Return what ended the run, once all ranks have reported.
 
         A broken link to a neighbour is the cause only if there is no other failure.
@@ -178,59 +178,61 @@ class Supervisor:
         self._listen(0.05)  # even if this process was paused beyond the deadline
         while time.monotonic() < deadline:
             self._listen(0.05)
-        exited, seen = self._group.exited(), self._liveness.seen
+        exited, states = self._group.exited(), self._stall_detector.states
         signalled = [rank for rank, event in self._failures.items() if _is_interrupt(event)]
         others = [rank for rank in self._failures if rank not in signalled]
-        own = [rank for rank in others if not isinstance(self._error(rank), BrokenLinkError)]
+        root_causes = [
+            rank for rank in others if not isinstance(self._error(rank), BrokenLinkError)
+        ]
         killed = [rank for rank, code in exited.items() if code is not None and code < 0]
         silent = [
             rank
             for rank, code in exited.items()
-            if rank not in self._failures and (code or not seen[rank].finished)
+            if rank not in self._failures and (code or not states[rank].finished)
         ]
-        if own:
-            return self._failed(own[0])
+        if root_causes:
+            return self._failure_of(root_causes[0])
         if killed or silent:
             rank = (killed or silent)[0]
-            return self._died(rank, exited[rank])
-        return None if signalled or not others else self._failed(others[0])
+            return self._death_of(rank, exited[rank])
+        return None if signalled or not others else self._failure_of(others[0])
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
             event = parse(message)
-            self._liveness.heard(rank, event, time.monotonic())
+            self._stall_detector.record(rank, event, time.monotonic())
             self.trace(rank, event)
             if isinstance(event, Failed):
                 self._failures.setdefault(rank, event)  # a later report is about a signal
             for observer in self._observers:
                 observer(rank, event)
 
-    def _ended_badly(self) -> bool:
-        exited, seen = self._group.exited(), self._liveness.seen
-        if any(not seen[rank].finished for rank in exited):
+    def _has_failed_rank(self) -> bool:
+        exited, states = self._group.exited(), self._stall_detector.states
+        if any(not states[rank].finished for rank in exited):
             self._listen(0)  # a rank's last message may still be unread
-        return any(code or not seen[rank].finished for rank, code in exited.items())
+        return any(code or not states[rank].finished for rank, code in exited.items())
 
     def _error(self, rank: int) -> SvdppError:
         return error_from_dict(self._failures[rank].error)
 
-    def _failed(self, rank: int) -> SvdppError:
+    def _failure_of(self, rank: int) -> SvdppError:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             error.details.setdefault("rank", rank)
             return error  # input, output, model or memory: its message is complete
         where = describe_position(event.action, event.step)
         if isinstance(error, MismatchError):
-            return self._sent_wrongly(rank, error, event)
+            return self._mismatch_error(rank, error, event)
         return RankError(
             f"{self._name(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows the traceback",
-            picture=self._picture(rank, "failed here"),
+            grid=self._draw_grid(rank, "failed here"),
             trace=event.traceback,
             details={"rank": rank, **_position(event.action, event.step), **error.details},
         )
 
-    def _sent_wrongly(self, rank: int, error: MismatchError, event: Failed) -> RankError:
+    def _mismatch_error(self, rank: int, error: MismatchError, event: Failed) -> RankError:
         """The error of a packet that `rank` has refused: the fault of the rank that sent it."""
         where = describe_position(event.action, event.step)
         sender = error.details.get("from_rank", rank)
@@ -238,7 +240,7 @@ class Supervisor:
         return MismatchError(
             f"{self._name(sender)} sent rank {receiver} a wrong packet{where}: {error.message}",
             error.hint or "--debug shows the traceback of the rank that refused it",
-            picture=self._picture(sender, "sent it"),
+            grid=self._draw_grid(sender, "sent it"),
             trace=event.traceback,
             details={
                 "rank": sender,
@@ -247,7 +249,7 @@ class Supervisor:
             },
         )
 
-    def _died(self, rank: int, code: int | None) -> RankError:
+    def _death_of(self, rank: int, code: int | None) -> RankError:
         if code is None:
             hint = f"see the launcher's output on {self._group.workers[rank].host}"
             return self._rank_error(rank, "is gone", hint, "was lost here")
@@ -265,11 +267,11 @@ class Supervisor:
     def _rank_error(
         self, rank: int, cause: str, hint: str, remark: str, **details: object
     ) -> RankError:
-        heartbeat = self._liveness.seen[rank].heartbeat
+        heartbeat = self._stall_detector.states[rank].heartbeat
         return RankError(
             f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
-            picture=self._picture(rank, remark),
+            grid=self._draw_grid(rank, remark),
             trace=self._group.output_tail(rank) or "",
             details={
                 "rank": rank,
@@ -282,14 +284,14 @@ class Supervisor:
         worker, planned = self._group.workers[rank], self._config.device
         if planned == "cuda":
             planned = f"cuda:{worker.local_rank}"
-        device = self.trace.reported[rank].device or planned
+        device = self.trace.rank_metrics[rank].device or planned
         return f"rank {rank} ({device} of {worker.host})"
 
-    def _picture(self, rank: int, remark: str) -> str:
+    def _draw_grid(self, rank: int, remark: str) -> str:
         if not self.trace.spans:
             return ""
         marks, size = {rank: f"rank {rank} {remark}"}, self._group.world_size
-        return "\n".join(draw_grid(self.trace.spans, size, width=_PICTURE_WIDTH, marks=marks))
+        return "\n".join(draw_grid(self.trace.spans, size, width=_GRID_WIDTH, marks=marks))
 
 
 def _position(action: Action | None, step: int) -> dict[str, object]:
@@ -319,14 +321,14 @@ _LINK = (
 
 
 @dataclass
-class Seen:
-    """Record of what is known of one rank; times are seconds on the monotonic clock."""
+class RankState:
+    """State of one rank as its messages show it; times are seconds on the monotonic clock."""
 
-    heard: float
+    last_message: float
     """Time of the last message."""
-    progressed: float
+    last_progress: float
     """Until when it has made progress, or had nothing to do."""
-    acted: float
+    last_event: float
     """Time of the last message that was not a heartbeat."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     started: bool = False
@@ -345,12 +347,12 @@ class Stall:
     """The numbers of the reason, such as `silent_seconds`."""
 
 
-class Liveness:
-    """The distinction of a stalled rank from a slow one and from those that wait for it.
+class StallDetector:
+    """Detector of stalled ranks, which tells one from a slow one and from those that wait for it.
 
     All ranks must join within the start timeout. A rank is stalled after `silence_limit` without a
     heartbeat (eight times that before it has joined), or, once all have joined, after the timeout
-    of computing without progress. `seen` is by rank; all times are seconds on one clock.
+    of computing without progress. `states` is by rank; all times are seconds on one clock.
 
     Args:
         config: has the limits.
@@ -364,9 +366,9 @@ class Liveness:
         self._start_timeout = config.start_timeout_seconds
         self._heartbeat_timeout = silence_limit(config)
         self._timeout = config.timeout_seconds
-        self.seen = [Seen(now, now, now) for _ in range(config.world_size)]
+        self.states = [RankState(now, now, now) for _ in range(config.world_size)]
 
-    def heard(self, rank: int, event: Event, now: float) -> None:
+    def record(self, rank: int, event: Event, now: float) -> None:
         """Take one event.
 
         Args:
@@ -377,48 +379,48 @@ class Liveness:
         if isinstance(event, RankStats):
             return  # from a thread that goes on whatever the rank does
         self._discount_pause(now)
-        seen = self.seen[rank]
-        seen.started = True
-        seen.heard = now
+        state = self.states[rank]
+        state.started = True
+        state.last_message = now
         if isinstance(event, Heartbeat):
             # An idle rank makes no progress, and is not stalled. One that waited has its packet.
             is_idle = event.action is None and not event.writing
-            if is_idle or (seen.heartbeat.waiting and not event.waiting):
-                seen.progressed = now
-            seen.heartbeat = event
+            if is_idle or (state.heartbeat.waiting and not event.waiting):
+                state.last_progress = now
+            state.heartbeat = event
             return
-        seen.progressed = seen.acted = now
-        if isinstance(event, StepDone) and seen.heartbeat.action is not None:
-            step = min(event.step + 1, seen.heartbeat.action.end - 1)
-            seen.heartbeat = seen.heartbeat.model_copy(update={"step": step})
-        seen.joined = seen.joined or isinstance(event, Joined)
-        seen.finished = seen.finished or isinstance(event, Finished)
+        state.last_progress = state.last_event = now
+        if isinstance(event, StepDone) and state.heartbeat.action is not None:
+            step = min(event.step + 1, state.heartbeat.action.end - 1)
+            state.heartbeat = state.heartbeat.model_copy(update={"step": step})
+        state.joined = state.joined or isinstance(event, Joined)
+        state.finished = state.finished or isinstance(event, Finished)
 
     @property
     def all_joined(self) -> bool:
         """Whether every rank is ready for work."""
-        return all(seen.joined for seen in self.seen)
+        return all(state.joined for state in self.states)
 
     @property
     def all_finished(self) -> bool:
         """Whether every rank has reported the end of its work."""
-        return all(seen.finished for seen in self.seen)
+        return all(state.finished for state in self.states)
 
-    def stall(self, now: float) -> Stall | None:
+    def find_stall(self, now: float) -> Stall | None:
         """Return the stalled rank; None if there is none.
 
         Args:
             now: seconds on the clock of all times.
         """
         self._discount_pause(now)
-        running = [rank for rank, seen in enumerate(self.seen) if not seen.finished]
+        running = [rank for rank, state in enumerate(self.states) if not state.finished]
         for rank in running:
-            seen = self.seen[rank]
-            limit = self._heartbeat_timeout * (1 if seen.joined else _PATIENCE_AT_START)
-            if seen.started and now - seen.heard > limit:
-                reason = f"has sent no heartbeat for {now - seen.heard:.0f} s"
+            state = self.states[rank]
+            limit = self._heartbeat_timeout * (1 if state.joined else _PATIENCE_AT_START)
+            if state.started and now - state.last_message > limit:
+                reason = f"has sent no heartbeat for {now - state.last_message:.0f} s"
                 hint = "check whether it is stopped, or its machine is out of memory or unreachable"
-                numbers = {"silent_seconds": now - seen.heard, "limit_seconds": limit}
+                numbers = {"silent_seconds": now - state.last_message, "limit_seconds": limit}
                 return Stall(rank, reason, hint, numbers)
         if self.all_joined:
             return self._without_progress(running, now)
@@ -427,18 +429,18 @@ class Liveness:
     def _late(self, running: list[int]) -> Stall:
         """The rank that delays the start; a rank that is not yet connecting comes first."""
         phases = {
-            rank: (seen.joined, seen.heartbeat.peer >= 0, seen.started)
-            for rank, seen in enumerate(self.seen)
+            rank: (state.joined, state.heartbeat.peer >= 0, state.started)
+            for rank, state in enumerate(self.states)
         }
         rank = min(running, key=phases.__getitem__)
-        seen, within = self.seen[rank], f"within {self._start_timeout:.0f} s"
-        phase = seen.heartbeat.phase
+        state, within = self.states[rank], f"within {self._start_timeout:.0f} s"
+        phase = state.heartbeat.phase
         numbers: dict[str, object] = {"timeout_seconds": self._start_timeout}
-        if not seen.started:
+        if not state.started:
             return Stall(rank, f"never started {within}", _SLOW_DISK, numbers)
         numbers["phase"] = phase
-        if seen.heartbeat.peer >= 0:
-            numbers["peer"] = seen.heartbeat.peer
+        if state.heartbeat.peer >= 0:
+            numbers["peer"] = state.heartbeat.peer
             return Stall(rank, f"did not finish {phase} {within}", _LINK, numbers)
         doing = f" ({phase})" if phase else ""
         return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK, numbers)
@@ -451,25 +453,25 @@ class Liveness:
         pause, self._polled = now - self._polled, now
         if pause > _PAUSE_SECONDS:
             self._begun += pause
-            for seen in self.seen:
-                seen.heard += pause
-                seen.progressed += pause
-                seen.acted += pause
+            for state in self.states:
+                state.last_message += pause
+                state.last_progress += pause
+                state.last_event += pause
 
     def _without_progress(self, running: list[int], now: float) -> Stall | None:
-        slow = [rank for rank in running if now - self.seen[rank].progressed > self._timeout]
-        heartbeats = {rank: self.seen[rank].heartbeat for rank in running}
+        slow = [rank for rank in running if now - self.states[rank].last_progress > self._timeout]
+        heartbeats = {rank: self.states[rank].heartbeat for rank in running}
         # A waiting rank is slow because of another rank, unless all busy ranks wait, or unless it
         # has had something to write for all that time.
         causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
         if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
             # Not if one has just sent its packet, which the waiting rank has not reported yet.
-            acted = max((self.seen[rank].acted for rank in running), default=now)
-            causes = slow if now - acted > self._timeout else []
+            last_event = max((self.states[rank].last_event for rank in running), default=now)
+            causes = slow if now - last_event > self._timeout else []
         if not causes:
             return None
-        rank = min(causes, key=lambda rank: self.seen[rank].progressed)
-        last, seconds = heartbeats[rank], now - self.seen[rank].progressed
+        rank = min(causes, key=lambda rank: self.states[rank].last_progress)
+        last, seconds = heartbeats[rank], now - self.states[rank].last_progress
         waited = f"for {seconds:.0f} s"
         numbers = {"idle_seconds": seconds, "timeout_seconds": self._timeout}
         if last.writing and (last.waiting or last.action is None):

@@ -58,7 +58,7 @@ class TransferSpan(NamedTuple):
     """For a send: seconds before `start`, until the receiver was ready."""
 
 
-class MeanCosts:
+class MeasuredCosts:
     """Running means of each kind of work over all ranks, in constant memory."""
 
     def __init__(self) -> None:
@@ -99,17 +99,17 @@ class MeanCosts:
 
 
 #: Anything with a start and an end.
-Placed = Span | StepSpan | WaitSpan | TransferSpan
+TimedSpan = Span | StepSpan | WaitSpan | TransferSpan
 
 
-class Placement:
-    """Clock of rank 0's machine, on which events are placed; keeps the steps of current actions."""
+class SpanBuilder:
+    """Builder of spans from events, on the clock of rank 0's machine."""
 
     def __init__(self) -> None:
         self._clock_ahead: dict[int, float] = defaultdict(float)
-        self._unplaced: dict[int, list[StepDone]] = defaultdict(list)
+        self._open_steps: dict[int, list[StepDone]] = defaultdict(list)
 
-    def place(self, rank: int, event: Event) -> list[Placed]:
+    def add(self, rank: int, event: Event) -> list[TimedSpan]:
         """Return what `event` completes: an action first, then its steps, then the wait before it.
 
         Args:
@@ -120,7 +120,7 @@ class Placement:
             case Joined():
                 self._clock_ahead[rank] = event.clock_ahead
             case StepDone():
-                steps = self._unplaced[rank]
+                steps = self._open_steps[rank]
                 if steps and steps[-1].clip != event.clip:
                     steps.clear()  # of an action that a bad clip ended early
                 steps.append(event)
@@ -132,19 +132,19 @@ class Placement:
                 pass
         return []
 
-    def _action(self, rank: int, done: ActionDone) -> list[Placed]:
+    def _action(self, rank: int, done: ActionDone) -> list[TimedSpan]:
         action, ahead = done.action, self._clock_ahead[rank]
         start, end = done.start - ahead, done.end - ahead
-        placed: list[Placed] = [Span(rank, action, start, end)]
-        own = [step for step in self._unplaced.pop(rank, []) if step.clip == action.clip]
-        for step in reversed(own):  # back to back, up to the end of the action
+        spans: list[TimedSpan] = [Span(rank, action, start, end)]
+        steps = [step for step in self._open_steps.pop(rank, []) if step.clip == action.clip]
+        for step in reversed(steps):  # back to back, up to the end of the action
             begun = max(start, end - step.seconds)
-            placed.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
+            spans.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
             end = begun
         if done.waited > 0:
             # It may be two waits, for a send and then a receive, with almost nothing between.
-            placed.append(WaitSpan(rank, action.clip, start - done.waited, start))
-        return placed
+            spans.append(WaitSpan(rank, action.clip, start - done.waited, start))
+        return spans
 
     def _transfer(self, rank: int, done: TransferDone) -> TransferSpan:
         end = done.end - self._clock_ahead[rank]
@@ -153,7 +153,7 @@ class Placement:
 
 
 @dataclass
-class Mean:
+class RunningMean:
     """A running mean of what samples tell."""
 
     total: float = 0.0
@@ -171,7 +171,7 @@ class Mean:
 
 
 @dataclass
-class Reported:
+class RankMetrics:
     """Record of what a rank reports besides its spans, of all clips."""
 
     device: str = ""
@@ -189,8 +189,8 @@ class Reported:
     """The last sample; None if there was none."""
     peak_resident_bytes: int = 0
     peak_gpu_memory_bytes: int | None = None
-    gpu_load: Mean = field(default_factory=Mean)
-    gpu_watts: Mean = field(default_factory=Mean)
+    gpu_load: RunningMean = field(default_factory=RunningMean)
+    gpu_watts: RunningMean = field(default_factory=RunningMean)
 
 
 class Trace:
@@ -213,13 +213,13 @@ class Trace:
         self.steps: list[StepSpan] = []
         self.waits: list[WaitSpan] = []
         self.transfers: list[TransferSpan] = []
-        self.reported: dict[int, Reported] = defaultdict(Reported)
+        self.rank_metrics: dict[int, RankMetrics] = defaultdict(RankMetrics)
         self.begun = self.ready = time.monotonic()
         self.last_written: float | None = None
         self.last_clips, self._first_clip = last_clips, first_clip
         self._newest_clip = -1
-        self._means = MeanCosts()
-        self._placement = Placement()
+        self._means = MeasuredCosts()
+        self._span_builder = SpanBuilder()
 
     def __call__(self, rank: int, event: Event) -> None:
         """Record an event; ignore those without a time."""
@@ -227,40 +227,38 @@ class Trace:
         if clip is not None and clip < self._first_clip:
             return
         self._means.add(event)
-        self._report(self.reported[rank], event)
-        placed = self._placement.place(rank, event)
-        if not placed or not self._keeps(placed[0].clip):
+        self._report(self.rank_metrics[rank], event)
+        spans = self._span_builder.add(rank, event)
+        if not spans or not self._keeps(spans[0].clip):
             return
-        for span in placed:
+        for span in spans:
             getattr(self, _LISTS[type(span)]).append(span)
 
-    def _report(self, reported: Reported, event: Event) -> None:
+    def _report(self, metrics: RankMetrics, event: Event) -> None:
         match event:
             case Joined():
-                reported.device, reported.load_seconds = event.device, event.load_seconds
-                reported.device_name = event.device_name
+                metrics.device, metrics.load_seconds = event.device, event.load_seconds
+                metrics.device_name = event.device_name
                 self.ready = time.monotonic()
             case ActionDone():
-                reported.compute_seconds += event.end - event.start
+                metrics.compute_seconds += event.end - event.start
                 for cause, seconds in event.waits.items():
-                    reported.waits[cause] += seconds
+                    metrics.waits[cause] += seconds
             case ClipDone():
-                reported.num_written += 1
-                reported.write_seconds += event.write_seconds
+                metrics.num_written += 1
+                metrics.write_seconds += event.write_seconds
                 self.last_written = time.monotonic()
             case RankStats():
-                reported.stats = event
-                resident = max(reported.peak_resident_bytes, event.resident_bytes)
-                reported.peak_resident_bytes = resident
+                metrics.stats = event
+                resident = max(metrics.peak_resident_bytes, event.resident_bytes)
+                metrics.peak_resident_bytes = resident
                 if (memory := event.gpu_memory_bytes) is not None:
-                    reported.peak_gpu_memory_bytes = max(
-                        reported.peak_gpu_memory_bytes or 0, memory
-                    )
-                reported.gpu_load.add(event.gpu_load)
-                reported.gpu_watts.add(event.gpu_watts)
+                    metrics.peak_gpu_memory_bytes = max(metrics.peak_gpu_memory_bytes or 0, memory)
+                metrics.gpu_load.add(event.gpu_load)
+                metrics.gpu_watts.add(event.gpu_watts)
             case Finished():
-                reported.allocated_bytes = event.allocated_bytes
-                reported.reserved_bytes = event.reserved_bytes
+                metrics.allocated_bytes = event.allocated_bytes
+                metrics.reserved_bytes = event.reserved_bytes
             case _:
                 pass
 
@@ -294,7 +292,7 @@ class Trace:
         return self._means.costs_like(CostModel())
 
 
-_LISTS: dict[type[Placed], str] = {
+_LISTS: dict[type[TimedSpan], str] = {
     Span: "spans",
     StepSpan: "steps",
     WaitSpan: "waits",

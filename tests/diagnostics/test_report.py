@@ -140,7 +140,7 @@ def test_the_parts_of_real_ranks_add_up() -> None:
     assert counts == [(6, 0), (0, 0), (0, 6)]
     for rank in figures.ranks:
         assert rank.peak_bytes
-        causes = sum(pipeline.trace.reported[rank.rank].waits.values())
+        causes = sum(pipeline.trace.rank_metrics[rank.rank].waits.values())
         assert causes == pytest.approx(rank.wait + rank.transfer, abs=1e-6)
         parts = rank.compute, rank.wait, rank.transfer, rank.idle
         assert sum(parts) == pytest.approx(rank.wall, rel=allowing_for_others(0.01)), rank

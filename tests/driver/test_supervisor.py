@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from svdpp.driver import supervisor
-from svdpp.driver.supervisor import Liveness, Stall, Supervisor
+from svdpp.driver.supervisor import Stall, StallDetector, Supervisor
 from svdpp.driver.trace import StepSpan, Trace, WaitSpan
 from svdpp.errors import (
     BrokenLinkError,
@@ -55,19 +55,21 @@ def _opening(peer: int) -> Heartbeat:
 OPENING = {0: _opening(1), 1: _opening(0), 2: _opening(1)}
 
 
-def _liveness(world_size: int = 3, *, joined: bool = True, start_timeout: float = 60) -> Liveness:
+def _detector(
+    world_size: int = 3, *, joined: bool = True, start_timeout: float = 60
+) -> StallDetector:
     limits = {"heartbeat_timeout_seconds": 10.0, "timeout_seconds": 100.0}
     deadlines = config(world_size, steps=6, start_timeout_seconds=start_timeout, **limits)
-    liveness = Liveness(deadlines, 0.0)
+    detector = StallDetector(deadlines, 0.0)
     for rank in range(world_size if joined else 0):
-        liveness.heard(rank, JOINED, 0.0)
-    return liveness
+        detector.record(rank, JOINED, 0.0)
+    return detector
 
 
-def _hear(liveness: Liveness, second: float, events: Mapping[int, Event]) -> Stall | None:
+def _hear(detector: StallDetector, second: float, events: Mapping[int, Event]) -> Stall | None:
     for rank, event in events.items():
-        liveness.heard(rank, event, second)
-    return liveness.stall(second)
+        detector.record(rank, event, second)
+    return detector.find_stall(second)
 
 
 def _assert_stalled(stall: Stall | None, rank: int, reason: str) -> None:
@@ -95,20 +97,20 @@ Beats = Mapping[int, Heartbeat]
 def test_after_the_limit_the_rank_that_is_the_cause_is_named(
     beats: Beats, fine: int, rank: int, reason: str
 ) -> None:
-    liveness = _liveness()
-    assert {_hear(liveness, second, beats) for second in range(fine + 1)} == {None}
-    _assert_stalled(_hear(liveness, fine + 1, beats), rank, reason)
+    detector = _detector()
+    assert {_hear(detector, second, beats) for second in range(fine + 1)} == {None}
+    _assert_stalled(_hear(detector, fine + 1, beats), rank, reason)
 
 
 def test_samples_for_monitoring_are_no_sign_of_life() -> None:
     """Their thread goes on while a rank hangs, or its heartbeats do not come."""
-    sample, liveness = RankStats(sent_bytes=0, received_bytes=0, resident_bytes=1), _liveness()
+    sample, detector = RankStats(sent_bytes=0, received_bytes=0, resident_bytes=1), _detector()
     beats: Mapping[int, Event] = {0: WAITING, 1: COMPUTING, 2: WAITING}
     for second in range(101):
-        liveness.heard(1, sample, second)
-        assert _hear(liveness, second, beats) is None
-    liveness.heard(1, sample, 101)
-    _assert_stalled(_hear(liveness, 101, beats), 1, "has made no progress for 101 s")
+        detector.record(1, sample, second)
+        assert _hear(detector, second, beats) is None
+    detector.record(1, sample, 101)
+    _assert_stalled(_hear(detector, 101, beats), 1, "has made no progress for 101 s")
 
 
 @pytest.mark.parametrize(
@@ -123,10 +125,10 @@ def test_samples_for_monitoring_are_no_sign_of_life() -> None:
 def test_the_rank_that_delays_the_start_is_named(
     beats: Beats, joined: Sequence[int], rank: int, reason: str
 ) -> None:
-    liveness = _liveness(joined=False)
+    detector = _detector(joined=False)
     for second in range(61):
-        assert _hear(liveness, second, beats) is None
-    stall = _hear(liveness, 61, {**beats, **dict.fromkeys(joined, JOINED)})
+        assert _hear(detector, second, beats) is None
+    stall = _hear(detector, 61, {**beats, **dict.fromkeys(joined, JOINED)})
     _assert_stalled(stall, rank, reason)
     if stall and "link" in reason:
         assert "NCCL_P2P_DISABLE=1" in stall.hint
@@ -135,11 +137,11 @@ def test_the_rank_that_delays_the_start_is_named(
 
 def test_a_rank_may_be_silent_for_longer_before_it_has_joined() -> None:
     """CUDA's initialisation may hold the GIL for long; at last it is named, not who waits."""
-    liveness = _liveness(2, joined=False, start_timeout=600)
-    liveness.heard(1, _opening(0), 0.0)
+    detector = _detector(2, joined=False, start_timeout=600)
+    detector.record(1, _opening(0), 0.0)
     for second in range(81):
-        assert _hear(liveness, second, {0: _opening(1)}) is None
-    stall = _hear(liveness, 81, {0: _opening(1)})
+        assert _hear(detector, second, {0: _opening(1)}) is None
+    stall = _hear(detector, 81, {0: _opening(1)})
     _assert_stalled(stall, 1, "has sent no heartbeat for 81 s")
 
 
@@ -154,51 +156,51 @@ def _writes_clip_after_clip(second: int) -> Mapping[int, Event]:
 def test_all_is_well_while_ranks_progress_or_have_no_work(
     events: Callable[[int], Mapping[int, Event]],
 ) -> None:
-    liveness = _liveness()
-    assert {_hear(liveness, second, events(second)) for second in range(500)} == {None}
+    detector = _detector()
+    assert {_hear(detector, second, events(second)) for second in range(500)} == {None}
 
 
 def test_a_rank_that_waited_long_has_all_its_time_once_it_begins() -> None:
     """Its neighbour has sent its packet and is idle before the rank says that it computes."""
-    liveness = _liveness(2)
+    detector = _detector(2)
     sent = 400
     for second in range(sent + 104):
         if second < sent:
-            liveness.heard(0, STEP, float(second))
+            detector.record(0, STEP, float(second))
         now = {0: COMPUTING if second < sent else IDLE, 1: WAITING}
-        stall = _hear(liveness, second, now if second < sent + 2 else {**now, 1: COMPUTING})
+        stall = _hear(detector, second, now if second < sent + 2 else {**now, 1: COMPUTING})
         assert (stall is None) == (second <= sent + 102), second
     _assert_stalled(stall, 1, "has made no progress for 101 s")
 
 
 def test_the_place_follows_the_steps() -> None:
-    liveness = _liveness()
-    liveness.heard(1, COMPUTING, 1.0)
-    liveness.heard(1, StepDone(clip=0, step=2, seconds=0.1), 1.1)
-    assert liveness.seen[1].heartbeat.step == 3
-    liveness.heard(1, StepDone(clip=0, step=3, seconds=0.1), 1.2)
-    assert liveness.seen[1].heartbeat == Heartbeat(action="DENOISE c0 0:4", step=3)
-    liveness.heard(2, STEP, 1.2)
-    assert liveness.seen[2].heartbeat == Heartbeat()
+    detector = _detector()
+    detector.record(1, COMPUTING, 1.0)
+    detector.record(1, StepDone(clip=0, step=2, seconds=0.1), 1.1)
+    assert detector.states[1].heartbeat.step == 3
+    detector.record(1, StepDone(clip=0, step=3, seconds=0.1), 1.2)
+    assert detector.states[1].heartbeat == Heartbeat(action="DENOISE c0 0:4", step=3)
+    detector.record(2, STEP, 1.2)
+    assert detector.states[2].heartbeat == Heartbeat()
 
 
 def test_finished_ranks_may_fall_silent() -> None:
-    liveness = _liveness(2)
-    liveness.heard(0, Finished(), 1.0)
-    assert {_hear(liveness, second, {1: COMPUTING}) for second in range(51)} == {None}
-    assert not liveness.all_finished
-    liveness.heard(1, Finished(), 51.0)
-    assert liveness.all_finished
+    detector = _detector(2)
+    detector.record(0, Finished(), 1.0)
+    assert {_hear(detector, second, {1: COMPUTING}) for second in range(51)} == {None}
+    assert not detector.all_finished
+    detector.record(1, Finished(), 51.0)
+    assert detector.all_finished
 
 
 def test_the_time_in_which_the_parent_was_stopped_is_nobodys_fault() -> None:
-    liveness, waiting = _liveness(), {0: WAITING, 2: WAITING}
+    detector, waiting = _detector(), {0: WAITING, 2: WAITING}
     for second in range(6):
-        _hear(liveness, second, {**waiting, 1: COMPUTING})
-    assert liveness.stall(1000.0) is None
+        _hear(detector, second, {**waiting, 1: COMPUTING})
+    assert detector.find_stall(1000.0) is None
     for second in range(1001, 1011):
-        assert _hear(liveness, second, waiting) is None
-    _assert_stalled(liveness.stall(1012.0), 1, "has sent no heartbeat for 12 s")
+        assert _hear(detector, second, waiting) is None
+    _assert_stalled(detector.find_stall(1012.0), 1, "has sent no heartbeat for 12 s")
 
 
 # --- the cause of a failure ---------------------------------------------------------------------
@@ -239,7 +241,7 @@ def test_after_a_signal_to_all_nobody_is_to_blame() -> None:
     links_broke = [(2, LINK_BROKE), (1, INTERRUPTED), (0, LINK_BROKE)]
     for said in ([(1, INTERRUPTED), (2, INTERRUPTED)], links_broke, []):
         gone = {rank: None for rank, event in said if event is INTERRUPTED}
-        assert _supervisor(said, gone).find_cause() is None
+        assert _supervisor(said, gone).find_root_cause() is None
 
 
 FINISHED = Finished()
@@ -280,7 +282,7 @@ def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -
 def test_an_error_whose_message_is_complete_has_its_rank_in_the_details() -> None:
     """So that a server knows whose clip it was."""
     full = _failed(OutOfMemoryError("full", details={"gib": 3}))
-    cause = _supervisor([(0, LINK_BROKE), (1, full)], {}).find_cause()
+    cause = _supervisor([(0, LINK_BROKE), (1, full)], {}).find_root_cause()
     assert isinstance(cause, OutOfMemoryError)
     assert cause.details == {"gib": 3, "rank": 1}
 

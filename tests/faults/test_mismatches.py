@@ -114,7 +114,7 @@ def test_the_rank_that_sent_is_named(
     ends = {"rank": 0, "from_rank": 0, "to_rank": 1, "clip": refused, "step": 1}
     assert ends.items() <= details.items(), details
     assert has_details(details), details
-    assert "<-- rank 0 sent it" in error.picture
+    assert "<-- rank 0 sent it" in error.grid
 
 
 @pytest.mark.parametrize(("damage", "sent", "planned"), [("skipped", None, 2), ("twice", 2, None)])
