@@ -293,15 +293,15 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
     """Return a hint on a misspelt name.
 
     Args:
         name: as it was typed.
-        known: correct names.
-        otherwise: hint if no known name is like it.
+        choices: correct names.
+        otherwise: hint if none of them is like it.
     """
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, choices, n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
@@ -312,17 +312,17 @@ def describe_fault(fault: Mapping[str, Any]) -> str:
         fault: one entry of pydantic's `errors()`.
     """
     kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
-    given = f", got {value if len(value) <= 60 else value[:57] + '...'}"
+    got = f", got {value if len(value) <= 60 else value[:57] + '...'}"
     for beginning, wanted in _WANTED.items():
         if kind.startswith(beginning):
-            return wanted.format(**about) + given
+            return wanted.format(**about) + got
     if kind == "missing":
         return "is missing"
     if kind == "extra_forbidden":
         return "is unknown"
     if kind == "value_error":
         return f"is refused: {fault['msg'].removeprefix('Value error, ')}"
-    return re.sub(r"^\w+ should", "must", fault["msg"]) + given
+    return re.sub(r"^\w+ should", "must", fault["msg"]) + got
 
 
 def fault_details(fault: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,10 +340,10 @@ def fault_details(fault: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in fault.get("ctx", {}).items()
         if isinstance(value, int | float | str)
     }
-    given = repr(fault.get("input"))
+    shown = repr(fault.get("input"))
     return {
         "field": ".".join(map(str, fault["loc"])),
-        "given": given if len(given) <= 60 else given[:57] + "...",
+        "given": shown if len(shown) <= 60 else shown[:57] + "...",
         "problem": fault["msg"],
         **limits,
     }

@@ -50,17 +50,17 @@ def estimate_memory(
         ModelError: a component cannot be made from its config.
         SvdppError: the process failed, or took longer than 600 s.
     """
-    given = (checkpoint, model, sampling, device, num_threads)
-    return _in_process(given) if was_launched() else _estimate(given)
+    arguments = (checkpoint, model, sampling, device, num_threads)
+    return _in_process(arguments) if was_launched() else _estimate(arguments)
 
 
-def _in_process(given: tuple[Any, ...]) -> MemoryEstimate:
+def _in_process(arguments: tuple[Any, ...]) -> MemoryEstimate:
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     try:
         done = subprocess.run(
             # `-P`, because `-m` adds the working folder to the path.
             [sys.executable, "-P", "-m", __name__],
-            input=pickle.dumps(given),
+            input=pickle.dumps(arguments),
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,
             check=False,
@@ -79,33 +79,33 @@ def _in_process(given: tuple[Any, ...]) -> MemoryEstimate:
             f"the estimate of memory ended with exit code {done.returncode}: {first_line(last)}",
             details={"exit_code": done.returncode},
         )
-    answer = json.loads(lines[-1])
-    if "error" in answer:
-        raise error_from_dict(answer["error"])
-    return MemoryEstimate(*(PartMemory(*part) for part in answer["parts"]))
+    response = json.loads(lines[-1])
+    if "error" in response:
+        raise error_from_dict(response["error"])
+    return MemoryEstimate(*(PartMemory(*part) for part in response["parts"]))
 
 
-def _estimate(given: tuple[Any, ...]) -> MemoryEstimate:
+def _estimate(arguments: tuple[Any, ...]) -> MemoryEstimate:
     from svdpp.models.memory import estimate  # diffusers: seconds
 
-    checkpoint, model, sampling, device, num_threads = given
+    checkpoint, model, sampling, device, num_threads = arguments
     return estimate(checkpoint, model, sampling, device=device, num_threads=num_threads)
 
 
-def _answer(given: tuple[Any, ...]) -> dict[str, Any]:
+def _respond(arguments: tuple[Any, ...]) -> dict[str, Any]:
     try:
-        return {"parts": [*_estimate(given)]}
+        return {"parts": [*_estimate(arguments)]}
     except SvdppError as error:
         return {"error": error_to_dict(error)}
 
 
 def main() -> None:
-    """Read what to estimate from stdin, and write the answer as the last line of stdout."""
+    """Read what to estimate from stdin, and write the response as the last line of stdout."""
     end_with_parent()
-    given = pickle.load(sys.stdin.buffer)
+    arguments = pickle.load(sys.stdin.buffer)
     with environment_defaults():
-        answer = _answer(given)
-    sys.stdout.write(json.dumps(answer) + "\n")
+        response = _respond(arguments)
+    sys.stdout.write(json.dumps(response) + "\n")
     sys.stdout.flush()
     os._exit(0)  # the libraries take a second to end
 

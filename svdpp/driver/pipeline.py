@@ -142,7 +142,7 @@ class Pipeline(PipelineRanks):
             num_clips=len(resolved),
         )
         if self._is_mixed or divides_batches(self.config, self.checkpoint):
-            metadata = [{**own, "exact": "unproven"} for own in metadata]
+            metadata = [{**each, "exact": "unproven"} for each in metadata]
         with self._submitting:
             supervisor = self._check_open()
             first = self._clips.num_added

@@ -43,12 +43,12 @@ class RequestScheduler:
 
     def resolve_request(self, request: ClipRequest) -> ClipRequest:
         """Return `request` with numbers for its frame count and the pipeline's decode chunk."""
-        own = request.sampling
-        if own is None:
+        requested = request.sampling
+        if requested is None:
             return request
-        sampling = self._config_with(own).sampling
+        sampling = self._config_with(requested).sampling
         chunk = self._config.sampling.decode_chunk_size
-        if chunk is not None and own.decode_chunk_size is None:
+        if chunk is not None and requested.decode_chunk_size is None:
             sampling = replace(sampling, decode_chunk_size=min(chunk, sampling.frames))
         if sampling == self._config.sampling:
             return replace(request, sampling=None)
@@ -74,8 +74,8 @@ class RequestScheduler:
         if request.sampling is not None and not self._can_take(layout, route):
             route = layout.route(clip, all_stages=True)
             if not self._can_take(layout, route):
-                own = self._config.sampling.num_inference_steps
-                if layout.num_steps == own:
+                pipeline_steps = self._config.sampling.num_inference_steps
+                if layout.num_steps == pipeline_steps:
                     raise RequestError(
                         "with these parameters the model changes its expert at another step, and "
                         "some ranks have not loaded the expert that they would need",
@@ -83,10 +83,14 @@ class RequestScheduler:
                         details={"clip": clip},
                     )
                 raise RequestError(
-                    f"the ranks were started with --steps {own}, and some have not loaded what "
+                    f"the ranks were started with --steps {pipeline_steps}, and some have not loaded what "
                     f"clips of {layout.num_steps} steps need",
-                    f"use {own} steps, or start the ranks with --steps {layout.num_steps}",
-                    details={"clip": clip, "steps": layout.num_steps, "pipeline_steps": own},
+                    f"use {pipeline_steps} steps, or start the ranks with --steps {layout.num_steps}",
+                    details={
+                        "clip": clip,
+                        "steps": layout.num_steps,
+                        "pipeline_steps": pipeline_steps,
+                    },
                 )
         return route.resumed(request.done_steps) if request.done_steps else route
 
@@ -169,8 +173,8 @@ class RequestScheduler:
             RequestError: a request or its metadata cannot be sent as JSON.
         """
         jobs = {
-            clip: ClipJob(clip=clip, request=request, metadata=dict(own))
-            for clip, (request, own) in enumerate(zip(requests, metadata, strict=True), first)
+            clip: ClipJob(clip=clip, request=request, metadata=dict(recorded))
+            for clip, (request, recorded) in enumerate(zip(requests, metadata, strict=True), first)
         }
         schedule = self.schedule(requests, first)
         try:
@@ -185,9 +189,9 @@ class RequestScheduler:
 
     def _batch(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> ActionBatch:
         finished = {action.clip for action in actions if action.kind is Kind.FINISH}
-        own = [
+        rank_jobs = [
             # The metadata of many clips would slow the start of ranks that do not write them.
             jobs[clip] if clip in finished else jobs[clip].model_copy(update={"metadata": {}})
             for clip in sorted({action.clip for action in actions})
         ]
-        return ActionBatch(actions=tuple(actions), jobs=tuple(own))
+        return ActionBatch(actions=tuple(actions), jobs=tuple(rank_jobs))

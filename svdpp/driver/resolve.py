@@ -187,8 +187,8 @@ def memory_as_costs(model: ModelConfig, sampling: SamplingConfig, device: str) -
         RequestError: the model cannot make such clips.
         ModelError: the model is missing or not supported.
     """
-    asked = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
-    return estimate_parts(*resolve_config(asked, weights="none")).as_costs()
+    config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
+    return estimate_parts(*resolve_config(config, weights="none")).as_costs()
 
 
 def estimate_ranks(config: PipelineConfig) -> list[int]:

@@ -237,11 +237,11 @@ def choose_interface(
         RequestError: there is no such interface, `peer` cannot be reached, or other hosts could not
             reach the address.
     """
-    known = _addresses()
-    others = ", ".join(dict.fromkeys(name for name, _ in known if name != "lo"))
+    addresses = _addresses()
+    others = ", ".join(dict.fromkeys(name for name, _ in addresses if name != "lo"))
     name, source = environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], ""
     if name:
-        address = next((own for interface, own in known if interface == name), "")
+        address = next((each for interface, each in addresses if interface == name), "")
     else:
         address, source = _address_towards(peer), f" (the address for {peer!r})"
     if not address:
@@ -261,7 +261,7 @@ def choose_interface(
             details={"address": address, "peer": peer},
         )
     if not name:
-        name = "lo" if is_loopback else next((n for n, own in known if own == address), "")
+        name = "lo" if is_loopback else next((n for n, each in addresses if each == address), "")
     if name:
         environment["GLOO_SOCKET_IFNAME"] = name
         environment.setdefault("NCCL_SOCKET_IFNAME", name)
@@ -295,9 +295,9 @@ def _address_towards(peer: str) -> str:
 def _addresses() -> list[tuple[str, str]]:
     """Each interface with its addresses, IPv4 first, but none that is valid on one link only."""
     return [
-        (name, known.address)
-        for name, all_known in psutil.net_if_addrs().items()
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
         for family in (socket.AF_INET, socket.AF_INET6)
-        for known in all_known
-        if known.family == family and "%" not in known.address
+        for entry in entries
+        if entry.family == family and "%" not in entry.address
     ]

@@ -93,10 +93,10 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         _NCCL_ERRORS: "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
-    given = set(environment)
+    existing = set(environment)
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
-        given.discard(_NCCL_ERRORS)  # torchrun exports 1 if the user has not set it
-    return {name: value for name, value in values.items() if name not in given}
+        existing.discard(_NCCL_ERRORS)  # torchrun exports 1 if the user has not set it
+    return {name: value for name, value in values.items() if name not in existing}
 
 
 def tune_gc() -> None:

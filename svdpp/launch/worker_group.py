@@ -104,8 +104,8 @@ class QueuedChannel(ControlChannel):
         self._sender.join(timeout)
         if self._sender.is_alive():  # it may wait for the rank to read
             descriptor = os.dup(self.connection.fileno())
-            with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as own:
-                own.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
             self._sender.join()
         self.connection.close()
 

@@ -129,10 +129,10 @@ class Reporter:
 
     def report_clip_failure(self, clip: int, error: BaseException) -> None:
         """Report that one clip alone is lost, and why."""
-        known = error_to_dict(error)
+        record = error_to_dict(error)
         if self._other_host:
-            known["message"] = f"on {self._other_host}: {known['message']}"
-        self.send(ClipFailed(clip=clip, error=known))
+            record["message"] = f"on {self._other_host}: {record['message']}"
+        self.send(ClipFailed(clip=clip, error=record))
 
     def report_failure(self, error: BaseException) -> None:
         """Report the error that ends the rank, and what it was doing."""

@@ -71,19 +71,19 @@ def conditions_of(
     Returns:
         JSON values by name: settings of torch, and of a GPU its model and library versions.
     """
-    known: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         "memory_format": "channels_last" if config.model.channels_last else "contiguous",
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
     if device.startswith("cuda"):
-        known |= _gpu_conditions(device)
+        conditions |= _gpu_conditions(device)
     part = "feature_extractor"  # of SVD, whose class is that of the installed library
     if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):
         from svdpp.models.engine.load import component_class  # imports diffusers: seconds
 
-        known[part] = component_class(part, name).__name__
-    return known
+        conditions[part] = component_class(part, name).__name__
+    return conditions
 
 
 def gpu_uuid(device: str) -> str | None:
@@ -216,23 +216,23 @@ def out_of_memory_named(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
             raise
-        known = {"cause": first_line(error), **memory_details(error)}
+        details = {"cause": first_line(error), **memory_details(error)}
         if device is not None:
-            known["device"] = str(device)
+            details["device"] = str(device)
         if rank is not None:
-            known["rank"] = rank
+            details["rank"] = rank
         if isinstance(doing, Action):
-            known = {"clip": doing.clip, "step": doing.start, **known}
-        if "free_bytes" not in known and "device" in known:
+            details = {"clip": doing.clip, "step": doing.start, **details}
+        if "free_bytes" not in details and "device" in details:
             # The number matters less than the error, which a broken driver must not hide.
             with contextlib.suppress(SvdppError, OSError, RuntimeError):
-                known["free_bytes"] = _free_bytes(known["device"])
+                details["free_bytes"] = _free_bytes(details["device"])
         if isinstance(error, OutOfMemoryError):  # such as of a load, with words of its own
-            raise OutOfMemoryError(error.message, error.hint, details=known) from error
+            raise OutOfMemoryError(error.message, error.hint, details=details) from error
         kind = doing.kind if isinstance(doing, Action) else doing
         part, knob = _MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
         message = f"out of memory while {part}: {first_line(error)}"
-        raise OutOfMemoryError(message, knob, details=known) from error
+        raise OutOfMemoryError(message, knob, details=details) from error
 
 
 def _free_bytes(device: str) -> int:

@@ -274,8 +274,8 @@ class ActionQueue(deque[Action]):
     def add(self, actions: Sequence[Action]) -> None:
         """Add a list of further clips, in order."""
         help_of_last = self._take_help(actions[0].clip - 1) if actions else []
-        own = next((i for i, each in enumerate(actions) if _is_help(each)), len(actions))
-        visit, rest = actions[:own], actions[own:]
+        first_help = next((i for i, each in enumerate(actions) if _is_help(each)), len(actions))
+        visit, rest = actions[:first_help], actions[first_help:]
         if self and visit and visit[0].kind is Kind.RECV:
             self.insert(self._start_of_last_work(), visit[0])
             visit = visit[1:]
@@ -500,10 +500,12 @@ class _ParentChannel(ControlChannel):
 
     def disconnect(self) -> None:
         self._is_disconnected = True
-        with socket.socket(fileno=self.connection.fileno()) as own:
+        with socket.socket(fileno=self.connection.fileno()) as duplicate:
             with contextlib.suppress(OSError):
-                own.shutdown(socket.SHUT_WR)  # rank 0 first reads the messages still in flight
-            own.detach()
+                duplicate.shutdown(
+                    socket.SHUT_WR
+                )  # rank 0 first reads the messages still in flight
+            duplicate.detach()
 
     def report_signal(self, number: int) -> None:
         """Report the signal that ends this process to rank 0, if that succeeds at once."""

@@ -251,8 +251,8 @@ class PipelineStage:
 
     def _recv(self, action: Action) -> None:
         ends = action.clip, action.start, action.peer, _channel_of(action)
-        known = {LATENTS: self._latent(action)} if action.kind is Kind.RECV else None
-        self._pending[action.clip] = self._transport.post_receive(*ends, known)
+        expected = {LATENTS: self._latent(action)} if action.kind is Kind.RECV else None
+        self._pending[action.clip] = self._transport.post_receive(*ends, expected)
 
     def _latent(self, action: Action) -> TensorSpec:
         """The latent of the action's clip at its start, by the request and the model."""
@@ -363,9 +363,9 @@ class PipelineStage:
 
     def _part(self, action: Action) -> Specs:
         """The frames that another rank decodes: as many as the action says, of this rank's size."""
-        own, frames = self._frames[action.clip], action.frames
+        decoded, frames = self._frames[action.clip], action.frames
         assert frames is not None
-        return {_FRAMES: TensorSpec((frames.end - frames.first, *own.shape[1:]), own.dtype)}
+        return {_FRAMES: TensorSpec((frames.end - frames.first, *decoded.shape[1:]), decoded.dtype)}
 
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
@@ -544,8 +544,8 @@ class Denoising:
         tensors = evaluate()
         self._packet.memory_pressure |= context.memory_pressure.rose()
         self._send(step, tensors)
-        own = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        packet = self._arrived(step, pending, own)
+        expected = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+        packet = self._arrived(step, pending, expected)
         self._packet.memory_pressure |= packet.memory_pressure
         self._next = None if packet.tombstone else step + 1
         if packet.tombstone:

@@ -126,12 +126,16 @@ class LatentCheckpoints:
             raise unfit(f"cannot be read: {output_files.error_reason(error)}") from error
         if metadata["sha256"] != _sha256(tensors):
             raise unfit("is damaged: its tensors have another hash")
-        for kind, own in (("conditions", self._conditions), ("weights", self._weights)):
+        for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
             # Of hosts without a common folder each has the weights of its own ranks.
-            names = own.keys() & before.keys() if kind == "weights" else own.keys() | before.keys()
+            names = (
+                current.keys() & before.keys()
+                if kind == "weights"
+                else current.keys() | before.keys()
+            )
             for each in sorted(names):
-                if (was := before.get(each)) != (now := own.get(each)):
+                if (was := before.get(each)) != (now := current.get(each)):
                     raise unfit(
                         f"was written with another {each}: {was}, now {now}", before=was, now=now
                     )
