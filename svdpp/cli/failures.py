@@ -116,7 +116,7 @@ def _is_told_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
         return False
     if not isinstance(error, SvdppError) or isinstance(error, RankError):
         return not isinstance(error, Exception) or launched.local_rank != 0
-    from svdpp.worker.rank import report_start_failure
+    from svdpp.worker.secondary_rank import report_start_failure
 
     reported = report_start_failure(launched, error_to_dict(error), timeout=_REPORT_SECONDS)
     return reported or bool(signals)

@@ -23,7 +23,8 @@ from svdpp.launch.worker_group import WorkerGroup, start_ranks
 from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.worker.messages import Event, Started
-from svdpp.worker.rank import RankSetup, rank_main, run_secondary_rank
+from svdpp.worker.rank import RankSetup, rank_main
+from svdpp.worker.secondary_rank import run_secondary_rank
 
 # Fields of the configuration that may differ by host, or are compared otherwise.
 _NOT_SHARED = ("sampling", "loras", "local_files_only", "start_timeout_seconds")

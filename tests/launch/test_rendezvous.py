@@ -24,7 +24,7 @@ from svdpp.launch import process_group, process_lifetime, rendezvous
 from svdpp.launch.rendezvous import RankListener, RendezvousConfig, join_ranks
 from svdpp.launch.worker_group import END, ControlChannel, QueuedChannel, WorkerGroup
 from svdpp.launch.world import World
-from svdpp.worker import rank as rank_module
+from svdpp.worker import secondary_rank
 from svdpp.worker.messages import Heartbeat
 from tests.faults.processes import allowing_for_others
 
@@ -104,7 +104,7 @@ def test_clocks_are_compared() -> None:
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
     with pytest.raises(RankError, match="rank 0 does not answer"):
-        rank_module._measure_clock_offset(theirs, 0.1)
+        secondary_rank._measure_clock_offset(theirs, 0.1)
     ours.close()
 
 
@@ -144,7 +144,7 @@ def _connected(store: HashStore, rank: int, **settings: str) -> Connection:
     world = replace(WORLD, rank=rank, host=1)
     config = replace(CONFIG, world=world, shared_settings=settings)
     connection, _ = rendezvous.connect(store, config.hello(), config)
-    rank_module._measure_clock_offset(connection, 20)
+    secondary_rank._measure_clock_offset(connection, 20)
     return connection
 
 
@@ -190,7 +190,7 @@ def test_a_silent_host_is_named_if_a_heartbeat_finds_it(monkeypatch: pytest.Monk
 
     connection.recv_bytes = receive
     config = replace(CONFIG, world=replace(WORLD, rank=1, host=1))
-    parent = rank_module._ParentChannel(connection, "there", config, "cpu", (), say)
+    parent = secondary_rank._ParentChannel(connection, "there", config, "cpu", (), say)
     with pytest.raises(OSError, match="no route"):
         parent.send(Heartbeat().to_bytes())
     sent.set()

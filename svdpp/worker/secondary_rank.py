@@ -1,0 +1,226 @@
+"""The life of a rank other than 0 that a launcher started: it follows rank 0, and ends with it.
+
+It stands above `launch.rendezvous`, because it reads the events that it passes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from svdpp.errors import Interrupted, RankError, RequestError, error_to_dict, exit_code_of
+from svdpp.launch import process_group, process_lifetime, rendezvous
+from svdpp.launch.rendezvous import RendezvousConfig
+from svdpp.launch.worker_group import END, ClockOffset, ControlChannel, EntryPoint, LaunchContext
+from svdpp.launch.world import World
+from svdpp.worker.messages import (
+    Event,
+    Failed,
+    Heartbeat,
+    describe_position,
+    parse,
+)
+
+# A launcher shows the output of the rank that fails first: rank 0, which prints the error.
+_EXIT_DELAY_SECONDS = 2.0
+_REPORT_SECONDS = 4.0
+_SIGNAL_REPORT_SECONDS = 1.0
+
+
+def run_secondary_rank(
+    entry: EntryPoint,
+    argument: Any,
+    config: RendezvousConfig,
+    *,
+    device: str,
+    observers: Sequence[Callable[[int, Event], None]],
+    say: Callable[[str, bool], None],
+    ignores_signals: bool = False,
+) -> None:
+    """Run a rank other than 0 of a launcher's world; end the process unless all work succeeded.
+
+    Args:
+        entry: what the rank does, such as `rank_main`.
+        argument: second argument of `entry`.
+        config: world, backend and deadlines; must equal those of rank 0.
+        device: name of the rank's device, for messages.
+        observers: called with this rank and each of its events.
+        say: see `Pipeline.serve`.
+        ignores_signals: whether it survives INT, TERM and HUP: rank 0, which gets the same ones,
+            ends the run in its own time.
+
+    Raises:
+        RankError: rank 0 cannot be reached, or does not answer in time.
+        RequestError: this rank's command line differs from that of rank 0.
+    """
+    process_lifetime.end_with_parent()
+    if ignores_signals:
+        process_lifetime.ignore_signals()
+    else:
+        process_lifetime.exit_on_signals(_exit_on_signal)
+    _, store = process_group.open_store(config.world, config.start_timeout)
+    connection, endpoint = rendezvous.connect(store, config.hello(), config)
+    clock = _measure_clock_offset(connection, config.start_timeout)
+    parent = _ParentChannel(connection, endpoint.host, config, device, observers, say)
+    _parents[:] = [parent]
+    while parent.receive(_EXIT_DELAY_SECONDS) is None:
+        pass  # until rank 0 lets all ranks begin; if the connection is lost, the process exits
+    launch = LaunchContext(
+        config.world,
+        config.backend,
+        parent,
+        join=lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
+        host=socket.gethostname(),
+        clock=clock,
+    )
+    try:
+        entry(launch, argument)
+    except BaseException as error:
+        # The entry has reported the error, and rank 0 normally ends this process before that.
+        time.sleep(_REPORT_SECONDS)
+        process_lifetime.exit_process(exit_code_of(error))
+    parent.disconnect()
+
+
+def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset:
+    try:
+        return rendezvous.measure_clock_offset(connection, time.monotonic() + seconds)
+    except (OSError, EOFError) as error:
+        hint = "check whether it has ended, is stopped, or its host is down"
+        raise RankError(
+            "rank 0 does not answer", hint, details={"peer": 0, "timeout_seconds": seconds}
+        ) from error
+
+
+def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
+    """Report to rank 0 why this rank cannot start.
+
+    Args:
+        world: what the launcher says of this process.
+        error: as `errors.error_to_dict` returns it.
+        timeout: seconds to reach rank 0.
+
+    Returns:
+        Whether rank 0 could be reached.
+    """
+    config = RendezvousConfig(world=world, start_timeout=timeout, peer_timeout=timeout)
+    try:
+        _, store = process_group.open_store(world, timeout)
+        rendezvous.connect(store, config.hello(error), config)
+    except (RankError, RequestError):
+        return False
+    return True
+
+
+# The link in use, for the thread that handles signals.
+_parents: list[_ParentChannel] = []
+
+
+def _exit_on_signal(number: int) -> NoReturn:
+    for parent in _parents:
+        parent.report_signal(number)
+    process_lifetime.exit_with_signal_code(number)
+
+
+class _ParentChannel(ControlChannel):
+    """A joined rank's channel to rank 0; its thread ends this process if rank 0 says so or goes."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        host_of_rank_0: str,
+        config: RendezvousConfig,
+        device: str,
+        observers: Sequence[Callable[[int, Event], None]],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        super().__init__(connection)
+        self._observers, self._say = observers, say
+        self._world, self._peer_timeout = config.world, config.peer_timeout
+        self._name = f"rank {config.world.rank} ({device} of {socket.gethostname()})"
+        self._rank_0 = f"rank 0 ({host_of_rank_0})"
+        self._heartbeat = Heartbeat()
+        self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._is_disconnected = self._has_timed_out = False
+        threading.Thread(target=self._listen, name="parent-channel", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        event = parse(message)
+        if isinstance(event, Heartbeat):
+            self._heartbeat = event
+        for observer in self._observers:
+            observer(self._world.rank, event)
+        with self._lock:
+            try:
+                super().send(message)
+            except OSError as error:
+                # The kernel tells one call of a timeout; after it, reads find the end of the data.
+                self._has_timed_out |= not isinstance(error, ConnectionError)
+                raise
+
+    def receive(self, timeout: float) -> bytes | None:
+        with contextlib.suppress(queue.Empty):
+            return self._commands.get(timeout=timeout)
+        return None
+
+    def disconnect(self) -> None:
+        self._is_disconnected = True
+        with socket.socket(fileno=self.connection.fileno()) as duplicate:
+            with contextlib.suppress(OSError):
+                duplicate.shutdown(
+                    socket.SHUT_WR
+                )  # rank 0 first reads the messages still in flight
+            duplicate.detach()
+
+    def report_signal(self, number: int) -> None:
+        """Report the signal that ends this process to rank 0, if that succeeds at once."""
+        if self._is_disconnected:
+            return
+        action, step = self._heartbeat.action, self._heartbeat.step
+        error = error_to_dict(Interrupted(number))
+        failed = Failed(error=error, traceback="", action=action, step=step)
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                super(_ParentChannel, self).send(failed.to_bytes())
+
+        thread = threading.Thread(target=send, name="report-signal", daemon=True)
+        thread.start()
+        thread.join(_SIGNAL_REPORT_SECONDS)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self.connection.recv_bytes()
+                if message.startswith(END):
+                    self._end(**json.loads(message[1:]))
+                self._commands.put(message)
+        except (EOFError, OSError) as error:
+            reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
+            with self._lock:  # a send in another thread may learn it first
+                if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
+                    reason = f"{self._rank_0} is gone"
+            self._exit_without_rank_0(reason)
+        except Exception as error:  # without this thread the process would never end
+            self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
+
+    def _end(self, code: int, error: str | None) -> NoReturn:
+        if error is not None:  # rank 0 has told the user
+            self._say(f"{self._name} ends with the run: {error}", False)
+            time.sleep(_EXIT_DELAY_SECONDS)
+        process_lifetime.exit_process(code)
+
+    def _exit_without_rank_0(self, reason: str) -> None:
+        if not self._is_disconnected:
+            where = describe_position(self._heartbeat.action, self._heartbeat.step)
+            self._say(f"{reason}: {self._name} ends{where}", True)
+            if self._world.local_rank:  # the launcher ends all ranks of a host after the first one
+                time.sleep(_EXIT_DELAY_SECONDS)
+            process_lifetime.exit_process(RankError.exit_code)
