@@ -324,7 +324,7 @@ class Run:
         """
         from svdpp.cli.progress import EventLog, Progress, labels
         from svdpp.diagnostics.figures import figures_of_run
-        from svdpp.driver.manifest import find_missing
+        from svdpp.driver.manifest import find_missing_outputs
 
         console, requests, config = self.console, clips.requests, pipeline.config
         if not requests:
@@ -355,11 +355,11 @@ class Run:
                 raise
             finally:
                 if (figures := figures_of_run(pipeline, requests)) is not None:
-                    manifest.measured(figures.to_json())
+                    manifest.set_measurements(figures.to_json())
             made = [result.metadata for result in results]
-            gone = find_missing(self.policy.folder, [*clips.skipped, *made])
+            gone = find_missing_outputs(self.policy.folder, [*clips.skipped, *made])
             for output, removed in gone.items():
-                manifest.lose(output, removed)
+                manifest.mark_lost(output, removed)
         console.info(", wrote ".join([progress.closing, *self.traces.paths]))
         return [each for each in made if each["output"] not in gone], gone, figures
 

@@ -26,7 +26,7 @@ from svdpp.worker.messages import (
     StepDone,
     StoredTensor,
 )
-from svdpp.worker.tensor_files import TensorStore, prune
+from svdpp.worker.tensor_files import TensorStore, remove_checkpoints
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ClipHandle(Future[ClipResult]):
         if self.progress.rank is not None:
             callback(self)
 
-    def _advance(self, steps_done: int, rank: int) -> None:
+    def _update_progress(self, steps_done: int, rank: int) -> None:
         progress = replace(self.progress, steps_done=steps_done, rank=rank)
         # The events of two ranks can arrive out of order.
         if progress != self.progress and steps_done >= self.progress.steps_done:
@@ -242,10 +242,10 @@ class ClipTracker:
                 TensorStore(Path(self._tensor_folder)).put(event.name, event.data)
             case Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD_CHECKPOINT, clip=clip)):
                 if (handle := self._open.get(clip)) is not None:
-                    handle._advance(handle.progress.steps_done, rank)
+                    handle._update_progress(handle.progress.steps_done, rank)
             case StepDone():
                 if (handle := self._open.get(event.clip)) is not None:
-                    handle._advance(event.step + 1, rank)
+                    handle._update_progress(event.step + 1, rank)
             case ClipDone():
                 self._record_result(event.clip, event.metadata)
             case ClipDropped() if event.clip in self._cancelled:
@@ -351,7 +351,7 @@ class ClipTracker:
     def _prune(self, request: ClipRequest) -> None:
         folder, key = self._latents_folder, request.latents_key
         if folder is not None and key is not None:
-            self._files.submit(lambda: prune(folder, key))
+            self._files.submit(lambda: remove_checkpoints(folder, key))
 
     def clean_up(self) -> None:
         """Remove partly written and late files of clips, after all ranks have ended.

@@ -154,7 +154,7 @@ def plan_clips(
 
     plan, are_large = RunPlan(), []
     folder = policy.latents_folder
-    saved = {key for key, _ in tensor_files.saved(folder)} if folder else set()
+    saved = {key for key, _ in tensor_files.list_checkpoints(folder)} if folder else set()
     weights = None if folder is None else weights_identity(checkpoint)
     last, metadata = None, {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
@@ -169,7 +169,9 @@ def plan_clips(
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
-                tensor_files.prune(folder, key)  # of a run killed before it removed them
+                tensor_files.remove_checkpoints(
+                    folder, key
+                )  # of a run killed before it removed them
             continue
         if folder is not None and policy.keeps_finished and key in saved:
             done_steps = max(tensor_files.saved_steps(folder, key), default=0)
@@ -243,8 +245,8 @@ def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, 
         existing = _embedded(path)
     else:
         return None
-    _check_same(path, existing, metadata)
-    if not (has_file and _is_whole(path, output, existing)):
+    _check_same_parameters(path, existing, metadata)
+    if not (has_file and _is_intact(path, output, existing)):
         return None
     if not has_json:
         existing["file_sha256"] = video.file_sha256(path)
@@ -252,7 +254,7 @@ def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, 
     return existing
 
 
-def _check_same(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) -> None:
+def _check_same_parameters(path: Path, existing: dict[str, Any], metadata: dict[str, Any]) -> None:
     if parameters_sha256(existing) == metadata["parameters_sha256"]:
         return
     names = (*identity_fields(metadata), *identity_fields(existing))
@@ -278,7 +280,7 @@ def _embedded(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _is_whole(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
+def _is_intact(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
     """Whether the file is the one that its JSON describes; False if it is damaged."""
     recorded = existing["file_sha256"]
     try:

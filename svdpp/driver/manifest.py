@@ -171,7 +171,7 @@ class RunManifest:
         if self._changed and self._writing is None and time.monotonic() >= self._next_write:
             self._write()
 
-    def measured(self, figures: Mapping[str, Any]) -> None:
+    def set_measurements(self, figures: Mapping[str, Any]) -> None:
         """Add the figures of the run, for `svdpp report`; they are written on leaving.
 
         Args:
@@ -180,7 +180,7 @@ class RunManifest:
         self._content["measured"] = redact_all(figures)
         self._changed = True
 
-    def lose(self, output: str, error: OutputError) -> None:
+    def mark_lost(self, output: str, error: OutputError) -> None:
         """Note that a finished clip was lost, before leaving the block.
 
         Args:
@@ -232,7 +232,9 @@ class RunManifest:
             ) from None
 
 
-def find_missing(folder: Path, clips: Sequence[Mapping[str, Any]]) -> dict[str, OutputError]:
+def find_missing_outputs(
+    folder: Path, clips: Sequence[Mapping[str, Any]]
+) -> dict[str, OutputError]:
     """Return an error for each finished clip whose video or JSON is not in `folder` any more.
 
     Somebody may delete a folder while a run writes into it.

@@ -143,7 +143,7 @@ class Pipeline(PipelineRanks):
         )
         if self._is_mixed or divides_batches(self.config, self.checkpoint):
             metadata = [{**each, "exact": "unproven"} for each in metadata]
-        with self._submitting:
+        with self._submit_lock:
             supervisor = self._check_open()
             first = self._clips.num_added
             messages = self._scheduler.messages(resolved, metadata, first)
@@ -212,7 +212,7 @@ class Pipeline(PipelineRanks):
     def __enter__(self) -> Pipeline:
         if is_secondary_rank(self.world):
             raise ClosedError("only rank 0 enters the block: the other ranks call serve()")
-        with self._submitting:
+        with self._submit_lock:
             if self._is_entered:
                 raise ClosedError("a pipeline can be entered once: create another one")
             self._is_entered = True
@@ -236,7 +236,7 @@ class Pipeline(PipelineRanks):
             raise
 
     def _leave_by(self, error: BaseException) -> None:
-        failure = self._drop(error)
+        failure = self._abort(error)
         if failure is None or failure in (error, error.__cause__):
             return
         if isinstance(error, Interrupted) and self.world is not None:
@@ -254,10 +254,10 @@ class Pipeline(PipelineRanks):
             SvdppError: why the run had ended before its last clip.
         """
         if not drain:
-            if (failure := self._drop(None)) is not None:
+            if (failure := self._abort(None)) is not None:
                 raise reraisable(failure)
         elif self._supervisor is not None:
             self._clips.check_may_wait()
-            with self._submitting:
+            with self._submit_lock:
                 self._is_closing = True
             self._wait_for_end()

@@ -13,7 +13,7 @@ from svdpp.driver.clip_metadata import versions
 from svdpp.driver.clips import ClipTracker
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import components_on_host, resolve_config
-from svdpp.driver.supervisor import Observer, Supervisor, silence_limit
+from svdpp.driver.supervisor import Observer, Supervisor, max_silence_seconds
 from svdpp.driver.trace import Trace
 from svdpp.errors import ClosedError, Interrupted, RequestError, reraisable
 from svdpp.launch import process_group
@@ -27,16 +27,16 @@ from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
 
 # Fields of the configuration that may differ by host, or are compared otherwise.
-_NOT_SHARED = ("sampling", "loras", "local_files_only", "start_timeout_seconds")
+_HOST_SPECIFIC_FIELDS = ("sampling", "loras", "local_files_only", "start_timeout_seconds")
 # A dropped pipeline ends within one poll, unless an observer blocks its thread.
-_DROP_SECONDS = 5.0
+_ABORT_SECONDS = 5.0
 
 
 class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
     A thread takes their events from start to end, so that ranks never wait for a reader. It ends
-    when the pipeline is closing and all clips are settled, when a rank fails, or by `_drop`.
+    when the pipeline is closing and all clips are settled, when a rank fails, or by `_abort`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PipelineRanks:
         self._started: dict[int, Started] = {}
         self._is_mixed = False
         self._clips = ClipTracker(
-            lambda message: self._entered.send_to_all(message),
+            lambda message: self._running_supervisor.send_to_all(message),
             latents_folder=latents_folder,
             tensor_folder=tensor_folder,
             max_failures=history_clips,
@@ -99,11 +99,11 @@ class PipelineRanks:
         self._clips.finisher = self._thread
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
-        self._cleaning = threading.RLock()  # a signal handler may close during a close
-        self._dropped = ClosedError("the pipeline was closed before the clip was finished")
+        self._cleanup_lock = threading.RLock()  # a signal handler may close during a close
+        self._closed_error = ClosedError("the pipeline was closed before the clip was finished")
         # Held while clips get their indices and go to the ranks, in the same order for all ranks.
         # Reentrant: a signal handler may close the pipeline meanwhile.
-        self._submitting = threading.RLock()
+        self._submit_lock = threading.RLock()
         # Whether it has begun, takes no more clips, and is over and cleaned up.
         self._is_entered = self._is_closing = self._is_closed = False
 
@@ -150,7 +150,7 @@ class PipelineRanks:
         if self.world is not None:
             join_ranks(self._rendezvous_config(), lambda _context, _setup: None, None).kill()
 
-    def _open(self) -> WorkerGroup:
+    def _launch(self) -> WorkerGroup:
         if self.world is not None:
             return join_ranks(self._rendezvous_config(), rank_main, self._setup)
         return start_ranks(
@@ -180,13 +180,13 @@ class PipelineRanks:
             shared_settings=shared_settings(self.config, self.checkpoint),
             shared_paths=self._shared_paths,
             start_timeout=self.config.start_timeout_seconds,
-            peer_timeout=silence_limit(self.config),
+            peer_timeout=max_silence_seconds(self.config),
         )
 
     # --- the life of the ranks ------------------------------------------------------------------
 
     @property
-    def _entered(self) -> Supervisor:
+    def _running_supervisor(self) -> Supervisor:
         if self._supervisor is None:
             raise ClosedError(
                 "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
@@ -194,7 +194,7 @@ class PipelineRanks:
         return self._supervisor
 
     def _check_open(self) -> Supervisor:
-        supervisor = self._entered
+        supervisor = self._running_supervisor
         if self._is_closing:
             raise ClosedError("the pipeline is closed: it takes no more clips")
         return supervisor
@@ -203,11 +203,11 @@ class PipelineRanks:
         """Start or joins the ranks, and waits until all are ready for work."""
         self._hash_weights()
         begun = self.trace.begun = self.trace.ready = time.monotonic()
-        group = self._open()
+        group = self._launch()
         if self.world is not None:
             begun = time.monotonic()  # joining a launcher's ranks has a deadline of its own
         self._supervisor = Supervisor(
-            group, self.config, self._take_event, trace=self.trace, begun=begun
+            group, self.config, self._on_event, trace=self.trace, begun=begun
         )
         try:
             self._thread.start()
@@ -217,7 +217,7 @@ class PipelineRanks:
             if self._has_ended.is_set():
                 raise ClosedError("the pipeline was closed while its ranks started")
         except BaseException as error:
-            self._drop(error)
+            self._abort(error)
             raise
 
     def _wait_for_end(self) -> None:
@@ -229,7 +229,7 @@ class PipelineRanks:
         if self.run_error is not None:
             raise reraisable(self.run_error)
 
-    def _drop(self, error: BaseException | None) -> BaseException | None:
+    def _abort(self, error: BaseException | None) -> BaseException | None:
         """End the ranks at once; in the pipeline's thread it returns before they end.
 
         `error` is the reason, for ranks on other hosts; None: the caller needs no more results.
@@ -238,11 +238,11 @@ class PipelineRanks:
         if self._supervisor is None:
             return None
         self._is_closing = True
-        self._supervisor.abort(self._dropped)
+        self._supervisor.abort(self._closed_error)
         if threading.current_thread() is self._thread or self._is_closed:
             return None
-        if not self._has_ended.wait(_DROP_SECONDS):
-            self._end(self._dropped)  # an observer blocks the thread: do not wait for it
+        if not self._has_ended.wait(_ABORT_SECONDS):
+            self._end(self._closed_error)  # an observer blocks the thread: do not wait for it
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):
             if failure is None:
@@ -255,17 +255,17 @@ class PipelineRanks:
     def _run(self) -> None:
         reason: BaseException = ClosedError("the pipeline is closed: its ranks have ended")
         try:
-            self._entered.supervise(
+            self._running_supervisor.supervise(
                 lambda: self._is_closing and self._clips.is_idle, self._has_begun.set
             )
         except BaseException as error:
             reason = error
-            if error is not self._dropped:
+            if error is not self._closed_error:
                 self.run_error = error
         try:
-            # With launched ranks, `_drop` still has to find out whether one of them has failed.
-            if self.run_error is not None or (reason is self._dropped and self.world is None):
-                self._entered.kill(self.run_error)
+            # With launched ranks, `_abort` still has to find out whether one of them has failed.
+            if self.run_error is not None or (reason is self._closed_error and self.world is None):
+                self._running_supervisor.kill(self.run_error)
         finally:
             self._end(reason)
 
@@ -275,20 +275,22 @@ class PipelineRanks:
         self._has_begun.set()
 
     def _clean_up(self, reason: BaseException | None) -> None:
-        with self._cleaning:
+        with self._cleanup_lock:
             if self._is_closed:
                 return
-            self._entered.kill(reason)
+            self._running_supervisor.kill(reason)
             self._is_closed = True
             self._clips.clean_up()
 
-    def _take_event(self, rank: int, event: Event) -> None:
+    def _on_event(self, rank: int, event: Event) -> None:
         try:
             if isinstance(event, Started):
                 self._started[rank] = event
                 if len(self._started) == self.config.world_size:
                     allowed = self.config.allow_mixed_devices
-                    self._is_mixed = are_mixed(self._started, self.backend, allowed=allowed)
+                    self._is_mixed = have_mixed_conditions(
+                        self._started, self.backend, allowed=allowed
+                    )
             for observer in self._observers:
                 observer(rank, event)
         finally:  # last, so that observers have seen a clip's event before its result is available
@@ -311,7 +313,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     options = {
         name.removesuffix("_seconds").replace("_", " "): str(value)
         for name, value in values.items()
-        if name not in _NOT_SHARED
+        if name not in _HOST_SPECIFIC_FIELDS
     }
     # A commit identifies the weights of a hub model, a fingerprint those of a folder.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
@@ -320,7 +322,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     return {**options, **{name: str(version) for name, version in versions().items()}}
 
 
-def are_mixed(started: Mapping[int, Started], backend: str, *, allowed: bool) -> bool:
+def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allowed: bool) -> bool:
     """Whether ranks differ in what their bits depend on.
 
     Args:

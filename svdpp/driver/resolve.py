@@ -267,7 +267,7 @@ def check_memory(
     if checkpoint.name == DEMO_MODEL and pixels <= _DEMO_PIXELS:
         return
     free = available_bytes()
-    needed = _needed_together(config, checkpoint, ranks)
+    needed = _total_bytes_needed(config, checkpoint, ranks)
     if needed > free:
         noun = "rank needs" if len(ranks) == 1 else "ranks need"
         raise OutOfMemoryError(
@@ -282,7 +282,9 @@ def check_memory(
         )
 
 
-def _needed_together(config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequence[Roles]) -> int:
+def _total_bytes_needed(
+    config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequence[Roles]
+) -> int:
     """The bytes that all ranks need; weights that they share count once."""
     parts = estimate_parts(config, checkpoint)
     num_bytes = 0

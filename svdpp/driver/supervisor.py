@@ -121,14 +121,14 @@ class Supervisor:
         Raises:
             SvdppError: a rank has failed, died or stalled, or `abort` was called with it.
         """
-        self._listen(_POLL_SECONDS)
+        self._read_events(_POLL_SECONDS)
         if self._aborted is not None:
             raise self._aborted
         if self._failures or self._has_failed_rank():
             cause = self.find_root_cause()
             if cause is None:
                 rank = next(rank for rank, event in self._failures.items() if _is_interrupt(event))
-                cause = self.interruption = self._failure_of(rank)
+                cause = self.interruption = self._failure_error(rank)
             raise cause
         if (stall := self._stall_detector.find_stall(time.monotonic())) is not None:
             raise self._rank_error(
@@ -175,9 +175,9 @@ class Supervisor:
             None if only signals ended ranks.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
-        self._listen(0.05)  # even if this process was paused beyond the deadline
+        self._read_events(0.05)  # even if this process was paused beyond the deadline
         while time.monotonic() < deadline:
-            self._listen(0.05)
+            self._read_events(0.05)
         exited, states = self._group.exited(), self._stall_detector.states
         signalled = [rank for rank, event in self._failures.items() if _is_interrupt(event)]
         others = [rank for rank in self._failures if rank not in signalled]
@@ -191,13 +191,13 @@ class Supervisor:
             if rank not in self._failures and (code or not states[rank].finished)
         ]
         if root_causes:
-            return self._failure_of(root_causes[0])
+            return self._failure_error(root_causes[0])
         if killed or silent:
             rank = (killed or silent)[0]
-            return self._death_of(rank, exited[rank])
-        return None if signalled or not others else self._failure_of(others[0])
+            return self._death_error(rank, exited[rank])
+        return None if signalled or not others else self._failure_error(others[0])
 
-    def _listen(self, timeout: float) -> None:
+    def _read_events(self, timeout: float) -> None:
         for rank, message in self._group.poll(timeout):
             event = parse(message)
             self._stall_detector.record(rank, event, time.monotonic())
@@ -210,13 +210,13 @@ class Supervisor:
     def _has_failed_rank(self) -> bool:
         exited, states = self._group.exited(), self._stall_detector.states
         if any(not states[rank].finished for rank in exited):
-            self._listen(0)  # a rank's last message may still be unread
+            self._read_events(0)  # a rank's last message may still be unread
         return any(code or not states[rank].finished for rank, code in exited.items())
 
     def _error(self, rank: int) -> SvdppError:
         return error_from_dict(self._failures[rank].error)
 
-    def _failure_of(self, rank: int) -> SvdppError:
+    def _failure_error(self, rank: int) -> SvdppError:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             error.details.setdefault("rank", rank)
@@ -225,7 +225,7 @@ class Supervisor:
         if isinstance(error, MismatchError):
             return self._mismatch_error(rank, error, event)
         return RankError(
-            f"{self._name(rank)} failed{where}: {error.message}",
+            f"{self._describe_rank(rank)} failed{where}: {error.message}",
             error.hint or "--debug shows the traceback",
             grid=self._draw_grid(rank, "failed here"),
             trace=event.traceback,
@@ -238,7 +238,7 @@ class Supervisor:
         sender = error.details.get("from_rank", rank)
         receiver = error.details.get("to_rank", rank)
         return MismatchError(
-            f"{self._name(sender)} sent rank {receiver} a wrong packet{where}: {error.message}",
+            f"{self._describe_rank(sender)} sent rank {receiver} a wrong packet{where}: {error.message}",
             error.hint or "--debug shows the traceback of the rank that refused it",
             grid=self._draw_grid(sender, "sent it"),
             trace=event.traceback,
@@ -249,7 +249,7 @@ class Supervisor:
             },
         )
 
-    def _death_of(self, rank: int, code: int | None) -> RankError:
+    def _death_error(self, rank: int, code: int | None) -> RankError:
         if code is None:
             hint = f"see the launcher's output on {self._group.workers[rank].host}"
             return self._rank_error(rank, "is gone", hint, "was lost here")
@@ -269,7 +269,7 @@ class Supervisor:
     ) -> RankError:
         heartbeat = self._stall_detector.states[rank].heartbeat
         return RankError(
-            f"{self._name(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
+            f"{self._describe_rank(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
             hint,
             grid=self._draw_grid(rank, remark),
             trace=self._group.output_tail(rank) or "",
@@ -280,7 +280,7 @@ class Supervisor:
             },
         )
 
-    def _name(self, rank: int) -> str:
+    def _describe_rank(self, rank: int) -> str:
         worker, planned = self._group.workers[rank], self._config.device
         if planned == "cuda":
             planned = f"cuda:{worker.local_rank}"
@@ -313,8 +313,8 @@ def _is_interrupt(event: Failed) -> bool:
 _PATIENCE_AT_START = 8
 # The parent polls several times a second; a longer pause means that it was stopped itself.
 _PAUSE_SECONDS = 3.0
-_SLOW_DISK = "raise --start-timeout for a slow disk"
-_LINK = (
+_SLOW_DISK_HINT = "raise --start-timeout for a slow disk"
+_LINK_HINT = (
     "on GPUs try NCCL_P2P_DISABLE=1, a larger /dev/shm (docker run --shm-size=8g), or "
     "PIPELINE_BACKEND=gloo; between hosts check the firewall"
 )
@@ -350,7 +350,7 @@ class Stall:
 class StallDetector:
     """Detector of stalled ranks, which tells one from a slow one and from those that wait for it.
 
-    All ranks must join within the start timeout. A rank is stalled after `silence_limit` without a
+    All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds` without a
     heartbeat (eight times that before it has joined), or, once all have joined, after the timeout
     of computing without progress. `states` is by rank; all times are seconds on one clock.
 
@@ -364,7 +364,7 @@ class StallDetector:
         self._polled = now
         self._begun = now if begun is None else begun
         self._start_timeout = config.start_timeout_seconds
-        self._heartbeat_timeout = silence_limit(config)
+        self._heartbeat_timeout = max_silence_seconds(config)
         self._timeout = config.timeout_seconds
         self.states = [RankState(now, now, now) for _ in range(config.world_size)]
 
@@ -423,10 +423,10 @@ class StallDetector:
                 numbers = {"silent_seconds": now - state.last_message, "limit_seconds": limit}
                 return Stall(rank, reason, hint, numbers)
         if self.all_joined:
-            return self._without_progress(running, now)
-        return self._late(running) if now - self._begun > self._start_timeout else None
+            return self._find_idle_rank(running, now)
+        return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
-    def _late(self, running: list[int]) -> Stall:
+    def _find_late_rank(self, running: list[int]) -> Stall:
         """The rank that delays the start; a rank that is not yet connecting comes first."""
         phases = {
             rank: (state.joined, state.heartbeat.peer >= 0, state.started)
@@ -437,13 +437,13 @@ class StallDetector:
         phase = state.heartbeat.phase
         numbers: dict[str, object] = {"timeout_seconds": self._start_timeout}
         if not state.started:
-            return Stall(rank, f"never started {within}", _SLOW_DISK, numbers)
+            return Stall(rank, f"never started {within}", _SLOW_DISK_HINT, numbers)
         numbers["phase"] = phase
         if state.heartbeat.peer >= 0:
             numbers["peer"] = state.heartbeat.peer
-            return Stall(rank, f"did not finish {phase} {within}", _LINK, numbers)
+            return Stall(rank, f"did not finish {phase} {within}", _LINK_HINT, numbers)
         doing = f" ({phase})" if phase else ""
-        return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK, numbers)
+        return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK_HINT, numbers)
 
     def _discount_pause(self, now: float) -> None:
         """Subtract the time for which this process, and perhaps the ranks, were stopped.
@@ -458,7 +458,7 @@ class StallDetector:
                 state.last_progress += pause
                 state.last_event += pause
 
-    def _without_progress(self, running: list[int], now: float) -> Stall | None:
+    def _find_idle_rank(self, running: list[int], now: float) -> Stall | None:
         slow = [rank for rank in running if now - self.states[rank].last_progress > self._timeout]
         heartbeats = {rank: self.states[rank].heartbeat for rank in running}
         # A waiting rank is slow because of another rank, unless all busy ranks wait, or unless it
@@ -481,6 +481,6 @@ class StallDetector:
         return Stall(rank, f"has made no progress {waited}", hint, numbers)
 
 
-def silence_limit(config: PipelineConfig) -> float:
+def max_silence_seconds(config: PipelineConfig) -> float:
     """Return the seconds of silence after which a rank is stalled: less than its `timeout`."""
     return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)

@@ -32,7 +32,7 @@ _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 # A launcher's variables, which would make a child process one of its ranks.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
 # Held while a folder is made, and for ever once the folders of a process that ends are removed.
 _making_folder = threading.Lock()
@@ -125,7 +125,7 @@ def start_helper(
     Raises:
         OSError: the process cannot be started.
     """
-    kept = {name: value for name, value in variables.items() if name not in _OF_LAUNCHERS}
+    kept = {name: value for name, value in variables.items() if name not in _LAUNCHER_VARIABLES}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return subprocess.Popen(
         # `-P`, because `-m` adds the working folder to the path.

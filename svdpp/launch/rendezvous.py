@@ -396,7 +396,7 @@ def _accept_all(
                     details={"rank": missing[0], "timeout_seconds": config.start_timeout},
                 )
             if (accepted := listener.accept()) is not None:
-                _welcome(joined, *accepted, deadline)
+                _register(joined, *accepted, deadline)
                 hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
@@ -405,7 +405,7 @@ def _accept_all(
         _check_settings(hello, config)
 
 
-def _welcome(
+def _register(
     joined: dict[int, WorkerHandle], hello: RankHello, connection: Connection, deadline: float
 ) -> None:
     if hello.error is not None:

@@ -219,23 +219,23 @@ class ToRequest:
     def forget(self, job: Job) -> None:
         """Remove the job's latent checkpoints."""
         with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
-            tensor_files.prune(self.latents_folder, self._metadata_and_key(job)[1])
+            tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 
     def forget_all(self) -> None:
         """Remove all latent checkpoints; only if no job is unfinished."""
-        for key, _ in tensor_files.saved(self.latents_folder):
-            tensor_files.prune(self.latents_folder, key)
+        for key, _ in tensor_files.list_checkpoints(self.latents_folder):
+            tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish(self) -> None:
         """Make the latent checkpoints of the store those of the folder, while it answers."""
         self._store.look()
         published = self._published.copy()  # first: what is fetched meanwhile is not among it
-        saved = tensor_files.saved(self.latents_folder)
+        saved = tensor_files.list_checkpoints(self.latents_folder)
         for key, step in saved - self._published:
-            self._store.put(tensor_files.path_of(self.latents_folder, key, step))
+            self._store.put(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published.add((key, step))
         for key, step in published - saved:  # not the files, which may be there again by now
-            self._store.remove_object(tensor_files.path_of(self.latents_folder, key, step))
+            self._store.remove_object(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published.discard((key, step))
 
     def _fetch_latents(self, job: Job, key: str) -> None:
@@ -243,7 +243,9 @@ class ToRequest:
             return
         names = self._store.objects(LATENTS)
         all_steps = range(1, job.sampling.num_inference_steps + 1)
-        paths = {step: tensor_files.path_of(self.latents_folder, key, step) for step in all_steps}
+        paths = {
+            step: tensor_files.checkpoint_path(self.latents_folder, key, step) for step in all_steps
+        }
         steps = [step for step, path in paths.items() if f"{LATENTS}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])

@@ -64,10 +64,10 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             continue
         if os.path.isdir(path) and not _is_frames_folder(path):
             clips = _clips_in(path)
-            found += map(_preferred, clips)
+            found += map(_preferred_path, clips)
             images += [] if clips else [path]
         elif path.suffix in (".json", ".mp4") or _is_clip(path):  # also if it is missing
-            found.append(_preferred(path))
+            found.append(_preferred_path(path))
         else:
             images.append(path)
     if images and found:
@@ -93,7 +93,7 @@ def read_clip(path: Path) -> ClipOnDisk:
         InputError: it does not exist, or its metadata are not a clip's.
     """
     if path.suffix == ".json":
-        return _of_json(path)
+        return _read_clip_json(path)
     if not os.path.exists(path):
         raise InputError(f"{str(path)!r} does not exist", details={"path": str(path)})
     raw = video.read_metadata(path)
@@ -141,7 +141,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
     )
 
 
-def _of_json(path: Path) -> ClipOnDisk:
+def _read_clip_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
     metadata = check_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
     # The JSON's own name decides, so that a JSON describes only the file beside it.
@@ -176,7 +176,7 @@ def _clips_in(folder: Path) -> list[Path]:
     return [path for path in names if path.name != MANIFEST and _is_clip(path)]
 
 
-def _preferred(path: Path) -> Path:
+def _preferred_path(path: Path) -> Path:
     """A clip's JSON if it has one, so that file and JSON count as one clip; else its file."""
     if path.suffix == ".json":
         return path
@@ -185,7 +185,7 @@ def _preferred(path: Path) -> Path:
         return json_path
     old_path = path.with_suffix(".json")  # up to svdpp 0.3
     with contextlib.suppress(InputError):
-        if old_path.exists() and _of_json(old_path).path == path:
+        if old_path.exists() and _read_clip_json(old_path).path == path:
             return old_path
     return path
 
@@ -257,7 +257,7 @@ def check_file(
         return ClipCheck(what="file", equal=False, recorded=recorded, found=None, detail=missing)
     try:
         found = video.file_sha256(clip.path)
-        faults = [*_wrong_with_metadata(clip)]
+        faults = [*_metadata_faults(clip)]
         if recorded not in (None, found):
             faults.insert(0, "its sha256 is not the recorded one: it was changed or replaced")
         if clip.metadata["format"] == "frames":
@@ -273,7 +273,7 @@ def check_file(
     return ClipCheck(what="file", equal=not faults, recorded=recorded, found=found, detail=detail)
 
 
-def _wrong_with_metadata(clip: ClipOnDisk) -> Iterator[str]:
+def _metadata_faults(clip: ClipOnDisk) -> Iterator[str]:
     if clip.json_path is None:
         return
     inside, beside = video.read_metadata(clip.path), embedded_part(clip.raw)
@@ -304,7 +304,7 @@ def _compare_lossy(
             faults.append("its sound is not that of the recomputed samples")
         faults += video.presentation_differences(clip.path, again, kind)
     if ours.shape != theirs.shape:
-        return "", [*faults, f"it holds {_size(ours)} instead of {_size(theirs)}"]
+        return "", [*faults, f"it holds {_describe_size(ours)} instead of {_describe_size(theirs)}"]
     psnr_db, levels = _distance(ours, theirs)
     shown = f"{kind} is lossy: its pixels against those of the recomputed frames, encoded here"
     apart = f"{psnr_db:.1f} dB, {levels} level{'s' if levels > 1 else ''} at most"
@@ -329,6 +329,6 @@ def _distance(ours: Frames, theirs: Frames) -> tuple[float, int]:
     return 10 * math.log10(255**2 / square) if square else math.inf, largest
 
 
-def _size(frames: Frames) -> str:
+def _describe_size(frames: Frames) -> str:
     count, height, width, _ = frames.shape
     return f"{count} frames of {width}x{height}"

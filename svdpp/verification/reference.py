@@ -46,8 +46,8 @@ from svdpp.worker.rank import load_rank_model
 from svdpp.worker.tensor_files import (
     TensorStore,
     audio_hashes,
-    keep_result,
     solver_history,
+    store_result,
     tensor_sha256,
 )
 
@@ -124,8 +124,8 @@ class _Recorder:
             self._report(Action.at(Kind.DECODE, self._clip, self._num_steps), self._now())
         audio = audio and Audio(self._on_host(audio.samples), audio.rate)
         if self._store is not None and frames is not None:
-            keep_result(self._store, self._clip, frames, audio)
-        pressed = {"memory_pressure": True} if self._memory_pressure.rose() else {}
+            store_result(self._store, self._clip, frames, audio)
+        pressed = {"memory_pressure": True} if self._memory_pressure.has_occurred() else {}
         metadata = {
             **pressed,
             "latents_sha256": tensor_sha256(self._on_host(latent)),

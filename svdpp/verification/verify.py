@@ -94,7 +94,7 @@ def verify(
         with open_observer(
             sequential.name, config.single_rank().layout.schedule(len(requests))
         ) as alone:
-            steps = {end for clip in range(len(requests)) for _, end in _parts(config, clip)}
+            steps = {end for clip in range(len(requests)) for _, end in _range_ends(config, clip)}
             expected = run_reference(
                 config, requests, steps=steps, tensor_folder=sequential, observers=(alone,)
             )
@@ -248,13 +248,13 @@ class _Comparison:
         """Yield the checks of one clip, in the order of its steps."""
         config = self.config
         num_steps, axes = config.sampling.num_inference_steps, _latent_axes(config)
-        yield from _worst(self._predictions(clip))
-        for rank, end in _parts(config, clip):
+        yield from _first_failure(self._predictions(clip))
+        for rank, end in _range_ends(config, clip):
             location = CheckLocation(clip, end, rank)
             our, their = (store.load(clip, f"step{end}") for store in (self.ours, self.theirs))
             what: TensorKind = "final_latent" if end == num_steps else "latent"
             yield self._compare(what, our[LATENTS], their[LATENTS], location, axes)
-            yield from _worst(self._histories(our, their, location))
+            yield from _first_failure(self._histories(our, their, location))
         location = CheckLocation(clip, num_steps, config.layout.route(clip).ranges[-1].rank)
         for name, axes in _DECODED.items() if config.decodes else ():
             if name == "frames" or self.theirs.has(clip, name):
@@ -294,7 +294,7 @@ class _Comparison:
         return compare_tensors(what, ours, theirs, location, axes, self.tolerance)
 
 
-def _worst(checks: Iterator[Check]) -> list[Check]:
+def _first_failure(checks: Iterator[Check]) -> list[Check]:
     """Return the first check that fails, or else the first whose bits differ, if there is one."""
     first = None
     for check in checks:
@@ -309,7 +309,7 @@ def _latent_axes(config: PipelineConfig) -> str:
     return "BCFHW" if config.model.is_dummy else config.sampling.latent_axes
 
 
-def _parts(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
+def _range_ends(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
     """(rank, steps done) at the end of each range of steps."""
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]

@@ -45,7 +45,7 @@ from svdpp.worker.tensor_files import (
     LatentCheckpoints,
     TensorStore,
     audio_hashes,
-    keep_result,
+    store_result,
     tensor_sha256,
 )
 
@@ -257,19 +257,19 @@ class ClipWriter(BoundedExecutor):
             decoded: frames, (F, H, W, 3) uint8 RGB; None: only the latent is hashed.
             audio: sound; None: the model makes none.
         """
-        self.submit(self._write_or_lose, job, packet, decoded, audio, record_event(self._device))
+        self.submit(self._write_or_report, job, packet, decoded, audio, record_event(self._device))
 
-    def _write_or_lose(self, job: ClipJob, *clip: Any) -> None:
+    def _write_or_report(self, job: ClipJob, *clip: Any) -> None:
         begun = time.monotonic()
         try:
-            metadata = self._written(job, *clip)
+            metadata = self._write(job, *clip)
         except OutputError as error:
             self._reporter.report_clip_failure(job.clip, error)
             return
         seconds = time.monotonic() - begun
         self._reporter.send(ClipDone(clip=job.clip, metadata=metadata, write_seconds=seconds))
 
-    def _written(
+    def _write(
         self,
         job: ClipJob,
         packet: Packet,
@@ -283,7 +283,7 @@ class ClipWriter(BoundedExecutor):
         if audio is not None:
             audio = Audio(self._stream.to_host(audio.samples, ready), audio.rate)
         if self._tensor_store is not None and frames is not None:
-            keep_result(self._tensor_store, job.clip, frames, audio)
+            store_result(self._tensor_store, job.clip, frames, audio)
         latent = self._stream.to_host(packet.tensors[LATENTS], ready)
         metadata = {
             **job.metadata,
@@ -329,7 +329,7 @@ class LatentCheckpointWriter(BoundedExecutor):
     def __init__(self, folder: LatentCheckpoints, device: torch.device, reporter: Reporter) -> None:
         super().__init__("checkpoints", device, reporter)
         self.folder = folder
-        self._is_losing = False
+        self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
         """Queue a packet, whose tensors must not change any more, under the key of its clip."""
@@ -343,10 +343,10 @@ class LatentCheckpointWriter(BoundedExecutor):
             }
             stays = [name for name, tensor in packet.tensors.items() if tensor.is_cpu]
             self.folder.save(key, replace(packet, tensors=on_host), stays)
-            self._is_losing = False
+            self._has_failed = False
         except OutputError as error:
-            if not self._is_losing:
-                self._is_losing = True
+            if not self._has_failed:
+                self._has_failed = True
                 self._reporter.send(CheckpointLost(error=error_to_dict(error)))
 
 

@@ -120,7 +120,7 @@ class MemoryPressure:
         self._device = device
         self._before = _events_before.setdefault(device, self._events())
 
-    def rose(self) -> bool:
+    def has_occurred(self) -> bool:
         """Whether an allocation of this process was retried or failed, now or for a clip before."""
         return self._events() > self._before
 

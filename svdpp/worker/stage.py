@@ -210,7 +210,7 @@ class PipelineStage:
     def _encode(self, action: Action) -> None:
         request = self._jobs[action.clip].request
         packet = self._packets[action.clip] = Packet(action.clip, 0, time.monotonic(), {})
-        with self._isolated(packet):
+        with self._isolate_failure(packet):
             with self._waiting(action, "image"):
                 prepared = self._images.take(action.clip)
             self._context.check_not_cancelled(action.clip)
@@ -220,7 +220,7 @@ class PipelineStage:
                 with _failures_of_clip(action):
                     packet.tensors = model.encode(prepared, request)
                 streams.synchronize(self._context.device)
-            packet.memory_pressure |= self._context.memory_pressure.rose()
+            packet.memory_pressure |= self._context.memory_pressure.has_occurred()
             if request.prompt is not None and (cut := model.truncated_text(request.prompt)):
                 self._reporter.send(PromptTruncated(clip=action.clip, text=cut))
 
@@ -228,7 +228,7 @@ class PipelineStage:
         writer = self._context.checkpoint_writer
         assert writer is not None, f"{action} without latent checkpoints"
         self._packets[action.clip] = Packet(action.clip, action.start, time.monotonic(), {})
-        with self._isolated(self._packets[action.clip]):
+        with self._isolate_failure(self._packets[action.clip]):
             self._context.check_not_cancelled(action.clip)
             request = self._jobs[action.clip].request
             assert request.latents_key is not None, f"{action} without a key"
@@ -251,10 +251,10 @@ class PipelineStage:
 
     def _recv(self, action: Action) -> None:
         ends = action.clip, action.start, action.peer, _channel_of(action)
-        expected = {LATENTS: self._latent(action)} if action.kind is Kind.RECV else None
+        expected = {LATENTS: self._expected_latent(action)} if action.kind is Kind.RECV else None
         self._pending[action.clip] = self._transport.post_receive(*ends, expected)
 
-    def _latent(self, action: Action) -> TensorSpec:
+    def _expected_latent(self, action: Action) -> TensorSpec:
         """The latent of the action's clip at its start, by the request and the model."""
         spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
         return TensorSpec(spec.shape, DTYPES[spec.dtype])
@@ -272,12 +272,12 @@ class PipelineStage:
         except ValueError as error:
             raise MismatchError(str(error)) from error
         specs = {name: TensorSpec(*spec) for name, spec in named.items()}
-        specs[LATENTS] = self._latent(action)
+        specs[LATENTS] = self._expected_latent(action)
         prompts = request.prompt is None, request.negative_prompt is None
         if len(self._first_specs) >= _KINDS_KEPT:
             self._first_specs.clear()
         first = self._first_specs.setdefault((sampling, *prompts, action.start), specs)
-        return {name: _like_first(name, specs.get(name), spec) for name, spec in first.items()}
+        return {name: _expected_like(name, specs.get(name), spec) for name, spec in first.items()}
 
     def _check_sends(self) -> None:
         rank, nothing = self._context.rank, (None, None)
@@ -302,7 +302,7 @@ class PipelineStage:
         packet = self._packet(action)
         denoising = Denoising(self._context, action, packet)
         if not packet.tombstone:
-            with self._isolated(packet), self._timed(action):
+            with self._isolate_failure(packet), self._timed(action):
                 denoising.run(self._model_of(self._sampling_of(action)))
         if packet.tombstone:
             denoising.drop()
@@ -331,13 +331,13 @@ class PipelineStage:
             return
         if action.helps:
             packet.compute_seconds = 0.0  # the other rank counts what was before
-        with self._isolated(packet), self._timed(action):
+        with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
             if model.audio is not None:
                 self._audio[action.clip] = model.audio
             streams.synchronize(self._context.device)
-            packet.memory_pressure |= self._context.memory_pressure.rose()
+            packet.memory_pressure |= self._context.memory_pressure.has_occurred()
 
     def _send_frames(self, action: Action) -> None:
         packet = self._packet(action)
@@ -350,7 +350,7 @@ class PipelineStage:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
-            part = self._pending.pop(action.clip).wait(lambda _: self._part(action))
+            part = self._pending.pop(action.clip).wait(lambda _: self._expected_frames(action))
         packet.memory_pressure |= part.memory_pressure
         packet.compute_seconds += part.compute_seconds
         if part.tombstone:
@@ -361,7 +361,7 @@ class PipelineStage:
             frames = [self._frames[action.clip], part.tensors[_FRAMES]]
             self._frames[action.clip] = torch.cat(frames)
 
-    def _part(self, action: Action) -> Specs:
+    def _expected_frames(self, action: Action) -> Specs:
         """The frames that another rank decodes: as many as the action says, of this rank's size."""
         decoded, frames = self._frames[action.clip], action.frames
         assert frames is not None
@@ -417,7 +417,7 @@ class PipelineStage:
             del self._jobs[clip]
 
     @contextmanager
-    def _isolated(self, packet: Packet) -> Iterator[None]:
+    def _isolate_failure(self, packet: Packet) -> Iterator[None]:
         try:
             yield
         except ClipCancelledError:
@@ -470,7 +470,7 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
         ) from error
 
 
-def _like_first(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
+def _expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
     """The spec that a tensor must have, given that of the first packet of its kind."""
     if spec is None or not name.startswith(_RECORD):
         return first
@@ -524,7 +524,7 @@ class Denoising:
         steps = action.start, action.end
         packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
         checks.finish()
-        packet.memory_pressure |= context.memory_pressure.rose()
+        packet.memory_pressure |= context.memory_pressure.has_occurred()
         if self.branch == 0:  # both ranks of a pair have the same latent
             self._keep_latent()
 
@@ -542,7 +542,7 @@ class Denoising:
         context, clip = self._context, self._action.clip
         pending = self._expected(step)  # the receive is posted before this rank's own evaluation
         tensors = evaluate()
-        self._packet.memory_pressure |= context.memory_pressure.rose()
+        self._packet.memory_pressure |= context.memory_pressure.has_occurred()
         self._send(step, tensors)
         expected = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
         packet = self._arrived(step, pending, expected)

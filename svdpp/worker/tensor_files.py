@@ -73,7 +73,7 @@ class LatentCheckpoints:
             "in_host_memory": list(in_host_memory),
             "sha256": _sha256(packet.tensors),
         }
-        path = path_of(self._folder, key, packet.next_step)
+        path = checkpoint_path(self._folder, key, packet.next_step)
         text = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
@@ -82,7 +82,7 @@ class LatentCheckpoints:
                 temporary.write_bytes(save(packet.tensors, metadata=text))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
-                    path_of(self._folder, key, step).unlink(missing_ok=True)
+                    checkpoint_path(self._folder, key, step).unlink(missing_ok=True)
         except (OutputError, SafetensorError, OSError) as error:
             reason = output_files.error_reason(error.__cause__ or error)
             raise OutputError(
@@ -108,7 +108,7 @@ class LatentCheckpoints:
         Raises:
             InputError: the file is missing, damaged, or of other conditions or weights.
         """
-        path = path_of(self._folder, key, step)
+        path = checkpoint_path(self._folder, key, step)
 
         def unfit(why: str, **details: object) -> InputError:
             return InputError(
@@ -148,13 +148,13 @@ class LatentCheckpoints:
         return packet
 
 
-def path_of(folder: Path, key: str, step: int) -> Path:
+def checkpoint_path(folder: Path, key: str, step: int) -> Path:
     """Return the path of a packet after `step` steps; the file may not exist."""
     assert _KEY.fullmatch(key), f"not a key: {key!r}"
     return folder / f"{key}_step{step}.safetensors"
 
 
-def saved(folder: Path) -> set[tuple[str, int]]:
+def list_checkpoints(folder: Path) -> set[tuple[str, int]]:
     """Return keys and steps of all packets in a folder, which may not exist."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return {(match[1], int(match[2])) for match in map(_CHECKPOINT.fullmatch, names) if match}
@@ -162,13 +162,13 @@ def saved(folder: Path) -> set[tuple[str, int]]:
 
 def saved_steps(folder: Path, key: str) -> list[int]:
     """Return the numbers of steps after which a folder has a packet of `key`, ascending."""
-    return sorted(step for other, step in saved(folder) if other == key)
+    return sorted(step for other, step in list_checkpoints(folder) if other == key)
 
 
-def prune(folder: Path, key: str) -> None:
+def remove_checkpoints(folder: Path, key: str) -> None:
     """Remove every packet of `key`, whose clip is finished."""
     for step in saved_steps(folder, key):
-        path_of(folder, key, step).unlink(missing_ok=True)
+        checkpoint_path(folder, key, step).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -261,7 +261,7 @@ class TensorStore:
             (self._folder / f"clip{clip}_{name}").unlink(missing_ok=True)
 
 
-def keep_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
+def store_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
     """Keep the frames of a clip, (F, H, W, 3) uint8, and its sound if it has any."""
     store.keep(clip, "frames", {"frames": torch.from_numpy(frames)})
     if audio is not None:

@@ -58,5 +58,5 @@ def clips(*seeds: int) -> list[ClipRequest]:
 
 def pids(pipeline: Pipeline) -> list[int]:
     """Process ids of the ranks, by rank."""
-    found: list[int] = pipeline._entered._group.pids
+    found: list[int] = pipeline._running_supervisor._group.pids
     return found

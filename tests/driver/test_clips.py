@@ -21,7 +21,7 @@ import torch
 from svdpp.comm.packet import FIELDS, Packet
 from svdpp.config import ClipRequest, ModelConfig, OutputConfig, PipelineConfig, SvdSampling
 from svdpp.driver.clips import ClipProgress, ClipTracker
-from svdpp.driver.manifest import RunManifest, find_missing
+from svdpp.driver.manifest import RunManifest, find_missing_outputs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import (
     ClosedError,
@@ -45,7 +45,7 @@ from svdpp.worker.messages import (
     Failed,
     Heartbeat,
 )
-from svdpp.worker.tensor_files import LatentCheckpoints, saved, saved_steps
+from svdpp.worker.tensor_files import LatentCheckpoints, list_checkpoints, saved_steps
 from tests.driver.dummies import (
     HANG_SECONDS,
     clips,
@@ -328,10 +328,10 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
     handles.end(ClosedError("the end"))
     of_others = {("1" * 64, 14), ("2" * 64, 14)}
     handles._files.submit(lambda: None).result(60)  # until the calls before it are made
-    assert saved(tmp_path) == of_others
+    assert list_checkpoints(tmp_path) == of_others
     keep(0, 21)  # by a rank with a slow disk
     handles.clean_up()
-    assert saved(tmp_path) == of_others
+    assert list_checkpoints(tmp_path) == of_others
 
 
 def _set_clock_back(rank: int) -> None:  # noqa: ARG001
@@ -485,16 +485,16 @@ def test_finished_clips_that_somebody_removed_are_found(tmp_path: Path) -> None:
     clips = [{"output": f"{name}.mp4"} for name in "abc"]
     for name in ("a.mp4", "a.mp4.json", "b.mp4"):
         (tmp_path / name).touch()
-    gone = find_missing(tmp_path, clips)
+    gone = find_missing_outputs(tmp_path, clips)
     assert list(gone) == ["b.mp4", "c.mp4"]
     assert "b.mp4.json' is gone" in gone["b.mp4"].message
-    assert list(find_missing(tmp_path / "removed", clips)) == ["a.mp4", "b.mp4", "c.mp4"]
+    assert list(find_missing_outputs(tmp_path / "removed", clips)) == ["a.mp4", "b.mp4", "c.mp4"]
     path = tmp_path / "run.json"
     with RunManifest(path, {}, clips) as manifest:
         for clip in range(3):
             manifest(0, ClipDone(clip=clip, metadata={}))
         for output, error in gone.items():
-            manifest.lose(output, error)
+            manifest.mark_lost(output, error)
     assert _states(path) == ["done", "failed", "failed"]
 
 
@@ -503,7 +503,7 @@ def test_a_folder_that_does_not_respond_does_not_stop_the_supervision(
 ) -> None:
     """The thread that supervises the ranks calls both objects with their events."""
     responds = threading.Event()
-    monkeypatch.setattr("svdpp.driver.clips.prune", lambda *_: responds.wait())
+    monkeypatch.setattr("svdpp.driver.clips.remove_checkpoints", lambda *_: responds.wait())
     handles = ClipTracker(lambda _: None, latents_folder=str(tmp_path))
     request = ClipRequest(seed=0, latents_key=KEYS[0])
     (handle,) = handles.add([request], [28], for_results=False)

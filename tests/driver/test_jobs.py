@@ -325,7 +325,7 @@ def test_ranks_share_an_expert_whose_files_have_the_dtype(
     low_noise = Roles(denoise=True, experts=frozenset({1}))
     part = estimate(checkpoint, config.model, config.sampling, device="cpu").denoise
     one, two = (
-        memory._needed_together(config, checkpoint, (low_noise,) * count) for count in (1, 2)
+        memory._total_bytes_needed(config, checkpoint, (low_noise,) * count) for count in (1, 2)
     )
     own = memory._RANK_BYTES + part.activation_bytes
     assert one == own + part.weight_bytes

@@ -205,13 +205,13 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
     stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the ranks have the clip: a caller who goes on must not wait for ever."""
-    send = stuck._entered.send
+    send = stuck._running_supervisor.send
 
     def interrupt(rank: int, message: bytes) -> None:
         send(rank, message)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stuck._entered, "send", interrupt)
+    monkeypatch.setattr(stuck._running_supervisor, "send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stuck.submit(clips(2))
     with pytest.raises(SvdppError, match="only some of the ranks got the clips: KeyboardInterrupt"):
@@ -220,7 +220,7 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
 
 def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
     """The handler runs in the interrupted thread, which may be in a submit or a close."""
-    with stuck._submitting, stuck._cleaning:
+    with stuck._submit_lock, stuck._cleanup_lock:
         stuck.close(drain=False)
         stuck.close()
 
@@ -243,7 +243,7 @@ def test_every_thread_that_closes_hears_of_a_failure(drain: bool) -> None:
 def test_an_observer_that_never_returns_cannot_keep_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "_DROP_SECONDS", 0.1)
+    monkeypatch.setattr(ranks, "_ABORT_SECONDS", 0.1)
     blocked, release = threading.Event(), threading.Event()
 
     def block(rank: int, event: Event) -> None:  # noqa: ARG001

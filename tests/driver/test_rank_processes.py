@@ -14,7 +14,7 @@ from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver import ranks
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.ranks import are_mixed, shared_settings
+from svdpp.driver.ranks import have_mixed_conditions, shared_settings
 from svdpp.driver.resolve import resolve_config
 from svdpp.errors import RequestError
 from svdpp.launch import worker_group
@@ -66,7 +66,7 @@ def test_every_layout_performs_the_planned_lists_to_the_plain_loops_bits_and_lea
     for rank, planned in enumerate(pipeline.schedule(clips(*range(5)))):
         _assert_performed(planned, events[rank])
     assert not any(map(is_there, pids(pipeline)))
-    assert not pipeline._entered._group._folder.exists()  # type: ignore[union-attr]
+    assert not pipeline._running_supervisor._group._folder.exists()  # type: ignore[union-attr]
 
 
 def _assert_performed(planned: Sequence[Action], events: Sequence[Event]) -> None:
@@ -152,7 +152,7 @@ def _check(
         Started(device="cuda:0", uuid=uuid, conditions=own)
         for uuid, own in zip(uuids, conditions, strict=True)
     ]
-    return are_mixed(dict(reversed(list(enumerate(started)))), backend, allowed=allowed)
+    return have_mixed_conditions(dict(reversed(list(enumerate(started)))), backend, allowed=allowed)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_ranks_that_share_a_gpu_or_differ_are_refused_by_name(
 
 @pytest.mark.processes
 def test_clips_of_mixed_devices_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "are_mixed", lambda *_, allowed: allowed)
+    monkeypatch.setattr(ranks, "have_mixed_conditions", lambda *_, allowed: allowed)
     with Pipeline(config(steps=2, allow_mixed_devices=True)) as pipeline:
         (result,) = pipeline.run(clips(0), [{"exact": True}])
     assert result.metadata["exact"] == "unproven"

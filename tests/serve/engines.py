@@ -164,7 +164,7 @@ class Serving:
     def pids(self) -> list[int]:
         pipeline = self.engine._pipeline
         assert pipeline is not None
-        found: list[int] = pipeline._entered._group.pids
+        found: list[int] = pipeline._running_supervisor._group.pids
         return found
 
     def kill(self, rank: int) -> None:

@@ -142,7 +142,7 @@ def test_a_checkpoint_that_is_fetched_is_not_removed_meanwhile(
     key = to_request(job).request.latents_key
     assert key is not None
     for step in (2, 4):
-        path = tensor_files.path_of(to_request.latents_folder, key, step)
+        path = tensor_files.checkpoint_path(to_request.latents_folder, key, step)
         path.write_bytes(b"of another server")
         store.put(path)
         path.unlink()

@@ -213,7 +213,7 @@ def work(folder: Path, num_clips: int) -> None:
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:
-        group = pipeline._entered._group
+        group = pipeline._running_supervisor._group
         resumed = sum(request.done_steps > 0 for request in todo)
         _say(ready=group.pids, resumed=resumed)
         pipeline.submit(todo)

@@ -49,11 +49,11 @@ def test_memory_pressure_lasts_for_the_life_of_the_process(
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: dict(stats))
     monkeypatch.setattr(device, "_events_before", {})
     pressure = MemoryPressure(GPU)
-    assert not pressure.rose()
+    assert not pressure.has_occurred()
     stats[name] += 1
-    assert [pressure.rose(), pressure.rose()] == [True, True]
-    assert MemoryPressure(GPU).rose(), "of a later pipeline in the same process"
-    assert not MemoryPressure(torch.device("cpu")).rose()
+    assert [pressure.has_occurred(), pressure.has_occurred()] == [True, True]
+    assert MemoryPressure(GPU).has_occurred(), "of a later pipeline in the same process"
+    assert not MemoryPressure(torch.device("cpu")).has_occurred()
 
 
 # The message of torch 2.x (c10/cuda/CUDACachingAllocator.cpp).
