@@ -25,7 +25,7 @@ from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.media.inputs import MediaFile
-    from svdpp.verification.clip_verification import ClipVerification
+    from svdpp.verification.clip_result import ClipVerification
 
 _SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")
 # Parameters of `verify` that have an effect on finished clips.

@@ -169,9 +169,8 @@ def plan_clips(
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
-                tensor_files.remove_checkpoints(
-                    folder, key
-                )  # of a run killed before it removed them
+                # Of a run that was killed before it removed them.
+                tensor_files.remove_checkpoints(folder, key)
             continue
         if folder is not None and policy.keeps_finished and key in saved:
             done_steps = max(tensor_files.saved_steps(folder, key), default=0)

@@ -14,6 +14,7 @@ from svdpp.driver.resolve import resolve_clip_config
 from svdpp.errors import RequestError, first_line
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
+from svdpp.plan.layout import ParallelConfig
 from svdpp.worker.messages import ActionBatch, ClipJob
 
 _CONFIGS_KEPT = 64
@@ -74,8 +75,8 @@ class RequestScheduler:
         if request.sampling is not None and not self._can_take(layout, route):
             route = layout.route(clip, all_stages=True)
             if not self._can_take(layout, route):
-                pipeline_steps = self._config.sampling.num_inference_steps
-                if layout.num_steps == pipeline_steps:
+                planned = self._config.sampling.num_inference_steps
+                if layout.num_steps == planned:
                     raise RequestError(
                         "with these parameters the model changes its expert at another step, and "
                         "some ranks have not loaded the expert that they would need",
@@ -83,13 +84,13 @@ class RequestScheduler:
                         details={"clip": clip},
                     )
                 raise RequestError(
-                    f"the ranks were started with --steps {pipeline_steps}, and some have not loaded what "
+                    f"the ranks were started with --steps {planned}, and some have not loaded what "
                     f"clips of {layout.num_steps} steps need",
-                    f"use {pipeline_steps} steps, or start the ranks with --steps {layout.num_steps}",
+                    f"use {planned} steps, or start the ranks with --steps {layout.num_steps}",
                     details={
                         "clip": clip,
                         "steps": layout.num_steps,
-                        "pipeline_steps": pipeline_steps,
+                        "pipeline_steps": planned,
                     },
                 )
         return route.resumed(request.done_steps) if request.done_steps else route

@@ -237,8 +237,9 @@ class Supervisor:
         where = describe_position(event.action, event.step)
         sender = error.details.get("from_rank", rank)
         receiver = error.details.get("to_rank", rank)
+        name = self._describe_rank(sender)
         return MismatchError(
-            f"{self._describe_rank(sender)} sent rank {receiver} a wrong packet{where}: {error.message}",
+            f"{name} sent rank {receiver} a wrong packet{where}: {error.message}",
             error.hint or "--debug shows the traceback of the rank that refused it",
             grid=self._draw_grid(sender, "sent it"),
             trace=event.traceback,
@@ -268,8 +269,9 @@ class Supervisor:
         self, rank: int, cause: str, hint: str, remark: str, **details: object
     ) -> RankError:
         heartbeat = self._stall_detector.states[rank].heartbeat
+        where = describe_position(heartbeat.action, heartbeat.step)
         return RankError(
-            f"{self._describe_rank(rank)} {cause}{describe_position(heartbeat.action, heartbeat.step)}",
+            f"{self._describe_rank(rank)} {cause}{where}",
             hint,
             grid=self._draw_grid(rank, remark),
             trace=self._group.output_tail(rank) or "",
@@ -350,9 +352,9 @@ class Stall:
 class StallDetector:
     """Detector of stalled ranks, which tells one from a slow one and from those that wait for it.
 
-    All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds` without a
-    heartbeat (eight times that before it has joined), or, once all have joined, after the timeout
-    of computing without progress. `states` is by rank; all times are seconds on one clock.
+    All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
+    without a heartbeat (eight times that before it has joined), or, once all have joined, after the
+    timeout of computing without progress. `states` is by rank; all times are seconds on one clock.
 
     Args:
         config: has the limits.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +19,10 @@ from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import video
 from svdpp.models.base import LATENTS
 from svdpp.verification.clip_files import ClipCheck, ClipOnDisk
+from svdpp.verification.clip_result import ClipVerification, VerificationTask
 from svdpp.verification.result import CheckLocation, TensorKind, compare_tensors
 from svdpp.verification.verify import run_pipelined
 from svdpp.worker.tensor_files import TensorStore, tensor_sha256
-
-if TYPE_CHECKING:
-    from svdpp.verification.clip_verification import ClipVerification, VerificationTask
 
 _HASHES = {"latent": "latents_sha256", "frames": "frames_sha256", "audio": "audio_sha256"}
 

@@ -1,4 +1,4 @@
-"""The result of finished clips: each is recomputed on one device and compared.
+"""Verification of finished clips: each is recomputed on one device and compared.
 
 There are three verdicts: whether diffusers computes the recorded latent, whether it computes the
 recorded frames, and whether the file on disk is the clip that the metadata describes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineCo
 from svdpp.config.tolerance import BITWISE, Tolerance
 from svdpp.driver.clip_metadata import recorded_sampling
 from svdpp.driver.supervisor import Observer
-from svdpp.errors import ModelError, OutOfMemoryError, RequestError, SvdppError, error_to_dict
+from svdpp.errors import ModelError, OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch import process_group
 from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder
@@ -31,6 +31,7 @@ from svdpp.verification.clip_files import (
     find_input_file,
     read_clip,
 )
+from svdpp.verification.clip_result import ClipVerification, VerificationTask
 from svdpp.verification.verify import run_reference
 from svdpp.worker.messages import ClipDone, Event
 from svdpp.worker.tensor_files import TensorStore
@@ -45,77 +46,6 @@ class VerificationSettings:
     local_files_only: bool = False
     timeout: float = 600.0
     start_timeout: float = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerificationTask:
-    """One finished clip, and the request that recomputes it."""
-
-    clip: ClipOnDisk
-    config: PipelineConfig
-    request: ClipRequest
-    pair_config: PipelineConfig | None = None
-    """Configuration of two ranks that divide each batch, as the clip was made; else None."""
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the clip."""
-        return self.config.sampling.num_inference_steps
-
-
-@dataclass(kw_only=True)
-class ClipVerification:
-    """Result of the verification of one clip: its checks, or the error that prevented them."""
-
-    path: Path
-    """Of the clip's file, or of the input that is not a clip."""
-    checks: list[ClipCheck] = field(default_factory=list)
-    error: SvdppError | None = None
-
-    @property
-    def different(self) -> list[ClipCheck]:
-        """Failed checks."""
-        return [check for check in self.checks if check.equal is False]
-
-    @property
-    def verdict(self) -> str:
-        """Verdict in words: `bitwise equal`, `within tolerance` or `different`."""
-        if self.different:
-            return "different"
-        is_bitwise = all(check.equal and not check.within for check in self.checks)
-        return "bitwise equal" if is_bitwise else "within tolerance"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `equal` is null if it is unknown."""
-        if self.error is not None:
-            return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
-        checks = [{**asdict(check), "verdict": check.verdict} for check in self.checks]
-        verdict = {"equal": not self.different, "verdict": self.verdict}
-        return {"clip": str(self.path), **verdict, "checks": checks}
-
-    def __str__(self) -> str:
-        """The verdict in one line."""
-        if self.error is not None:
-            return f"not verified: {self.path}: {self.error}"
-        if not self.different:
-            return f"{self.verdict}: {self.path}{self._largest}"
-        word = "DIFFERENT" if any(check.found for check in self.different) else "MISSING"
-        return f"{word}: {self.path}: {self.differences}"
-
-    @property
-    def _largest(self) -> str:
-        compared = [check for check in self.checks if check.max_abs_diff is not None]
-        if not compared:
-            return ""
-        return "".join(f"; {check.what}: {check.detail}" for check in compared)
-
-    @property
-    def differences(self) -> str:
-        """Failed checks, in words."""
-        return ", ".join(
-            f"{check.what} ({check.detail})" if check.detail else check.what
-            for check in self.different
-        )
 
 
 def plan_verification(

@@ -38,7 +38,7 @@ from svdpp.models.engine.registry import FamilySpec
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles
-from svdpp.verification.verify import ReferenceSetup
+from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.worker.background import Reporter
 from svdpp.worker.device import MemoryPressure, device_name, out_of_memory_named
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone

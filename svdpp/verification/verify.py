@@ -20,7 +20,7 @@ from svdpp.launch import process_group
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.launch.worker_group import LaunchContext, start_ranks
 from svdpp.models.base import LATENTS, PREDICTION, Tensors
-from svdpp.models.checkpoint import Checkpoint
+from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.verification.result import (
     Check,
     CheckLocation,
@@ -148,19 +148,6 @@ def run_pipelined(
     if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
         reset_peak()
     return [result.metadata for result in results]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceSetup:
-    """Instructions for the process of the reference; see `run_reference`."""
-
-    config: PipelineConfig
-    checkpoint: Checkpoint | None
-    requests: tuple[ClipRequest, ...]
-    steps: frozenset[int]
-    folder: Path | None
-    predictions: bool
-    """Whether it keeps those of each branch of the guidance."""
 
 
 def run_reference(

@@ -1,4 +1,4 @@
-"""What runs beside a rank's work: reports to the parent, images read ahead, files written."""
+"""Background threads of a rank: reports to the parent, images read ahead, files written."""
 
 from __future__ import annotations
 

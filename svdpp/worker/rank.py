@@ -39,7 +39,8 @@ from svdpp.worker.messages import (
     Stop,
     parse,
 )
-from svdpp.worker.stage import PipelineStage, RankContext
+from svdpp.worker.rank_context import RankContext
+from svdpp.worker.stage import PipelineStage
 from svdpp.worker.stats import StatsSampler
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
 

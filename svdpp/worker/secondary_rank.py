@@ -174,9 +174,8 @@ class _ParentChannel(ControlChannel):
         self._is_disconnected = True
         with socket.socket(fileno=self.connection.fileno()) as duplicate:
             with contextlib.suppress(OSError):
-                duplicate.shutdown(
-                    socket.SHUT_WR
-                )  # rank 0 first reads the messages still in flight
+                # Only for writing: rank 0 first reads the messages still in flight.
+                duplicate.shutdown(socket.SHUT_WR)
             duplicate.detach()
 
     def report_signal(self, number: int) -> None:

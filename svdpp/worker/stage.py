@@ -1,15 +1,12 @@
-"""The execution of one rank's actions; only here do the model and the transport meet.
-
-The steps of a DENOISE are checked one by one, and the ranks of a pair exchange predictions.
-"""
+"""Execution of one rank's actions, where the model and the transport meet."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -18,8 +15,7 @@ import torch
 
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet, Specs, TensorSpec, check_tensors, mismatch
-from svdpp.comm.streams import AsyncFlag
-from svdpp.comm.transport import Channel, PendingPacket, Transport
+from svdpp.comm.transport import Channel, PendingPacket
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import (
     InputError,
@@ -32,16 +28,15 @@ from svdpp.errors import (
 from svdpp.models.base import (
     DTYPES,
     LATENTS,
-    PREDICTION,
     Audio,
     ModelInput,
     PreparedInput,
-    Tensors,
     VideoModel,
 )
 from svdpp.plan.actions import SENDS, Action, Kind
-from svdpp.worker.background import ClipWriter, ImageReader, LatentCheckpointWriter, Reporter
-from svdpp.worker.device import ClipProfiler, MemoryPressure, out_of_memory_named
+from svdpp.worker.background import ImageReader
+from svdpp.worker.denoising import Denoising
+from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import (
     ActionBatch,
     ActionDone,
@@ -49,10 +44,9 @@ from svdpp.worker.messages import (
     ClipJob,
     ImageReady,
     PromptTruncated,
-    StepDone,
     WaitCause,
 )
-from svdpp.worker.tensor_files import TensorStore, solver_history
+from svdpp.worker.rank_context import ClipCancelledError, RankContext
 
 _FRAMES = "frames"
 # One model object for each sampling configuration in use; they share the loaded components.
@@ -63,51 +57,11 @@ _KINDS_KEPT = 256
 _RECORD = "record."
 
 
-class ClipCancelledError(Exception):
-    """End of a clip that was cancelled, or that the other rank of the pair has dropped."""
-
-
-@dataclass(kw_only=True)
-class RankContext:
-    """Objects that all actions of a rank work with."""
-
-    rank: int
-    device: torch.device
-    transport: Transport
-    reporter: Reporter
-    clip_writer: ClipWriter
-    checkpoint_writer: LatentCheckpointWriter | None = None
-    profiler: ClipProfiler | None = None
-    is_cancelled: Callable[[int], bool] = lambda _: False
-    """Whether the parent needs nothing more of a clip."""
-    tensor_store: TensorStore | None = None
-    """For latents and predictions to verify."""
-    memory_pressure: MemoryPressure = field(init=False)
-    _copies: streams.SideStream = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.memory_pressure = MemoryPressure(self.device)
-        self._copies = streams.SideStream(self.device)
-
-    def check_not_cancelled(self, clip: int) -> None:
-        """Check that the parent still needs a clip.
-
-        Raises:
-            ClipCancelledError: it does not.
-        """
-        if self.is_cancelled(clip):
-            raise ClipCancelledError
-
-    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a complete copy of a tensor, contiguous, in host memory."""
-        return self._copies.to_host(tensor.contiguous(), streams.record_event(self.device))
-
-
 class PipelineStage:
     """One rank's share of every clip; assumes nothing of its actions but their order.
 
     Args:
-        context: transport, writers and reporter of the rank.
+        context: of the rank.
         model: with the parts that the actions need.
         sampling: parameters of the clips whose requests have none.
     """
@@ -480,171 +434,3 @@ def _expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> Ten
 
 def _channel_of(action: Action) -> Channel:
     return "clips" if action.frames is None else "decode"
-
-
-# --- the steps of a clip --------------------------------------------------------------------------
-
-
-class Denoising:
-    """One DENOISE; if its action has a peer, the `Partner` of the model's call.
-
-    The ranks of a pair send each other one message at each step until one drops the clip: then a
-    tombstone takes the place of its next prediction, because the other one has posted its receive.
-    Both post that receive before they evaluate their own branch, so the messages cross.
-
-    Args:
-        context: of the rank.
-        action: the DENOISE.
-        packet: of the clip before its first step here.
-    """
-
-    def __init__(self, context: RankContext, action: Action, packet: Packet) -> None:
-        self._context, self._action, self._packet = context, action, packet
-        self._is_paired = action.peer >= 0
-        self.branch = int(self._is_paired and context.rank > action.peer)
-        self._next: int | None = action.start
-
-    def run(self, model: VideoModel) -> None:
-        """Do the steps, each of them checked; the packet then has the result.
-
-        Raises:
-            ClipCancelledError: the clip was cancelled, or dropped by the other rank of the pair.
-            NotFiniteError: a latent has become NaN or infinite.
-        """
-        context, action, packet = self._context, self._action, self._packet
-        context.reporter.set_position(action, action.start)
-        checks = StepChecks(context.device, context.rank, self._report_step)
-
-        def after_step(step: int, latent: torch.Tensor) -> None:
-            checks.add(step, latent)
-            self._before_step(step + 1)
-
-        self._before_step(action.start)
-        partner = self if self._is_paired else None
-        steps = action.start, action.end
-        packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
-        checks.finish()
-        packet.memory_pressure |= context.memory_pressure.has_occurred()
-        if self.branch == 0:  # both ranks of a pair have the same latent
-            self._keep_latent()
-
-    def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Send this rank's prediction of a step, and return the other rank's.
-
-        Args:
-            step: of the clip.
-            evaluate: computes this rank's prediction, by name.
-
-        Raises:
-            MismatchError: the other rank's prediction has another name, shape or dtype.
-            ClipCancelledError: the other rank has dropped the clip.
-        """
-        context, clip = self._context, self._action.clip
-        pending = self._expected(step)  # the receive is posted before this rank's own evaluation
-        tensors = evaluate()
-        self._packet.memory_pressure |= context.memory_pressure.has_occurred()
-        self._send(step, tensors)
-        expected = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        packet = self._arrived(step, pending, expected)
-        self._packet.memory_pressure |= packet.memory_pressure
-        self._next = None if packet.tombstone else step + 1
-        if packet.tombstone:
-            raise ClipCancelledError
-        if context.tensor_store is not None:
-            prediction = context.on_host(next(iter(packet.tensors.values())))
-            name = f"step{step}_branch{1 - self.branch}"
-            context.tensor_store.keep(clip, name, {PREDICTION: prediction})
-        return packet.tensors
-
-    def drop(self) -> None:
-        """Tell the other rank, in place of the next prediction, that this one drops the clip."""
-        if not self._is_paired or self._next is None or self._next == self._action.end:
-            return
-        pending = self._expected(self._next)
-        self._send(self._next, None)
-        self._arrived(self._next, pending, None)
-
-    def _expected(self, step: int) -> PendingPacket:
-        clip, peer = self._action.clip, self._action.peer
-        return self._context.transport.post_receive(clip, step, peer, "predictions")
-
-    def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
-        self._context.reporter.set_position(
-            self._action, step, waiting=True
-        )  # part of the step's time
-        packet = pending.wait(None if expected is None else lambda _: expected)
-        self._context.reporter.set_position(self._action, step)
-        return packet
-
-    def _send(self, step: int, tensors: Tensors | None) -> None:
-        packet = Packet(self._action.clip, step, 0.0, tensors or {}, tombstone=tensors is None)
-        packet.memory_pressure = self._packet.memory_pressure
-        self._context.transport.send(packet, self._action.peer, "predictions")
-
-    def _before_step(self, step: int) -> None:
-        """Ends the action if its clip is not wanted any more; notes the step that follows."""
-        if step == self._action.end:
-            return
-        context, action = self._context, self._action
-        context.check_not_cancelled(action.clip)
-        context.reporter.set_position(action, step)
-
-    def _report_step(self, step: int, seconds: float) -> None:
-        done = StepDone(clip=self._action.clip, step=step, seconds=seconds)
-        self._context.reporter.send(done)
-
-    def _keep_latent(self) -> None:
-        context, tensors = self._context, self._packet.tensors
-        if context.tensor_store is not None:
-            kept = {LATENTS: tensors[LATENTS], **solver_history(tensors)}
-            on_host = {name: context.on_host(tensor) for name, tensor in kept.items()}
-            context.tensor_store.keep(self._action.clip, f"step{self._action.end}", on_host)
-
-
-class StepChecks:
-    """Checks of each step of one DENOISE; on CUDA one step late, so that the device never idles.
-
-    Args:
-        device: of the rank.
-        rank: its number, for the error.
-        on_done: called with each step that passed, and its seconds on the device.
-    """
-
-    def __init__(
-        self, device: torch.device, rank: int, on_done: Callable[[int, float], None]
-    ) -> None:
-        self._device = device
-        self._rank = rank
-        self._on_done = on_done
-        self._last = AsyncFlag(device)
-        self._queued: deque[tuple[int, AsyncFlag, AsyncFlag]] = deque()
-
-    def add(self, step: int, latent: torch.Tensor) -> None:
-        """Queue the check of the latent after `step`, and read the checks that are due.
-
-        Raises:
-            NotFiniteError: the latent of a step that was due is NaN or infinite.
-        """
-        now = AsyncFlag(self._device, torch.isfinite(latent).all())
-        self._queued.append((step, self._last, now))
-        self._last = now
-        self._read(keep=1 if self._device.type == "cuda" else 0)
-
-    def finish(self) -> None:
-        """Wait for all checks.
-
-        Raises:
-            NotFiniteError: the latent of a step is NaN or infinite.
-        """
-        self._read(keep=0)
-
-    def _read(self, keep: int) -> None:
-        while len(self._queued) > keep:
-            step, before, after = self._queued.popleft()
-            if not after.wait():
-                raise NotFiniteError(
-                    f"the latent is not finite after step {step}, done by rank {self._rank}",
-                    "check the weights, or use --dtype bf16 or fp32, which have a larger range",
-                    details={"step": step, "rank": self._rank},
-                )
-            self._on_done(step, after.seconds_since(before))

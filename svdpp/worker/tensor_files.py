@@ -129,11 +129,9 @@ class LatentCheckpoints:
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
             # Of hosts without a common folder each has the weights of its own ranks.
-            names = (
-                current.keys() & before.keys()
-                if kind == "weights"
-                else current.keys() | before.keys()
-            )
+            names = current.keys() | before.keys()
+            if kind == "weights":
+                names = current.keys() & before.keys()
             for each in sorted(names):
                 if (was := before.get(each)) != (now := current.get(each)):
                     raise unfit(

@@ -19,7 +19,8 @@ from svdpp.models.base import LATENTS, STRUCTURE, Tensors, VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker import rank as worker
 from svdpp.worker.background import Reporter
-from svdpp.worker.stage import Denoising, PipelineStage
+from svdpp.worker.denoising import Denoising
+from svdpp.worker.stage import PipelineStage
 from svdpp.worker.tensor_files import solver_history
 
 

@@ -13,7 +13,7 @@ from svdpp.config.tolerance import Tolerance
 from svdpp.models.base import LATENTS
 from svdpp.verification.clip_distance import measure_distances
 from svdpp.verification.clip_files import ClipCheck, read_clip
-from svdpp.verification.clip_verification import ClipVerification, VerificationTask
+from svdpp.verification.clip_result import ClipVerification, VerificationTask
 from svdpp.worker.tensor_files import TensorStore
 from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
 from tests.verification.test_clip_files import frames_of, put_clip

@@ -231,7 +231,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     models: list[weakref.ref[DummyModel]] = []
     emptied: list[bool] = []
 
-    def load_model(*_: Any) -> DummyModel:
+    def load_rank_model(*_: Any) -> DummyModel:
         model = DummyModel(dummy.dummy_latent, 6, torch.device("cpu"))
         models.append(weakref.ref(model))
         return model
@@ -242,7 +242,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     for name, value in (launcher | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("svdpp.worker.device.apply_settings", lambda **_: None)  # of this process
-    monkeypatch.setattr("svdpp.worker.rank.load_rank_model", load_model)
+    monkeypatch.setattr("svdpp.worker.rank.load_rank_model", load_rank_model)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(models[0]() is None))
     config = PipelineConfig(world_size=1, model=dummy, sampling=SvdSampling(num_inference_steps=6))

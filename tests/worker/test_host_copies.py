@@ -23,11 +23,11 @@ from svdpp.models.base import LATENTS, Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action
 from svdpp.verification import reference
-from svdpp.verification.verify import ReferenceSetup
+from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.worker import background, stage, tensor_files
 from svdpp.worker.background import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.messages import ActionBatch, CheckpointLost, ClipJob
-from svdpp.worker.stage import RankContext
+from svdpp.worker.rank_context import RankContext
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
 from tests.driver.dummies import config
 

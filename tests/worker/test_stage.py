@@ -20,8 +20,9 @@ from svdpp.models.base import Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker import stage
+from svdpp.worker.denoising import Denoising
 from svdpp.worker.messages import ActionBatch, ActionDone, ClipDropped, ClipJob, Event
-from svdpp.worker.stage import ClipCancelledError, Denoising, RankContext
+from svdpp.worker.rank_context import ClipCancelledError, RankContext
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def _stage(clock: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineSta
     return stage.PipelineStage(context, model, SvdSampling())
 
 
-def _work(clip: int, *, seed: int = 0) -> ActionBatch:
+def _batch(clip: int, *, seed: int = 0) -> ActionBatch:
     texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"DECODE c{clip} @1", f"FINISH c{clip} @1"
     return ActionBatch(actions=texts, jobs=(ClipJob(clip=clip, request=ClipRequest(seed=seed)),))
 
@@ -65,9 +66,9 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     times = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
     monkeypatch.setattr(stage, "time", times)
     alone = _stage(clock, lambda _: False)
-    for work in (_work(0), _work(1)):
-        alone.enqueue(work)
-        for action in work.actions:
+    for batch in (_batch(0), _batch(1)):
+        alone.enqueue(batch)
+        for action in batch.actions:
             alone.run(action)
         alone.idle()
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
@@ -78,9 +79,9 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
 def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
     clock, cancelled = _Clock(), set[int]()
     alone = _stage(clock, cancelled.__contains__)
-    work = _work(0)
-    alone.enqueue(work)
-    for action in work.actions:
+    batch = _batch(0)
+    alone.enqueue(batch)
+    for action in batch.actions:
         if action.kind is Kind.FINISH:
             assert alone._frames.keys() == {0}
             cancelled.add(0)
@@ -109,11 +110,11 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
 
     monkeypatch.setattr(DummyModel, "encode", encode)
     clock = _Clock()
-    alone, works = _stage(clock, lambda _: False), (_work(0), _work(1, seed=1))
+    alone, batches = _stage(clock, lambda _: False), (_batch(0), _batch(1, seed=1))
     with nullcontext() if is_of_clip else pytest.raises(Exception, match=r"CUDA|memory|checkpoint"):
-        for work in works:
-            alone.enqueue(work)
-            for action in work.actions:
+        for batch in batches:
+            alone.enqueue(batch)
+            for action in batch.actions:
                 alone.run(action)
     assert [(clip, type(error)) for clip, error in clock.failed] == [(0, InputError)] * is_of_clip
     assert clock.now == (50.0 if is_of_clip else 0.0), "the other clip is written"

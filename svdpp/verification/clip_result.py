@@ -1,0 +1,82 @@
+"""Verification of one finished clip as data: the task, and its result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.errors import SvdppError, error_to_dict
+from svdpp.verification.clip_files import ClipCheck, ClipOnDisk
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationTask:
+    """One finished clip, and the request that recomputes it."""
+
+    clip: ClipOnDisk
+    config: PipelineConfig
+    request: ClipRequest
+    pair_config: PipelineConfig | None = None
+    """Configuration of two ranks that divide each batch, as the clip was made; else None."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the clip."""
+        return self.config.sampling.num_inference_steps
+
+
+@dataclass(kw_only=True)
+class ClipVerification:
+    """Result of the verification of one clip: its checks, or the error that prevented them."""
+
+    path: Path
+    """Of the clip's file, or of the input that is not a clip."""
+    checks: list[ClipCheck] = field(default_factory=list)
+    error: SvdppError | None = None
+
+    @property
+    def different(self) -> list[ClipCheck]:
+        """Failed checks."""
+        return [check for check in self.checks if check.equal is False]
+
+    @property
+    def verdict(self) -> str:
+        """Verdict in words: `bitwise equal`, `within tolerance` or `different`."""
+        if self.different:
+            return "different"
+        is_bitwise = all(check.equal and not check.within for check in self.checks)
+        return "bitwise equal" if is_bitwise else "within tolerance"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `equal` is null if it is unknown."""
+        if self.error is not None:
+            return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
+        checks = [{**asdict(check), "verdict": check.verdict} for check in self.checks]
+        verdict = {"equal": not self.different, "verdict": self.verdict}
+        return {"clip": str(self.path), **verdict, "checks": checks}
+
+    def __str__(self) -> str:
+        """The verdict in one line."""
+        if self.error is not None:
+            return f"not verified: {self.path}: {self.error}"
+        if not self.different:
+            return f"{self.verdict}: {self.path}{self._largest}"
+        word = "DIFFERENT" if any(check.found for check in self.different) else "MISSING"
+        return f"{word}: {self.path}: {self.differences}"
+
+    @property
+    def _largest(self) -> str:
+        compared = [check for check in self.checks if check.max_abs_diff is not None]
+        if not compared:
+            return ""
+        return "".join(f"; {check.what}: {check.detail}" for check in compared)
+
+    @property
+    def differences(self) -> str:
+        """Failed checks, in words."""
+        return ", ".join(
+            f"{check.what} ({check.detail})" if check.detail else check.what
+            for check in self.different
+        )

@@ -1,0 +1,54 @@
+"""Objects that all actions of a rank share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from svdpp.comm import streams
+from svdpp.comm.transport import Transport
+from svdpp.worker.background import ClipWriter, LatentCheckpointWriter, Reporter
+from svdpp.worker.device import ClipProfiler, MemoryPressure
+from svdpp.worker.tensor_files import TensorStore
+
+
+class ClipCancelledError(Exception):
+    """End of a clip that was cancelled, or that the other rank of the pair has dropped."""
+
+
+@dataclass(kw_only=True)
+class RankContext:
+    """Transport, writers and other objects that all actions of a rank share."""
+
+    rank: int
+    device: torch.device
+    transport: Transport
+    reporter: Reporter
+    clip_writer: ClipWriter
+    checkpoint_writer: LatentCheckpointWriter | None = None
+    profiler: ClipProfiler | None = None
+    is_cancelled: Callable[[int], bool] = lambda _: False
+    """Whether the parent needs nothing more of a clip."""
+    tensor_store: TensorStore | None = None
+    """For latents and predictions to verify."""
+    memory_pressure: MemoryPressure = field(init=False)
+    _copies: streams.SideStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory_pressure = MemoryPressure(self.device)
+        self._copies = streams.SideStream(self.device)
+
+    def check_not_cancelled(self, clip: int) -> None:
+        """Check that the parent still needs a clip.
+
+        Raises:
+            ClipCancelledError: it does not.
+        """
+        if self.is_cancelled(clip):
+            raise ClipCancelledError
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a complete copy of a tensor, contiguous, in host memory."""
+        return self._copies.to_host(tensor.contiguous(), streams.record_event(self.device))
