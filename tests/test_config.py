@@ -13,6 +13,7 @@ import pytest
 
 from svdpp.config import (
     DEFAULT_NUM_STEPS,
+    SAMPLING_CLASSES,
     ClipRequest,
     LatentSpec,
     ModelConfig,
@@ -117,6 +118,17 @@ def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name:
         with pytest.raises(RequestError) as caught:
             make(**{name: value})
         assert len(caught.value.message) < 300
+
+
+def test_frames_per_second_may_be_a_fraction_and_are_otherwise_whole() -> None:
+    for kind in SAMPLING_CLASSES.values():
+        assert (type(kind(fps=24.0).fps), kind(fps=23.976).fps) == (int, 23.976)
+        assert isinstance(kind().fps, int)
+    for fps in (0, 0.999, 240.001):
+        with pytest.raises(
+            RequestError, match=f"--fps must be a finite number, 1 to 240, got {fps}"
+        ):
+            SvdSampling(fps=fps)
 
 
 def test_a_clip_has_a_limit_of_pixels_whatever_its_frames() -> None:

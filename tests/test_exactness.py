@@ -55,7 +55,7 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
     ("model", "changes"),
     [
         ({}, {}),
-        ({}, {"width": 96, "height": 64, "fps": 24, "motion_bucket_id": 200}),
+        ({}, {"width": 96, "height": 64, "fps": 23.976, "motion_bucket_id": 200}),
         ({}, {"num_frames": 3, "decode_chunk_size": 2}),
         ({}, {"noise_aug_strength": 0.5, "min_guidance_scale": 2.0, "max_guidance_scale": 1.5}),
         ({}, {"max_guidance_scale": 1.0}),

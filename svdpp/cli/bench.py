@@ -13,8 +13,8 @@ import typer
 from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options import complete
-from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
-from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
+from svdpp.cli.options.pipeline import PeakTflops, PipelineOptions
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
 from svdpp.config.limits import require
@@ -54,15 +54,7 @@ class BenchOptions:
         Path,
         path_option(panel=DIAGNOSTICS, metavar="DIR", help="Write results to DIR/EXPERIMENT/RUN/."),
     ] = Path("results")
-    peak_tflops: Annotated[
-        float | None,
-        option(
-            panel=DIAGNOSTICS,
-            metavar="X",
-            help="Peak TFLOP/s of each device in the model's dtype, for the utilisation of devices "
-            "whose peak svdpp does not know.",
-        ),
-    ] = None
+    peak_tflops: PeakTflops = None
 
 
 @app.command(

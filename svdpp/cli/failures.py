@@ -24,7 +24,7 @@ from svdpp.errors import (
     nearest,
 )
 from svdpp.launch import process_lifetime
-from svdpp.launch.start_deadline import end_fork_server
+from svdpp.launch.start_deadline import end_fork_server, limit_error
 from svdpp.launch.world import find_world, is_secondary_rank, was_launched
 
 # Typer converts values by pydantic, in whose words it reports wrong ones.
@@ -82,7 +82,9 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except (Interrupted, Exception) as error:
+    except (Interrupted, Exception) as raised:
+        is_ours = isinstance(raised, (Interrupted, SvdppError))
+        error = raised if is_ours else limit_error(raised) or raised
         # A launcher signals its other ranks when one fails: in the middle of what follows.
         signals: list[int] = []
         process_lifetime.handle_signals(
@@ -92,7 +94,7 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
             previous = {}  # also for a second signal until the process ends
         if debug or not _is_told_elsewhere(error, signals):
             console.error(error, debug=debug)
-        raise typer.Exit(exit_code_of(error)) from error
+        raise typer.Exit(exit_code_of(error)) from raised
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

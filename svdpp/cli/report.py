@@ -11,7 +11,8 @@ import typer
 
 from svdpp.cli.command import about, with_option_groups
 from svdpp.cli.console import Console, pluralize
-from svdpp.cli.options.declare import DIAGNOSTICS, option, path_argument
+from svdpp.cli.options.declare import path_argument
+from svdpp.cli.options.pipeline import PeakTflops
 from svdpp.config.limits import require
 
 if TYPE_CHECKING:
@@ -28,16 +29,7 @@ class ReportOptions:
     """Run that is reported."""
 
     folder: Annotated[Path, path_argument("FOLDER", "Folder of a run, or a run.json.")]
-    peak_tflops: Annotated[
-        float | None,
-        option(
-            panel=DIAGNOSTICS,
-            metavar="X",
-            help="Peak TFLOP/s of each device in the model's dtype, for the utilisation of devices "
-            "whose peak svdpp does not know.",
-            common=True,
-        ),
-    ] = None
+    peak_tflops: PeakTflops = None
 
 
 @app.command(**about("svdpp report out", "svdpp report out --json"))

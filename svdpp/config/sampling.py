@@ -72,14 +72,15 @@ class Param:
         if self.kind is int:
             check_int(self.option, value, int(self.lowest), int(self.highest))
             return
-        if not (is_number(value) and 0 <= value <= self.highest):
-            must = f"a finite number, 0 to {self.highest:g}"
+        lowest = 0 if self.excludes_lowest else self.lowest
+        if not (is_number(value) and lowest <= value <= self.highest):
+            must = f"a finite number, {lowest:g} to {self.highest:g}"
             raise RequestError(
                 f"{self.option} must be {must}, got {shown(value)}",
                 details={
                     "field": self.field,
                     "value": detail_value(value),
-                    "lowest": 0,
+                    "lowest": lowest,
                     "highest": self.highest,
                 },
             )
@@ -106,7 +107,7 @@ SHARED: Mapping[str, Param] = {
     "height": _whole(8, MAX_SIDE, "Frame height, a multiple of 8."),
     "width": _whole(8, MAX_SIDE, "Frame width, a multiple of 8."),
     "num_frames": _whole(1, MAX_FRAMES, "Frames of each clip.", api="frames"),
-    "fps": _whole(1, 240, "Frames per second, 1 to 240."),
+    "fps": Param(None, 240, "Frames per second, 1 to 240, such as 24 or 23.976.", 1),
     "decode_chunk_size": _whole(1, MAX_FRAMES, "Frames to decode at a time; bits depend on it."),
     "guidance_scale": Param(None, MAX_GUIDANCE, "Guidance by the prompt; up to 1 it is off."),
     "max_sequence_length": _whole(
@@ -122,6 +123,11 @@ SHARED: Mapping[str, Param] = {
         None, MAX_GUIDANCE, "Guidance of the last frame; 1 or less turns guidance off."
     ),
 }
+
+
+def as_whole(number: float) -> float:
+    """Return a number as an int if it has no fraction, so that it is one in JSON too."""
+    return int(number) if float(number).is_integer() else number
 
 
 @cache
@@ -169,7 +175,8 @@ class CommonSampling:
     width: int
     num_frames: int | None = None
     """Number of frames; None: that of the model's config."""
-    fps: int
+    fps: float
+    """Frames per second; a whole number is an int, as in the JSON of clips."""
     decode_chunk_size: int | None = None
     """Frames to decode at a time; None: all."""
     fit: Fit = "stretch"
@@ -180,6 +187,7 @@ class CommonSampling:
         check_sides(self, (self.side_unit, self.side_unit))
         for name, param in params_of(kind).items():
             param.check(getattr(self, name))
+        object.__setattr__(self, "fps", as_whole(self.fps))
         check_choice("--fit", self.fit, get_args(Fit))
         self._check_frames()
         frames = self.num_frames or 1
@@ -264,7 +272,7 @@ class SvdSampling(CommonSampling):
     num_inference_steps: int = DEFAULT_NUM_STEPS
     height: int = 576
     width: int = 1024
-    fps: int = 7
+    fps: float = 7
     motion_bucket_id: int = 127
     noise_aug_strength: float = 0.02
     min_guidance_scale: float = 1.0
@@ -387,7 +395,7 @@ class WanSampling(PromptedSampling):
     height: int = 480
     width: int = 832
     num_frames: int = 81
-    fps: int = 16
+    fps: float = 16
     """Frames per second of the file; the model does not depend on it."""
     guidance_scale: float = 5.0
     guidance_scale_2: float | None = None
@@ -416,7 +424,7 @@ class LtxSampling(PromptedSampling):
     height: int = 512
     width: int = 704
     num_frames: int = 161
-    fps: int = 25
+    fps: float = 25
     guidance_scale: float = 3.0
     guidance_rescale: float = 0.0
     decode_timestep: float = 0.0
@@ -465,12 +473,13 @@ def _define_sampling(
     """Make the class of a family's parameters; `settings` are class variables."""
     numbered = {**dict(zip(_COLUMNS, numbers, strict=True)), "num_inference_steps": steps}
     numbered |= {each: param.default for each, param in (own or {}).items()}
+    types = {each: float if each == "fps" else type(value) for each, value in numbered.items()}
     name = f"Sampling_{family}"
     made = make_dataclass(
         name,
         [
             ("family", Literal[family], field(default=family)),
-            *((each, type(value), field(default=value)) for each, value in numbered.items()),
+            *((each, types[each], field(default=value)) for each, value in numbered.items()),
         ],
         bases=(base,),
         namespace={

@@ -267,6 +267,7 @@ def _output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
             "free some space, or name another folder with --out",
+            details={"path": str(folder), "free_bytes": free, "lowest_bytes": _MIN_FREE_BYTES},
         )
     return f"{str(folder)!r} can be written, {free / _GIB:.1f} GiB free"
 

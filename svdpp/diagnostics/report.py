@@ -260,4 +260,5 @@ def _find_manifest(path: Path) -> Path:
     raise InputError(
         f"{str(path)!r} has {f'{len(manifests)} runs' if manifests else f'no {MANIFEST}'}",
         f"name a run's folder, or one of its files *.{MANIFEST}; a bench prints what limits it",
+        details={"path": str(path), "runs": len(manifests)},
     )

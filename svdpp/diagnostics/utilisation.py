@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from svdpp.config import ModelConfig, PipelineConfig, sampling_from
 from svdpp.diagnostics.figures import RankFigures, RunFigures
+from svdpp.driver import memory_process
 from svdpp.driver.resolve import resolve_config
 from svdpp.errors import SvdppError
 from svdpp.launch.process_lifetime import environment_defaults
@@ -224,6 +225,4 @@ def count_flops(config: PipelineConfig) -> PartFlops:
     resolved, checkpoint = resolve_config(config.single_rank(), weights="none")
     assert checkpoint is not None, "only the dummy has no checkpoint"
     with environment_defaults():
-        from svdpp.models import memory  # diffusers: seconds
-
-    return memory.count_flops(checkpoint, resolved.model, resolved.sampling)
+        return memory_process.count_flops(checkpoint, resolved.model, resolved.sampling)

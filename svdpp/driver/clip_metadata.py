@@ -10,7 +10,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+)
 
 from svdpp import __version__
 from svdpp.config import (
@@ -23,7 +31,8 @@ from svdpp.config import (
 )
 from svdpp.config.limits import MAX_SEED, read_small_file
 from svdpp.config.pipeline import parameters_sha256, sampling_fields
-from svdpp.errors import InputError, describe_fault, recorded_name, recorded_path
+from svdpp.config.sampling import as_whole
+from svdpp.errors import InputError, describe_fault, fault_details, recorded_name, recorded_path
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 
@@ -196,6 +205,8 @@ class _ClipMetadata(BaseModel):
         return name
 
 
+# A whole number stays an int, because its text is part of `parameters_sha256`.
+_Fps = Annotated[float, AfterValidator(as_whole)]
 # What is special in the metadata of SVD, and of the families with prompts.
 _SVD_FIELDS = {"input": str, "input_sha256": _Sha256, "decode_chunk_size": int}
 _PROMPT_FIELDS = {"prompt": str, "negative_prompt": str | None}
@@ -206,6 +217,7 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
     types, common = get_type_hints(kind), {*_ClipMetadata.model_fields, "from_image"}
     names = [name for name in sampling_fields(family) if name not in common]
     hints: dict[str, Any] = {name: types[name] for name in names}
+    hints["fps"] = _Fps
     hints |= _SVD_FIELDS if family == "svd" else _PROMPT_FIELDS
     hints |= {"videos": dict[str, str], "videos_sha256": dict[str, _Sha256]} if kind.videos else {}
     fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
@@ -257,7 +269,10 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{fault}: {where} {describe_fault(first)}".replace("\n", " ")) from error
+        raise InputError(
+            f"{fault}: {where} {describe_fault(first)}".replace("\n", " "),
+            details=fault_details(first),
+        ) from error
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:

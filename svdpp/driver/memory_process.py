@@ -1,9 +1,9 @@
-"""Memory estimates, in a process of their own wherever this one may compute.
+"""Memory estimates and counts of FLOPs, in a process of their own wherever this one may compute.
 
-The estimate changes torch's default dtype and its number of threads, which all threads of a process
-share. Under torchrun rank 0 computes in a thread of the process that checks requests: there these
-would change the bits of its clip. A process that starts its ranks computes nothing, and saves the
-seconds that a further one takes to import diffusers.
+Both change torch's default dtype, and an estimate its number of threads, which all threads of a
+process share. Under torchrun rank 0 computes in a thread of the process that checks requests: there
+they would change the bits of its clip. A process that starts its ranks computes nothing, and saves
+the seconds that a further one takes to import diffusers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.errors import SvdppError, error_from_dict, error_to_dict, first_line
 from svdpp.launch.process_lifetime import end_with_parent, environment_defaults
 from svdpp.launch.world import was_launched
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.plan.costs import MemoryEstimate, PartMemory
+from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
+
+_Task = Literal["memory", "flops"]
 
 #: An estimate takes seconds, and its imports as long; a machine that swaps may need minutes.
 _TIMEOUT_SECONDS = 600.0
 _KEPT = 64
+_NAMES: Mapping[_Task, str] = {
+    "memory": "the estimate of memory",
+    "flops": "the count of FLOPs",
+}
 
 
 @lru_cache(_KEPT)
@@ -51,16 +58,35 @@ def estimate_memory(
         SvdppError: the process failed, or took longer than 600 s.
     """
     arguments = (checkpoint, model, sampling, device, num_threads)
-    return _in_process(arguments) if was_launched() else _estimate(arguments)
+    if not was_launched():
+        return _estimate(arguments)
+    return MemoryEstimate(*(PartMemory(*part) for part in _in_process("memory", arguments)))
 
 
-def _in_process(arguments: tuple[Any, ...]) -> MemoryEstimate:
+def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
+    """Count the FLOPs of one clip's encode, of one step and of its decode.
+
+    Args:
+        checkpoint: model whose configs are read; its weights are not.
+        model: options that the components are made with.
+        sampling: size and number of frames of the clip, resolved.
+
+    Raises:
+        RequestError: the model cannot make a clip of this size.
+        ModelError: a component cannot be made from its config.
+        SvdppError: the process failed, or took longer than 600 s.
+    """
+    arguments = (checkpoint, model, sampling)
+    return PartFlops(*_in_process("flops", arguments)) if was_launched() else _count(arguments)
+
+
+def _in_process(task: _Task, arguments: tuple[Any, ...]) -> list[Any]:
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     try:
         done = subprocess.run(
             # `-P`, because `-m` adds the working folder to the path.
             [sys.executable, "-P", "-m", __name__],
-            input=pickle.dumps(arguments),
+            input=pickle.dumps((task, arguments)),
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,
             check=False,
@@ -68,21 +94,22 @@ def _in_process(arguments: tuple[Any, ...]) -> MemoryEstimate:
         )
     except subprocess.TimeoutExpired as error:
         raise SvdppError(
-            f"the estimate of memory took longer than {_TIMEOUT_SECONDS:.0f} s",
-            "use less of the machine, or leave --memory out",
+            f"{_NAMES[task]} took longer than {_TIMEOUT_SECONDS:.0f} s",
+            "try again when the machine is less busy",
             details={"timeout_seconds": _TIMEOUT_SECONDS},
         ) from error
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise SvdppError(
-            f"the estimate of memory ended with exit code {done.returncode}: {first_line(last)}",
+            f"{_NAMES[task]} ended with exit code {done.returncode}: {first_line(last)}",
             details={"exit_code": done.returncode},
         )
     response = json.loads(lines[-1])
     if "error" in response:
         raise error_from_dict(response["error"])
-    return MemoryEstimate(*(PartMemory(*part) for part in response["parts"]))
+    parts: list[Any] = response["parts"]
+    return parts
 
 
 def _estimate(arguments: tuple[Any, ...]) -> MemoryEstimate:
@@ -92,19 +119,25 @@ def _estimate(arguments: tuple[Any, ...]) -> MemoryEstimate:
     return estimate(checkpoint, model, sampling, device=device, num_threads=num_threads)
 
 
-def _respond(arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _count(arguments: tuple[Any, ...]) -> PartFlops:
+    from svdpp.models import memory  # diffusers: seconds
+
+    return memory.count_flops(*arguments)
+
+
+def _respond(task: _Task, arguments: tuple[Any, ...]) -> dict[str, Any]:
     try:
-        return {"parts": [*_estimate(arguments)]}
+        return {"parts": [*(_count(arguments) if task == "flops" else _estimate(arguments))]}
     except SvdppError as error:
         return {"error": error_to_dict(error)}
 
 
 def main() -> None:
-    """Read what to estimate from stdin, and write the response as the last line of stdout."""
+    """Read the task from stdin, and write its result as the last line of stdout."""
     end_with_parent()
-    arguments = pickle.load(sys.stdin.buffer)
+    task, arguments = pickle.load(sys.stdin.buffer)
     with environment_defaults():
-        response = _respond(arguments)
+        response = _respond(task, arguments)
     sys.stdout.write(json.dumps(response) + "\n")
     sys.stdout.flush()
     os._exit(0)  # the libraries take a second to end

@@ -185,8 +185,9 @@ class RequestScheduler:
                 if actions
             }
         except (TypeError, ValueError) as error:
-            text = f"the clips cannot be sent to the ranks: {first_line(error)}"
-            raise RequestError(text) from error
+            problem = first_line(error)
+            text = f"the clips cannot be sent to the ranks: {problem}"
+            raise RequestError(text, details={"problem": problem}) from error
 
     def _batch(self, actions: Sequence[Action], jobs: Mapping[int, ClipJob]) -> ActionBatch:
         finished = {action.clip for action in actions if action.kind is Kind.FINISH}

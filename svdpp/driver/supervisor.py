@@ -40,6 +40,9 @@ _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
 # With the rank's name in front and the remark behind, a line has 80 columns.
 _GRID_WIDTH = 44
+# Python's exit code of a process whose fork server has ended.
+_LOST_CODE = 255
+_NO_MEMORY = "the kernel kills processes when memory runs out: fewer ranks need less"
 
 #: Called with (rank, event) for every event of the ranks.
 Observer = Callable[[int, Event], None]
@@ -254,6 +257,9 @@ class Supervisor:
         if code is None:
             hint = f"see the launcher's output on {self._group.workers[rank].host}"
             return self._rank_error(rank, "is gone", hint, "was lost here")
+        if code == _LOST_CODE and (end := self._group.fork_server_end()) is not None:
+            cause = f"ended because its fork server {end}"
+            return self._rank_error(rank, cause, _NO_MEMORY, "died here", exit_code=code)
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
             if self._group.output_tail(rank) is None:
@@ -261,7 +267,7 @@ class Supervisor:
             return self._rank_error(rank, cause, "", "died here", exit_code=code)
         hint = ""
         if -code == signal.SIGKILL:
-            hint = "the kernel kills processes when memory runs out: fewer ranks need less"
+            hint = _NO_MEMORY
         cause = f"was killed by {signal.Signals(-code).name}"
         return self._rank_error(rank, cause, hint, "died here", signal=-code)
 

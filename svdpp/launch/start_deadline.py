@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 import threading
+from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from svdpp.launch import process_lifetime
 _POLL_SECONDS = 0.1
 #: The words in the command lines of multiprocessing's own processes.
 _FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
+_NO_THREAD = "can't start new thread"  # in CPython's RuntimeError
 _LIMITS = (
     "raise the limit: ulimit -u (processes) and -n (files), pids.max of the container, or use "
     "fewer ranks"
@@ -72,7 +74,7 @@ class StartDeadline:
 
     def _refused(self, error: BaseException) -> RankError:
         if isinstance(error, EOFError):  # the fork server ends if its own fork fails
-            reason = "the fork server has ended"
+            reason = f"the fork server {fork_server_end() or 'has ended'}"
         else:
             reason = getattr(error, "strerror", None) or str(error)
         return RankError(
@@ -104,6 +106,26 @@ def end_fork_server(*, only_if_stopped: bool = False) -> None:
     _kill({pid for pid in servers if not only_if_stopped or _is_stopped(pid)})
 
 
+def fork_server_end() -> str | None:
+    """Return how the fork server of this process has ended, such as `was killed by SIGKILL`.
+
+    Returns:
+        None if it runs, was never started, or has been replaced by another one.
+    """
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is None:
+        return None
+    try:  # without reaping it, which is Python's part
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if end is None:
+        return None
+    if end.si_code == os.CLD_EXITED:
+        return f"has ended with exit code {end.si_status}"
+    return f"was killed by {signal.Signals(end.si_status).name}"
+
+
 def _kill(pids: set[int]) -> None:
     """Kill children and wait for their end, so that Python finds them ended, but do not reap."""
     for pid in pids:
@@ -112,11 +134,30 @@ def _kill(pids: set[int]) -> None:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
+def limit_error(error: BaseException) -> RankError | None:
+    """Return the error of a process or thread that the system refuses to start.
+
+    Args:
+        error: any that Python or a library raised.
+
+    Returns:
+        None if it says something else.
+    """
+    number = getattr(error, "errno", None)
+    if number in (errno.EMFILE, errno.ENFILE):
+        text = "the system opens no further file: too many are open"
+    elif number == errno.EAGAIN or _NO_THREAD in str(error):
+        text = "the system starts no further process or thread: too many are running"
+    else:
+        return None
+    return RankError(text, _LIMITS, details={"errno": number})
+
+
 def _is_refusal(error: BaseException) -> bool:
     """Whether `error` says that the system starts no further process or thread."""
     if isinstance(error, OSError):
         return error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-    return isinstance(error, EOFError) or "can't start new thread" in str(error)
+    return isinstance(error, EOFError) or _NO_THREAD in str(error)
 
 
 def _children_with(words: bytes) -> set[int]:

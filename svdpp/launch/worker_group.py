@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.launch import process_lifetime
 from svdpp.launch.fork_server import start_fork_server, start_method
-from svdpp.launch.start_deadline import StartDeadline, end_fork_server
+from svdpp.launch.start_deadline import StartDeadline, end_fork_server, fork_server_end
 from svdpp.launch.world import World
 
 #: What a program has to do whose ranks are started as multiprocessing starts processes.
@@ -155,11 +155,19 @@ class WorkerGroup:
     Args:
         workers: by rank.
         folder: has the output of started ranks, and is removed with them; None for a launcher's.
+        is_forked: whether a fork server has started the ranks, which end with it.
     """
 
-    def __init__(self, workers: Sequence[WorkerHandle], folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        folder: Path | None = None,
+        *,
+        is_forked: bool = False,
+    ) -> None:
         self.workers = workers
         self._folder = folder
+        self._is_forked = is_forked
         self._gone: list[int] = []
 
     @property
@@ -223,6 +231,10 @@ class WorkerGroup:
             if worker.process is not None and worker.process.exitcode is not None:
                 codes[rank] = worker.process.exitcode
         return codes
+
+    def fork_server_end(self) -> str | None:
+        """Return how the ranks' fork server has ended; None: it runs, or they have none."""
+        return fork_server_end() if self._is_forked else None
 
     def output_tail(self, rank: int) -> str | None:
         """Return the end of what a started rank printed; None if it ended before its entry."""
@@ -379,7 +391,7 @@ def start_ranks(
         ignores_signals=ignores_signals,
     )
     workers: list[WorkerHandle] = []
-    group = WorkerGroup(workers, start.folder)
+    group = WorkerGroup(workers, start.folder, is_forked=method == "forkserver")
     try:
         with contextlib.ExitStack() as while_starting:
             deadline = while_starting.enter_context(StartDeadline(start_timeout))

@@ -328,20 +328,24 @@ def read_bytes(path: Path) -> bytes:
         InputError: it does not exist, is empty or too large, or cannot be read.
     """
     name = repr(str(path))
+    details: dict[str, object] = {"path": str(path)}
     try:
         # Non-blocking, because opening a pipe would wait for its writer.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{name} is not a regular file")
+                raise InputError(f"{name} is not a regular file", details=details)
             data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise InputError(f"{name} does not exist") from None
+        raise InputError(f"{name} does not exist", details=details) from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{name} cannot be read: {error_reason(error)}") from None
+        why = error_reason(error)
+        raise InputError(
+            f"{name} cannot be read: {why}", details={**details, "reason": why}
+        ) from None
     if not data:
-        raise InputError(f"{name} is empty (0 bytes)", details={"path": str(path), "bytes": 0})
+        raise InputError(f"{name} is empty (0 bytes)", details={**details, "bytes": 0})
     if len(data) > MAX_FILE_BYTES:
-        details = {"path": str(path), "limit_bytes": MAX_FILE_BYTES}
+        details["limit_bytes"] = MAX_FILE_BYTES
         raise InputError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB", details=details)
     return data
 
@@ -380,7 +384,8 @@ def _read_image_bytes(data: bytes, path: Path, max_pixels: int) -> tuple[Image.I
         details = {"path": str(path), "limit_pixels": max_pixels}
         raise InputError(f"{name} is too large: {limit}", _SMALLER, details=details) from None
     except MemoryError:
-        raise InputError(f"{name} does not fit in memory") from None
+        details = {"path": str(path)}
+        raise InputError(f"{name} does not fit in memory", details=details) from None
     except Exception as error:  # on hostile bytes Pillow raises nearly any type
         details = {"path": str(path), "reason": first_line(error)}
         message = f"{name} is damaged or truncated: {first_line(error)}"

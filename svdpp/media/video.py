@@ -15,6 +15,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,8 @@ FORMAT_SUFFIXES: Mapping[VideoFormat, str] = {
 }
 MAX_NAME_BYTES = 200
 
+# Television's rates, which NTSC made slower by a factor of 1000/1001.
+_NTSC = (24, 30, 48, 60, 120, 240)
 _KEY = "svdpp"
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _READ_SECONDS = 600.0
@@ -52,7 +55,7 @@ def write_clip(
     frames: Frames,
     output: OutputConfig,
     *,
-    fps: int,
+    fps: float,
     metadata: Mapping[str, object],
     audio: AudioSamples | None = None,
 ) -> str:
@@ -66,7 +69,7 @@ def write_clip(
     Args:
         frames: uint8 of shape (F, H, W, 3), RGB.
         output: path, format and quality.
-        fps: frames per second.
+        fps: frames per second; an mp4 has those of `frame_rate`.
         metadata: JSON values, which `read_metadata` returns.
         audio: samples int16 of shape (N, channels) and their rate; only an mp4 has it.
 
@@ -93,6 +96,22 @@ def write_clip(
         if read_metadata(temporary) != json.loads(text):
             raise MediaFailure("read back, its metadata are not those that were written")
         return file_sha256(temporary)
+
+
+def frame_rate(fps: float) -> Fraction:
+    """Return the exact rate of an mp4.
+
+    The rates of NTSC are known by their decimals: 23.976 (or 23.98) stands for 24000/1001, 29.97
+    for 30000/1001, 59.94 for 60000/1001. Other rates are exact to a thousandth.
+
+    Args:
+        fps: frames per second.
+    """
+    for whole in _NTSC:
+        ntsc = Fraction(1000 * whole, 1001)
+        if fps in (round(float(ntsc), 2), round(float(ntsc), 3), float(ntsc)):
+            return ntsc
+    return Fraction(fps).limit_denominator(1000)
 
 
 def check_output(output: OutputConfig) -> None:
@@ -237,7 +256,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         raise InputError(message, details=details) from error
 
 
-def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> None:
+def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) -> None:
     """Decode the written clip, because ffmpeg and disks can lose frames without an error."""
     if format in ("mp4", "frames"):
         shape = read_frames(path, format).shape
@@ -252,11 +271,11 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: int) -> N
 
 
 def _encode_mp4(
-    path: Path, frames: Frames, fps: int, crf: int, text: str, audio: AudioSamples | None
+    path: Path, frames: Frames, fps: float, crf: int, text: str, audio: AudioSamples | None
 ) -> None:
     count, height, width, _ = frames.shape
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-video_size", f"{width}x{height}"]
-    source += ["-framerate", str(fps), "-i", "pipe:0"]
+    source += ["-framerate", str(frame_rate(fps)), "-i", "pipe:0"]
     filters = f"{EXACT_SCALE}:out_color_matrix=bt709:out_range=tv,format=yuv420p,{_BT709}"
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
     tags = ["-movflags", "use_metadata_tags+faststart", "-map_metadata", "1"]
@@ -304,12 +323,12 @@ def _check_audio(path: Path, audio: AudioSamples) -> None:
         raise MediaFailure(f"read back, its sound has {len(back) / back_rate} s, not {short}")
 
 
-def _frame_ms(format: VideoFormat, fps: int) -> int:
+def _frame_ms(format: VideoFormat, fps: float) -> int:
     # GIF has times in 1/100 s, and browsers show a time below 2/100 s as 10/100 s.
     return max(2, round(100 / fps)) * 10 if format == "gif" else round(1000 / fps)
 
 
-def _encode_animation(frames: Frames, format: VideoFormat, fps: int, text: str) -> bytes:
+def _encode_animation(frames: Frames, format: VideoFormat, fps: float, text: str) -> bytes:
     first, *rest = (Image.fromarray(frame) for frame in frames)
     exif = Image.Exif()
     exif[ExifTags.Base.ImageDescription] = text

@@ -424,11 +424,12 @@ class Configs:
         self.scheduler_class = _entry(index, "scheduler")[1]
         if self.scheduler_class not in spec.schedulers:
             named, proven = short_repr(self.scheduler_class), " and ".join(spec.schedulers)
+            first = spec.schedulers[0]
             raise index.error(
                 f"the scheduler {named} is not supported: this family's steps are proven with "
                 f"{proven}",
-                f"in diffusers: pipe.scheduler = {spec.schedulers[0]}.from_config("
-                "pipe.scheduler.config), then pipe.save_pretrained(FOLDER)",
+                f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
+                f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
                 details={"scheduler": self.scheduler_class, "supported": list(spec.schedulers)},
             )
         self.scheduler = self._checked("scheduler/scheduler_config.json")
@@ -585,6 +586,11 @@ _WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
 _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
     "solver_p": "is another scheduler, whose state no packet carries",
+}
+#: By scheduler: what the config of another one lacks.
+_FURTHER_ARGUMENTS = {
+    "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
+    "flow_shift=pipe.scheduler.config.shift",
 }
 #: The last one is a folder of pipelines of diffusers, with classes of its own.
 _LIBRARIES = ("diffusers", "transformers", "ltx2")

@@ -101,7 +101,8 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
     """Count the FLOPs of one clip's encode, of one step and of its decode, in seconds.
 
     Torch's own counter sees the operations of the model's real calls, on fake tensors: two for each
-    multiply-add of a matrix product, a convolution or an attention, and none for all else.
+    multiply-add of a matrix product, a convolution or an attention, and none for all else. As in
+    `estimate`, nothing else may compute in the process meanwhile.
 
     Args:
         checkpoint: Model whose configs are read; its weights are not.

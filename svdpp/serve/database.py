@@ -122,6 +122,7 @@ class QueueFile:
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
+        self._opened_as: list[int] = []  # not yet
         # A read need not wait for the disk to finish a write, so it has its own connection.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         with self._errors(), contextlib.ExitStack() as opened:
@@ -166,10 +167,7 @@ class QueueFile:
             try:
                 yield self._writer
                 if not self.is_there:
-                    raise AwayError(
-                        f"the queue {str(self._path)!r} was removed or replaced",
-                        "move it back to its place, or end the server and restore it",
-                    )
+                    raise self._away()
                 self._writer.execute("COMMIT")
             finally:
                 if self._writer.in_transaction:
@@ -237,6 +235,12 @@ class QueueFile:
             return [os.stat(f"{self._path}{end}").st_ino for end in ("", "-wal")]
         return []
 
+    def _away(self) -> AwayError:
+        return AwayError(
+            f"the queue {str(self._path)!r} was removed or replaced",
+            "move it back to its place, or end the server and restore it",
+        )
+
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
@@ -244,6 +248,8 @@ class QueueFile:
         except (sqlite3.Error, OSError) as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
+            if self._opened_as and not self.is_there:  # the cause, whichever call has met it first
+                raise self._away() from error
             hint = "check that its disk has space and that this user may write to it"
             code = getattr(error, "sqlite_errorcode", 0)
             # Its subclasses are about the disk, or about a file that another program has locked.

@@ -28,6 +28,7 @@ from pydantic_core import from_json
 
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
+from svdpp.config.sampling import as_whole
 from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, InputUse
 from svdpp.serve.views import (
@@ -377,7 +378,8 @@ class Capabilities:
         if frames is not None:
             text = "frames and seconds contradict each other"
             raise ApiError(422, "frames_and_seconds", text, "give one", field="seconds")
-        fps, unit = request.value("fps") or self.sampling.fps, self.sampling.frames_unit
+        fps = as_whole(request.value("fps") or self.sampling.fps)
+        unit = self.sampling.frames_unit
         frames = max(1, round((request.seconds * fps - 1) / unit) * unit + 1)
         if frames > self.max_frames:
             text = (

@@ -206,7 +206,8 @@ def _kind_of(content_type: str) -> str:
 
 
 def _too_large(limit: int) -> ApiError:
-    text = f"the body is larger than {limit / 2**20:g} MiB"
+    size = f"{limit / 2**20:.1f} MiB" if limit >= 2**20 else f"{limit} bytes"
+    text = f"the body is larger than {size}"
     hint = "make the image smaller; the clip is no larger than its size"
     headers = {"Connection": "close"}
     return ApiError(413, "content_too_large", text, hint, limit_bytes=limit, headers=headers)

@@ -186,6 +186,11 @@ class Metrics(Collector):
         yield _by("state", "jobs", "Stored jobs by state; held ones do not count.", jobs)
         for name, text, value in (
             ("queue_age_seconds", "Age of the oldest waiting job.", age),
+            (
+                "unreadable_jobs",
+                "Jobs skipped since the start, because a newer svdpp has written them.",
+                self._queue.num_unreadable,
+            ),
             ("live_ranks", "Ranks alive.", num_ranks),
             ("event_streams", "Open event streams.", self._num_streams()),
             ("verification_mismatch", "1 once a clip differed: an alert.", self._has_mismatch),

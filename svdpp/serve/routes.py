@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -151,19 +152,32 @@ def _malformed(code: str, why: str) -> ApiError:
 
 
 def _fields(form: FormData) -> dict[str, Any]:
-    """Return the fields of a form; one that is sent twice has no value that can be chosen."""
-    numbers = Counter(name for name, _ in form.multi_items())
+    """Return the fields of a form, each of which must be sent once."""
+    return _without_repetition(form.multi_items())
+
+
+def _without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return fields by name; one that is sent twice has no value that can be chosen."""
+    numbers = Counter(name for name, _ in items)
     if repeated := [name for name, number in numbers.items() if number > 1]:
         name, times = repeated[0], numbers[repeated[0]]
         text = f"the field {name[:60]!r} is sent {times} times"
         hint = "send each field once"
         raise ApiError(422, "repeated_field", text, hint, field=name[:60], times=times)
-    return dict(form)
+    return dict(items)
+
+
+def _parsed(body: bytes) -> Any:
+    """Return the value of a JSON body, whose objects must have each key once."""
+    value = from_json(body)
+    # Pydantic's parser takes the last of several values without a word.
+    json.loads(body, object_pairs_hook=_without_repetition)
+    return value
 
 
 def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
     try:
-        given = from_json(body) if isinstance(body, bytes) else _fields(body)
+        given = _parsed(body) if isinstance(body, bytes) else _fields(body)
         if not isinstance(given, dict):
             raise ValueError("it is JSON, but no object")
     except ValueError as error:

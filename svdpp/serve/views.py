@@ -97,7 +97,7 @@ class Video(BaseModel):
     size: str
     seconds: str
     frames: int
-    fps: int
+    fps: int | float
     steps: int
     seed: int
     fit: Fit

@@ -122,6 +122,7 @@ def main() -> None:
         state = asyncio.run(load(server.url, asked))
         seconds, after = time.monotonic() - begun, process.cpu_times()
         restarts = server.client.get("/health").json()["restarts"]
+        eta_error = server.client.get("/v1/engine").json()["eta_error"]
         rss = process.memory_info().rss
     percentiles = statistics.quantiles(state.seconds, n=100)
     figures = {
@@ -133,6 +134,7 @@ def main() -> None:
         "events": state.num_events,
         "calls": len(state.seconds),
         "status_ms": {p: round(1000 * percentiles[p - 1], 1) for p in (50, 90, 99)},
+        "eta_error": eta_error,
         "rss_mib": round(rss / 2**20, 1),
         "load": [round(average, 1) for average in os.getloadavg()],
     }

@@ -286,3 +286,26 @@ def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         unet(latents, 1.0, embeddings, torch.zeros(2, 3))
     assert count_flops(config).step == counter.get_total_flops()
+
+
+@pytest.mark.long
+def test_a_count_of_flops_changes_nothing_that_the_threads_of_a_process_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under torchrun rank 0 computes in a thread of the process that measures."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("rank 0 would compute other bits")
+
+    sampling = SvdSampling(num_inference_steps=4, height=32, width=32, num_frames=2)
+    config = PipelineConfig(
+        world_size=1, model=ModelConfig(name="demo"), sampling=sampling, device="cpu"
+    )
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with monkeypatch.context() as patch:
+        for name, value in (launched | address).items():
+            patch.setenv(name, value)
+        patch.setattr(torch, "set_default_dtype", refuse)
+        counted = count_flops(config)
+    assert counted == count_flops(config)

@@ -14,14 +14,15 @@ import torch
 from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
+from svdpp.driver import pipeline
 from svdpp.errors import recorded_path
 from svdpp.media.inputs import example_images
 from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
-from tests.cli.shell import assert_error, python, svdpp_alone, svdpp_here
+from tests.cli.shell import PHOTO, assert_error, python, svdpp_alone, svdpp_here
 from tests.faults.damage import Damage
-from tests.models.builders import save_tiny_checkpoint
+from tests.models.builders import edit_json, save_tiny_checkpoint
 from tests.trace_format import check_trace
 
 pytestmark = pytest.mark.processes
@@ -203,3 +204,22 @@ def test_a_verified_dummy_has_no_word_of_diffusers() -> None:
     assert answer.code == 0, answer
     assert "comparisons with the sequential result" in answer.out
     assert "diffusers" not in answer.out + answer.err
+
+
+@pytest.mark.parametrize("checked", ["before the start", "by a rank"])
+def test_a_config_that_lacks_a_key_is_the_checkpoints_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: str
+) -> None:
+    """Without the key diffusers takes a default; on GPUs the ranks find it, not the estimate."""
+    model, out = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "out"
+    edit_json(model / "unet/config.json", cross_attention_dim=None)
+    if checked == "by a rank":
+        monkeypatch.setattr(pipeline, "check_memory", lambda *_: None)
+    answer = svdpp_here(
+        "run", PHOTO, "--model", str(model), "--device", "cpu", "--out", str(out), *KNOBS
+    )
+    assert answer.code == 5, answer
+    assert "unet" in answer.err
+    assert "Traceback" not in answer.err
+    assert "--height" not in answer.err
+    assert not (out / "run.json").exists()

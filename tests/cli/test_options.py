@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import shlex
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,16 @@ from svdpp.errors import InputError, RequestError
 from svdpp.launch import worker_group as fork_server
 from svdpp.plan.forecast import forecast_layout
 from svdpp.worker.device import MemoryPressure
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, parsed, svdpp_and_modules, svdpp_here
+from tests.cli.shell import (
+    DEMO,
+    PHOTO,
+    ROOT,
+    TINY,
+    assert_error,
+    parsed,
+    svdpp_and_modules,
+    svdpp_here,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -351,3 +362,15 @@ def test_what_profile_and_run_suggest_next() -> None:
     assert line.startswith("to prove one: svdpp verify ")
     assert shlex.split(line)[-1] == "out/$(touch x); 'a' b_0.mp4"
     assert not Path("x").exists()
+
+
+def test_the_help_of_an_option_is_written_once() -> None:
+    """Options of several commands are declared in one place, else they drift apart."""
+    trees = (ast.parse(path.read_text()) for path in sorted((ROOT / "svdpp/cli").rglob("*.py")))
+    keywords = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.keyword))
+    texts = Counter(each.value.value for each in keywords if _is_help(each))
+    assert [text for text, number in texts.items() if number > 1] == []
+
+
+def _is_help(keyword: ast.keyword) -> bool:
+    return keyword.arg == "help" and isinstance(keyword.value, ast.Constant)

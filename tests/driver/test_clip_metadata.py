@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.config import Lora, ModelConfig, OutputConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.config.pipeline import latents_key, parameters_sha256
-from svdpp.driver.clip_metadata import clip_metadata, weights_identity
+from svdpp.driver.clip_metadata import (
+    checked_clip_metadata,
+    clip_metadata,
+    recorded_sampling,
+    weights_identity,
+)
+from svdpp.errors import InputError, RequestError
 from svdpp.media.inputs import ClipInput, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.form import Capabilities
@@ -29,13 +35,29 @@ def folder(tmp_path: Path) -> Path:
     return save_tiny_checkpoint(tmp_path / "ckpt")
 
 
-def _record(name: str, out: Path, **model: Any) -> dict[str, Any]:
+def _record(name: str, out: Path, *, fps: float = 7, **model: Any) -> dict[str, Any]:
     size = {"height": 32, "width": 32, "num_frames": 2, "decode_chunk_size": 2}
-    sampling = SvdSampling(num_inference_steps=2, **size)
+    sampling = SvdSampling(num_inference_steps=2, fps=fps, **size)
     config = PipelineConfig(world_size=2, model=ModelConfig(name=name, **model), sampling=sampling)
     _, media_file = read_image(Path(PHOTO))
     output = OutputConfig(path=str(out / "rocket_0.mp4"))
     return clip_metadata(ClipInput(media_file), 0, output, config, find_checkpoint(config.model))
+
+
+def test_the_json_of_a_clip_has_whole_frames_per_second_as_an_integer(tmp_path: Path) -> None:
+    """Its text is part of `parameters_sha256`, also of clips of earlier versions."""
+    of_video = {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64}
+    records = [_record("demo", tmp_path, fps=fps) | of_video for fps in (24, 24.0, 23.976)]
+    read = [checked_clip_metadata(json.loads(json.dumps(each)), "x") for each in records]
+    assert [repr(each["fps"]) for each in records] == ["24", "24", "23.976"]
+    assert [repr(each["fps"]) for each in read] == ["24", "24", "23.976"]
+    assert [repr(recorded_sampling(each).fps) for each in read] == ["24", "24", "23.976"]
+    written = [each["parameters_sha256"] for each in records]
+    assert written == [*map(parameters_sha256, read)]
+    assert len(set(written)) == 2
+    for wrong in ("24", True, None, float("inf"), float("nan")):
+        with pytest.raises((InputError, RequestError)):
+            recorded_sampling(checked_clip_metadata({**records[0], "fps": wrong}, "x"))
 
 
 def _replace_weights(folder: Path) -> None:

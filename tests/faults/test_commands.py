@@ -85,6 +85,17 @@ def test_a_stopped_fork_server_does_not_hang_the_start(
     command.assert_gone()
 
 
+def test_a_fork_server_that_was_killed_is_named(start: StartCommand) -> None:
+    """Its ranks end with it; the command learns no exit code of theirs."""
+    command = start(*SIMULATE, plan={"stop": STANDING})
+    command.event(kind="Heartbeat", rank=1, step=2, action="DENOISE c2 2:4")
+    os.kill(command.process_with("multiprocessing.forkserver"), signal.SIGKILL)
+    assert command.end(time.monotonic(), 4) == 6
+    assert "ended because its fork server was killed by SIGKILL" in command.errors
+    assert "exit code" not in command.errors
+    command.assert_gone()
+
+
 # --- the parent -----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from svdpp.config import OutputConfig, VideoFormat
 from svdpp.errors import InputError, OutputError
 from svdpp.media import video
 from svdpp.media.ffmpeg import find_ffmpeg
+from svdpp.media.streams import read_streams
 from svdpp.media.video import (
     clip_path,
     file_sha256,
@@ -45,7 +47,7 @@ def noise(count: int = 6, side: int = 128) -> video.Frames:
 
 
 def write(
-    path: Path | str, format: VideoFormat, frames: video.Frames, crf: int = 18, fps: int = 7
+    path: Path | str, format: VideoFormat, frames: video.Frames, crf: int = 18, fps: float = 7
 ) -> None:
     output = OutputConfig(path=str(path), format=format, crf=crf)
     write_clip(frames, output, fps=fps, metadata=METADATA)
@@ -102,6 +104,27 @@ def test_mp4_is_what_players_expect(tmp_path: Path) -> None:
     assert "Duration: 00:00:01.00" in text
     data = (tmp_path / "x.mp4").read_bytes()
     assert data.index(b"moov") < data.index(b"mdat")  # faststart
+
+
+@pytest.mark.parametrize(
+    ("fps", "rate"),
+    [
+        (24, Fraction(24)),
+        (23.976, Fraction(24000, 1001)),
+        (23.98, Fraction(24000, 1001)),
+        (29.97, Fraction(30000, 1001)),
+        (59.94, Fraction(60000, 1001)),
+        (12.5, Fraction(25, 2)),
+        (14.985, Fraction(2997, 200)),
+    ],
+)
+def test_an_mp4_has_the_exact_rate_also_if_it_is_a_fraction(
+    tmp_path: Path, fps: float, rate: Fraction
+) -> None:
+    write(tmp_path / "x.mp4", "mp4", smooth(5), fps=fps)
+    (stream,) = read_streams(tmp_path / "x.mp4")
+    assert [time * rate for time in stream.times] == [0, 1, 2, 3, 4]
+    assert stream.end * rate == 5
 
 
 def test_crf_reaches_the_encoder(tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 
-from svdpp.config import SAMPLING_CLASSES, SamplingConfig
+from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
+from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.models.engine.registry import FAMILY_SPECS
@@ -29,7 +31,7 @@ from tests.models.range_checks import (
     nothing,
     whole_clip,
 )
-from tests.models.tiny_families import WAN_UNIPC
+from tests.models.tiny_families import WAN_UNIPC, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,7 +152,7 @@ CASES |= {
     "wan-5b-unguided": _wan(WAN_5B, UNGUIDED, 64),
     "wan-5b-image": _wan(WAN_5B, side=64, image=True, negative="static"),
     "wan-order-3": _wan({**T2V, **ORDER_3}),
-    "ltx": _ltx({}, {"guidance_rescale": 0.7}),
+    "ltx": _ltx({}, {"guidance_rescale": 0.7, "fps": 23.976}),
     "ltx-unguided": _ltx({}, UNGUIDED),
     "ltx-image-timestep-bf16": _ltx({**TIMESTEP, **BF16}, DECODED, image=True),
     "ltx-timestep": _ltx(TIMESTEP, {"decode_timestep": 0.05}),
@@ -225,6 +227,15 @@ def test_what_a_row_cannot_run_is_refused(
         tiny_models(name).checkpoint.resolve_sampling(CASES[name].config(**changes))
     said = f"{caught.value.message} {caught.value.hint}"
     assert re.search(".*".join(map(re.escape, words.split(" ... "))), said)
+
+
+def test_the_scheduler_of_another_pipeline_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    """Diffusion forcing steps each frame by itself, which Euler's scheduler cannot do."""
+    folder = save_tiny("skyreels_v2_df", tmp_path, **EULER)
+    with pytest.raises(ModelError, match="FlowMatchEulerDiscreteScheduler' is not supp") as caught:
+        find_checkpoint(ModelConfig(name=str(folder)))
+    assert caught.value.details["supported"] == ["UniPCMultistepScheduler"]
+    assert "use_flow_sigmas=True" in caught.value.hint
 
 
 # Negative controls: damage to any part of a packet shows in the clip. A part whose damage shows

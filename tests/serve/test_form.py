@@ -12,8 +12,8 @@ from starlette.datastructures import FormData
 from svdpp.config import WanSampling
 from svdpp.media.inputs import example_images
 from svdpp.serve.form import Capabilities
-from svdpp.serve.routes import _fields
-from svdpp.serve.views import ApiError, as_api_error
+from svdpp.serve.routes import _fields, _parsed
+from svdpp.serve.views import ApiError, as_api_error, params_view
 
 PHOTO = example_images()[0].read_bytes()
 BASE64 = b64encode(PHOTO).decode()
@@ -49,6 +49,19 @@ def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> N
         error = refusal(**{name: '{"a": 1}'})
         assert (error.status, error.details["faults"][0]["field"]) == (422, name)
         assert words in error.hint
+
+
+def test_frames_per_second_may_be_a_fraction() -> None:
+    def sampling(**fields: Any) -> Any:
+        return WAN.sampling_of(WAN.checked({"prompt": "the sea", **fields}))
+
+    assert repr(sampling(fps="24").fps) == repr(sampling(fps=24.0).fps) == "24"
+    film = sampling(fps="23.976", seconds="2")
+    assert (film.fps, film.frames) == (23.976, 49)
+    assert params_view(film)["seconds"] == "2.04"
+    assert WAN.to_json()["fields"]["fps"]["type"] == "number"
+    assert refusal(fps="24", seconds="1000").message.startswith("1000 seconds of 24 frames are")
+    assert refusal(fps="0.5").details["faults"][0]["field"] == "fps"
 
 
 def test_a_user_is_ignored() -> None:
@@ -98,4 +111,11 @@ def test_a_field_that_is_sent_twice_is_refused() -> None:
     with pytest.raises(ApiError, match="'seed' is sent 2 times") as refused:
         _fields(FormData([("seed", "1"), ("steps", "4"), ("seed", "2")]))
     assert refused.value.details == {"field": "seed", "times": 2}
+    with pytest.raises(ApiError, match="'seed' is sent 3 times") as refused:
+        _parsed(b'{"seed": 1, "steps": 4, "seed": 2, "seed": 1}')
+    assert (refused.value.status, refused.value.code) == (422, "repeated_field")
+    with pytest.raises(ApiError, match="'url' is sent 2 times"):
+        _parsed(b'{"input_reference": {"image_url": {"url": "data:,", "url": ""}}}')
+    body = b'{"seed": 1, "prompt": "\xe5\xa4\x9c", "steps": [{"seed": 1}, {"seed": 2}]}'
+    assert _parsed(body) == {"seed": 1, "prompt": "夜", "steps": [{"seed": 1}, {"seed": 2}]}
     assert _fields(FormData([("seed", "1"), ("steps", "4")])) == {"seed": "1", "steps": "4"}

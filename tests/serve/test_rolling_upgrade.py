@@ -79,6 +79,7 @@ def test_an_upgrade_does_not_refuse_requests_that_are_stored(tmp_path: Path) -> 
             listed = server.client.get(f"/v1/videos{status}")
             assert listed.status_code == 200, listed.text
             assert waiting[-1] not in {video["id"] for video in listed.json()["data"]}
+        assert "svdpp_unreadable_jobs 1.0\n" in server.client.get("/metrics").text
         assert server.request(steps=1000).status_code == 202
         error_of(server.client.get(f"/v1/videos/{waiting[-1]}"), 503, "newer_video")
         assert server.client.get("/ready").status_code == 200

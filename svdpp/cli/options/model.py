@@ -180,7 +180,7 @@ class ModelOptions:
             common=True,
         ),
     ] = "stretch"
-    fps: Annotated[int | None, _of("fps", "FPS", common=True)] = None
+    fps: Annotated[float | None, _of("fps", "FPS", common=True)] = None
     motion_bucket_id: Annotated[int | None, _of("motion_bucket_id")] = None
     noise_aug_strength: Annotated[float | None, _of("noise_aug_strength")] = None
     min_guidance_scale: Annotated[float | None, _of("min_guidance_scale")] = None
@@ -286,7 +286,7 @@ class WithoutLooks(ModelOptions):
     """Model options of commands that make no videos; costs and memory depend on no look."""
 
     fit: Fit = "stretch"
-    fps: int | None = None
+    fps: float | None = None
     motion_bucket_id: int | None = None
     noise_aug_strength: float | None = None
     min_guidance_scale: float | None = None

@@ -84,6 +84,18 @@ Device = Annotated[
     ),
 ]
 
+#: `--peak-tflops`, for commands that show the utilisation.
+PeakTflops = Annotated[
+    float | None,
+    option(
+        panel=DIAGNOSTICS,
+        metavar="X",
+        help="Peak TFLOP/s of each device in the model's dtype, for the utilisation of devices "
+        "whose peak svdpp does not know.",
+        common=True,
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions(ModelOptions):

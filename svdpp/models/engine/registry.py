@@ -561,6 +561,8 @@ FAMILY_SPECS: Mapping[str, FamilySpec] = {
         title="SkyReels-V2, diffusion forcing with all frames in step",
         text_pipeline="SkyReelsV2DiffusionForcingPipeline",
         image_pipeline=None,
+        # Its pipeline gives each frame a timestep of its own, which Euler's `step` does not take.
+        schedulers=("UniPCMultistepScheduler",),
         initial_latent_source="latents",
         num_results_equal_latents=1_000,  # all
         frame_limits=(1, 97, "the model makes more in several loops"),
