@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from svdpp.config import Lora, ModelConfig, OutputConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.config.pipeline import latents_key, parameters_sha256
 from svdpp.driver.clip_metadata import (
-    checked_clip_metadata,
+    check_clip_metadata,
     clip_metadata,
     recorded_sampling,
     weights_identity,
@@ -48,7 +48,7 @@ def test_the_json_of_a_clip_has_whole_frames_per_second_as_an_integer(tmp_path: 
     """Its text is part of `parameters_sha256`, also of clips of earlier versions."""
     of_video = {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64}
     records = [_record("demo", tmp_path, fps=fps) | of_video for fps in (24, 24.0, 23.976)]
-    read = [checked_clip_metadata(json.loads(json.dumps(each)), "x") for each in records]
+    read = [check_clip_metadata(json.loads(json.dumps(each)), "x") for each in records]
     assert [repr(each["fps"]) for each in records] == ["24", "24", "23.976"]
     assert [repr(each["fps"]) for each in read] == ["24", "24", "23.976"]
     assert [repr(recorded_sampling(each).fps) for each in read] == ["24", "24", "23.976"]
@@ -57,7 +57,7 @@ def test_the_json_of_a_clip_has_whole_frames_per_second_as_an_integer(tmp_path: 
     assert len(set(written)) == 2
     for wrong in ("24", True, None, float("inf"), float("nan")):
         with pytest.raises((InputError, RequestError)):
-            recorded_sampling(checked_clip_metadata({**records[0], "fps": wrong}, "x"))
+            recorded_sampling(check_clip_metadata({**records[0], "fps": wrong}, "x"))
 
 
 def _replace_weights(folder: Path) -> None:
