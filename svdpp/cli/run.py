@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from svdpp.config import ClipRequest
     from svdpp.diagnostics.figures import RunFigures
     from svdpp.driver.clips import ClipResult
-    from svdpp.driver.jobs import OutputPolicy, RunPlan
+    from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.manifest import RunManifest
     from svdpp.driver.pipeline import Pipeline
+    from svdpp.driver.run_plan import RunPlan
     from svdpp.media.inputs import ClipInput
 
 # Clips whose measurements a run keeps in memory; about 10 MB, however long it is.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config import OutputConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_int
 from svdpp.config.pipeline import identity_fields, latents_key, parameters_sha256
 from svdpp.driver.clip_metadata import (
@@ -21,6 +21,7 @@ from svdpp.driver.clip_metadata import (
 )
 from svdpp.driver.clip_names import clip_names
 from svdpp.driver.manifest import MANIFEST, read_manifest
+from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.ffmpeg import find_ffmpeg
@@ -58,15 +59,6 @@ class OutputPolicy:
     def manifest(self) -> Path:
         """Path of the run's manifest: one for a folder of clips, or for a single clip."""
         return self.folder / (f"{self.single_clip}.{MANIFEST}" if self.single_clip else MANIFEST)
-
-
-@dataclass
-class RunPlan:
-    """Clips still to be made, in order, and those that are finished already."""
-
-    requests: list[ClipRequest] = field(default_factory=list)
-    metadata: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[dict[str, Any]] = field(default_factory=list)
 
 
 def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy) -> int:

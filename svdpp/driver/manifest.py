@@ -11,18 +11,16 @@ from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import read_small_file
 from svdpp.driver.file_thread import FileThread
+from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import InputError, OutputError, error_to_dict, redact_all
 from svdpp.media import output_files
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
-
-if TYPE_CHECKING:
-    from svdpp.driver.jobs import RunPlan  # which checks an existing manifest
 
 SCHEMA_VERSION = 1
 #: Name of the file.

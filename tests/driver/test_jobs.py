@@ -28,12 +28,12 @@ from svdpp.driver import resolve as memory
 from svdpp.driver.clip_metadata import clip_metadata
 from svdpp.driver.jobs import (
     OutputPolicy,
-    RunPlan,
     check_outputs,
     plan_clips,
 )
 from svdpp.driver.manifest import RunManifest, open_manifest
 from svdpp.driver.resolve import check_memory, resolve_config
+from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput, MediaFile, read_image
