@@ -189,18 +189,17 @@ class PipelineStage:
             name = f"clip {action.clip}"
             if request.output is not None:
                 name = repr(Path(request.output.path).name)
+            key = request.latents_key
             packet = self._packets[action.clip] = writer.folder.load(
-                request.latents_key, action.clip, action.start, self._context.device, name
+                key, action.clip, action.start, self._context.device, name
             )
             sent = {name: TensorSpec.of(each) for name, each in packet.tensors.items()}
             try:
                 check_tensors(sent, self._expected(action, packet.tensors))
             except MismatchError as error:
-                raise InputError(
-                    f"the latent checkpoint of {name} after step {action.start} has "
-                    f"other tensors than its model: {error}".replace("sent", "found"),
-                    "remove it: the clip then begins anew",
-                    details={"clip": action.clip, "steps": action.start, **error.details},
+                why = f"has other tensors than its model: {error}".replace("sent", "found")
+                raise writer.folder.unfit(
+                    key, action.clip, action.start, name, why, **error.details
                 ) from error
 
     def _recv(self, action: Action) -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,26 @@ class LatentCheckpoints:
                 },
             ) from error
 
+    def unfit(
+        self, key: str, clip: int, step: int, name: str, why: str, **details: object
+    ) -> InputError:
+        """Return the error of a packet from which a clip cannot go on; its hint removes the file.
+
+        Args:
+            key: of the clip; see `config.pipeline.latents_key`.
+            clip: the clip in this run.
+            step: number of steps that were done.
+            name: the clip's name; empty: its number.
+            why: what is wrong, as the end of the sentence.
+            details: further ones of the error.
+        """
+        path = checkpoint_path(self._folder, key, step)
+        return InputError(
+            f"{name or f'clip {clip}'} cannot go on after step {step}: its latent checkpoint {why}",
+            f"rm {shlex.quote(str(self._folder))}/{key[:12]}*: the clip then starts again",
+            details={"clip": clip, "step": step, "path": str(path), **details},
+        )
+
     def load(self, key: str, clip: int, step: int, device: torch.device, name: str = "") -> Packet:
         """Return the packet written after `step` steps.
 
@@ -109,15 +130,7 @@ class LatentCheckpoints:
             InputError: the file is missing, damaged, or of other conditions or weights.
         """
         path = checkpoint_path(self._folder, key, step)
-
-        def unfit(why: str, **details: object) -> InputError:
-            return InputError(
-                f"{name or f'clip {clip}'} cannot go on after step {step}: its latent checkpoint "
-                + why,
-                f"rm {shlex.quote(str(self._folder))}/{key[:12]}*: the clip then starts again",
-                details={"clip": clip, "step": step, "path": str(path), **details},
-            )
-
+        unfit = partial(self.unfit, key, clip, step, name)
         if not path.exists():
             raise unfit("is not there")
         try:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from svdpp.comm.packet import Packet
-from svdpp.config import ClipRequest, LatentSpec, SvdSampling
+from svdpp.config import ClipRequest, LatentSpec, OutputConfig, SvdSampling
 from svdpp.errors import InputError, ModelError
 from svdpp.models.base import Tensors
 from svdpp.models.dummy import DummyModel
@@ -23,6 +24,7 @@ from svdpp.worker import stage
 from svdpp.worker.denoising import Denoising
 from svdpp.worker.messages import ActionBatch, ActionDone, ClipDropped, ClipJob, Event
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
+from svdpp.worker.tensor_files import LatentCheckpoints
 
 CPU = torch.device("cpu")
 
@@ -118,6 +120,25 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
                 alone.run(action)
     assert [(clip, type(error)) for clip, error in clock.failed] == [(0, InputError)] * is_of_clip
     assert clock.now == (50.0 if is_of_clip else 0.0), "the other clip is written"
+
+
+def test_a_checkpoint_of_other_tensors_names_its_clip_and_its_file(tmp_path: Path) -> None:
+    key, output = "0" * 64, OutputConfig(path="present_0.mp4")
+    checkpoints, clock = LatentCheckpoints(tmp_path, {}), _Clock()
+    checkpoints.save(key, Packet(0, 1, 0.0, {"latents": torch.zeros(1, 4, 2, 8, 9)}))
+    alone = _stage(clock, lambda _: False)
+    alone._context.checkpoint_writer = Mock(folder=checkpoints)
+    request = ClipRequest(seed=0, output=output, latents_key=key, done_steps=1)
+    jobs = (ClipJob(clip=0, request=request),)
+    batch = ActionBatch(actions=("LOAD_CHECKPOINT c0 @1",), jobs=jobs)
+    alone.enqueue(batch)
+    alone.run(batch.actions[0])
+    ((_, error),) = clock.failed
+    assert isinstance(error, InputError)
+    start = "'present_0.mp4' cannot go on after step 1: its latent checkpoint has other tensors"
+    assert error.message.startswith(start)
+    assert error.message.count("found") == 1
+    assert error.hint.startswith(f"rm {tmp_path}/{key[:12]}*")
 
 
 THEIRS = {"prediction": torch.ones(1)}
