@@ -152,10 +152,10 @@ def test_03_verify_compares_bitwise_or_within_a_tolerance() -> None:
         "cpu",
         *SMALL,
     )
-    bitwise = svdpp_alone(*options)
+    bitwise = svdpp_here(*options)
     assert bitwise.code == 0, bitwise.err
     assert "bitwise equal" in bitwise.out
-    tolerant = svdpp_alone(*options, "--atol", "1e-3", "--rtol", "1e-3", "--json")
+    tolerant = svdpp_here(*options, "--atol", "1e-3", "--rtol", "1e-3", "--json")
     assert tolerant.code == 0, tolerant.err
     assert json.loads(tolerant.out)["verdict"] == "bitwise equal", "no difference is needed to pass"
 
@@ -166,7 +166,7 @@ def test_03_ranks_are_started_by_torch_multiprocessing() -> None:
     assert [name.split("/")[1] for name in starters] == ["launch"] * len(starters) != []
     plain = {n for n, t in sources().items() if "multiprocessing.get_context" in imported(t)}
     assert not plain, "ranks are started by torch's contexts alone"
-    answer = svdpp_alone(
+    answer = svdpp_here(
         "simulate", "--world", "4", "--clips", "2", "--steps", "4", *SMALL, "--json"
     )
     assert answer.code == 0, answer.err
@@ -332,20 +332,22 @@ def test_12_a_rank_that_stops_is_named() -> None:
 @pytest.mark.processes
 def test_13_logs_of_each_rank() -> None:
     options = ("simulate", "--world", "2", "--clips", "1", "--steps", "4", *SMALL)
-    log = svdpp_alone(*options, "-v").err
+    log = svdpp_here(*options, "-v").err
     assert "rank 0 ready: steps 0 to 2" in log
     assert "rank 1 ready: steps 2 to 4" in log
     assert "rank 0 send clip 0" in log
     assert "rank 1 recv clip 0" in log
     assert "clip 0 step 1:" not in log
-    assert "rank 1 clip 0 step 3:" in svdpp_alone(*options, "-vv").err
+    assert "rank 1 clip 0 step 3:" in svdpp_here(*options, "-vv").err
 
 
 RUN = ("run", str(PHOTOS / "rocket.jpg"), "--model", "demo", "--device", "cpu", "--dry-run")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", ["fp16", *(pytest.param(name, marks=pytest.mark.full) for name in ("fp32", "bf16"))]
+)
 def test_14_memory_precision_and_layout_of_memory(dtype: str) -> None:
     answer = svdpp_here(*RUN, "--dtype", dtype, "--memory-opt", "--channels-last")
     assert answer.code == 0, answer.err
@@ -383,7 +385,7 @@ BENCH = (
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["svdpp", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("svdpp", marks=pytest.mark.full), "torchrun"])
 def test_16_a_benchmark_writes_its_results(launcher: str, tmp_path: Path) -> None:
     options = (*BENCH, "--profile=true")
     if launcher == "torchrun":

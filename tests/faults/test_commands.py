@@ -45,7 +45,7 @@ def test_a_second_signal_ends_it_at_once(start: StartCommand, number: signal.Sig
 
 
 @pytest.mark.parametrize("number", ONE_IN_CI)
-@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("writes", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_signal_while_ranks_start_or_an_mp4_is_written(
     start: StartCommand, home: Path, number: signal.Signals, writes: bool
 ) -> None:
@@ -128,6 +128,7 @@ def test_a_parent_killed_while_an_mp4_is_written(start: StartCommand, home: Path
     assert len(list(out.glob("*.mp4"))) == 4
 
 
+@pytest.mark.full
 def test_two_runs_side_by_side(start: StartCommand) -> None:
     first, second = start(*SIMULATE), start(*SIMULATE)
     begun = time.monotonic()

@@ -96,17 +96,20 @@ def check_demo(threads: int, chunk: int) -> None:
     check(demo(decode_chunk_size=chunk), rel, threads)
 
 
+@pytest.mark.long
 def test_activation_bytes_match_torchs_allocator() -> None:
     check_demo(1, 6)
 
 
 @pytest.mark.long
+@pytest.mark.full
 def test_activation_bytes_of_several_threads_match_torchs_allocator() -> None:
     """In a process of its own, because later peaks of one thread come out larger there."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         process.submit(check_demo, 2, 1).result()
 
 
+@pytest.mark.long
 def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
     tiny_model = demo("fp16", height=8, width=8)
     encode = estimate(
@@ -147,7 +150,7 @@ SIZES = {
     "skyreels-v2": (160, 13, 256),
     "framepack": (96, 37, 8),
 }
-IN_CI = {"svd", "wan-image-bf16", "ltx-image", "ltx2"}
+IN_CI = {"svd", "wan-image-bf16", "ltx-image"}
 
 
 @pytest.mark.long

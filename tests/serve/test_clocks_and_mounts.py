@@ -164,6 +164,7 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
         assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}
 
 
+@pytest.mark.long
 def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
     keyed: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

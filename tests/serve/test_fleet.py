@@ -259,7 +259,8 @@ def test_a_server_does_not_make_a_clip_twice_at_once(
     assert done.token > 2
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [3, 1])
 def test_a_short_soak(tmp_path: Path, number: int) -> None:
     none = {"clocks": 0, "storage": 0, "database": 0}
     asked = argparse.Namespace(jobs=12, clients=6, faults=4, servers=number, seed=1, **none)
