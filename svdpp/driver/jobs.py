@@ -196,18 +196,19 @@ def _outputs(
 
 
 def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy) -> None:
-    owners: dict[str, str] = {}
+    owners: dict[str, tuple[str, int]] = {}
     for made_from, seed, output in _outputs(inputs, seeds, policy):
         owner = f"{made_from} with seed {seed}"
-        if (other := owners.get(output.path)) is not None:
+        if output.path in owners:
+            other, other_seed = owners[output.path]
             raise RequestError(
                 f"{other} and {owner} would both become {Path(output.path).name!r}",
                 "--out takes a folder for several clips"
                 if policy.single_clip
                 else "make them in two runs, each with an --out folder of its own",
-                details={"output": output.path, "seed": seed},
+                details={"output": output.path, "seed": seed, "other_seed": other_seed},
             )
-        owners[output.path] = owner
+        owners[output.path] = owner, seed
 
 
 def _kept_clip(

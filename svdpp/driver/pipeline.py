@@ -211,7 +211,11 @@ class Pipeline(PipelineRanks):
 
     def __enter__(self) -> Pipeline:
         if is_secondary_rank(self.world):
-            raise ClosedError("only rank 0 enters the block: the other ranks call serve()")
+            assert self.world is not None, "a secondary rank is one of a launcher"
+            raise ClosedError(
+                "only rank 0 enters the block: the other ranks call serve()",
+                details={"entering_rank": 0, "rank": self.world.rank},
+            )
         with self._submit_lock:
             if self._is_entered:
                 raise ClosedError("a pipeline can be entered once: create another one")

@@ -18,7 +18,7 @@ from svdpp.driver.trace import Trace
 from svdpp.launch import gpus
 from svdpp.launch.gpus import available_bytes
 from svdpp.launch.world import World
-from svdpp.verification.result import Place, VerificationResult, compare_tensors
+from svdpp.verification.result import CheckLocation, VerificationResult, compare_tensors
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
 from tests.diagnostics.made_up_runs import config_of
 
@@ -62,7 +62,7 @@ def test_commit_and_state_are_those_of_a_checkout_alone(
 
 def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = torch.zeros(1, 1, 4, 2, 2), torch.ones(1, 1, 4, 2, 2)
-    result = VerificationResult((compare_tensors("latent", one, other, Place(0, 1, 0)),))
+    result = VerificationResult((compare_tensors("latent", one, other, CheckLocation(0, 1, 0)),))
     monkeypatch.setattr(machine, "verify", lambda *_: result)
     names = ("devices", "cut test")
     monkeypatch.setattr(machine, "_CHECKS", {name: machine._CHECKS[name] for name in names})

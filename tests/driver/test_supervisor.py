@@ -212,7 +212,7 @@ def _failed(error: BaseException) -> Failed:
 
 INTERRUPTED = _failed(Interrupted(signal.SIGTERM))
 LINK_BROKE = _failed(BrokenLinkError("could not receive"))
-REFUSED = _failed(TransportError("sent 7, expected 8"))
+REFUSED = _failed(TransportError("sent 7, expected 8", details={"sent": 7, "expected": 8}))
 RAISED = _failed(RuntimeError("of its own"))
 
 
