@@ -8,7 +8,7 @@ from collections.abc import Callable
 from loguru import logger
 
 from svdpp.errors import ClosedError, SvdppError
-from svdpp.serve.database import AwayError
+from svdpp.serve.sqlite import BackendUnavailableError
 
 # After a failure a thread leaves alone for so long what it does.
 _RETRY_SECONDS = 1.0
@@ -67,7 +67,7 @@ class Background:
                 seconds, is_failing = self._seconds, False
             except ClosedError:
                 return
-            except AwayError:  # is logged where it is noticed
+            except BackendUnavailableError:  # is logged where it is noticed
                 pass
             except Exception as error:
                 if not is_failing:

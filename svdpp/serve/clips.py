@@ -56,7 +56,7 @@ class Admission:
             raise RequestError(error.message, error.hint, details=error.details)
         self._check_memory(sampling)
 
-    def why_no_route(self, sampling: SamplingConfig) -> str | None:
+    def no_route_reason(self, sampling: SamplingConfig) -> str | None:
         """Return why the ranks cannot make another server's clip; None if they can.
 
         Memory does not count: what is free at the start of a server says little of later.

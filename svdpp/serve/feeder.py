@@ -19,9 +19,9 @@ from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
 from svdpp.serve.clips import RunningClip, ToRequest
-from svdpp.serve.database import AwayError
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.worker.messages import Event, ImageReady
 
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ class Feeder:
         self._is_queue_empty = False
         self.has_latents = True
         """Whether there may be latent checkpoints, perhaps of finished clips."""
-        self.why_waits = ""
+        self.unavailable_reason = ""
         """Reason why no clip is begun or taken, such as a full disk; empty if there is none."""
         self.num_completed = 0
         """Number of clips that the ranks have finished."""
@@ -164,8 +164,8 @@ class Feeder:
         is_prepared = self.preparing is not None and self.preparing.is_prepared
         return (
             (self._is_woken or not self._is_queue_empty or is_prepared)
-            and not self.why_waits
-            and not self._queue.store.why_away
+            and not self.unavailable_reason
+            and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
             and self.num_free > 0
             # Else this server could claim the same job again, and have it twice.
@@ -203,10 +203,10 @@ class Feeder:
 
     def _look_at_folder(self) -> None:
         """Stop beginning clips without a queue or files, or on a full disk; log the change."""
-        before, self.why_waits = self.why_waits, self._queue.why_unusable
-        if self.why_waits not in ("", before):
-            logger.error("{}: no clip is begun or taken", self.why_waits)
-        elif before and not self.why_waits:
+        before, self.unavailable_reason = self.unavailable_reason, self._queue.unavailable_reason
+        if self.unavailable_reason not in ("", before):
+            logger.error("{}: no clip is begun or taken", self.unavailable_reason)
+        elif before and not self.unavailable_reason:
             logger.warning("the data folder can be used again: clips are made")
 
     def _begin(self, pipeline: Pipeline, job: Job) -> None:
@@ -217,7 +217,7 @@ class Feeder:
             return
         try:
             clip = self._to_request(job)
-        except AwayError:  # another server may reach it
+        except BackendUnavailableError:  # another server may reach it
             self._put_back(job)
             self._look_at_folder()
             return
@@ -391,7 +391,7 @@ class Feeder:
                 if self._seconds_left() <= 0:
                     raise
                 self._look_at_folder()
-                if not isinstance(error, AwayError) and said != str(error):
+                if not isinstance(error, BackendUnavailableError) and said != str(error):
                     said = str(error)
                     logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:

@@ -23,11 +23,11 @@ from svdpp.plan.actions import Kind
 from svdpp.serve.background import Background
 from svdpp.serve.clips import RunningClip
 from svdpp.serve.clock import ClockError
-from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.queue import QUEUED, JobQueue
+from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.views import size_of
 from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
@@ -268,7 +268,7 @@ class Fleet:
                 seconds = min(_MAX_SECONDS, self._queue.lease_seconds / _RENEWALS)
                 self._renew_at = time.monotonic() + seconds
             self._listen(min(_LISTEN_SECONDS, max(0.0, self._renew_at - time.monotonic())))
-        except AwayError as error:
+        except BackendUnavailableError as error:
             if not self._is_away:
                 logger.error("{}: the clips in progress go on, and none is taken", error)
             self._is_away = True
@@ -317,7 +317,7 @@ class Fleet:
 
     def _listen(self, seconds: float) -> None:
         feeder = self._engine.feeder
-        for said in self._queue.database.listen(seconds):
+        for said in self._queue.backend.listen(seconds):
             if said != QUEUED:
                 feeder.ask_to_cancel(said)
                 continue

@@ -23,8 +23,8 @@ from psycopg.conninfo import conninfo_to_dict
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
-from svdpp.serve.database import MARK, AwayError, check_own
 from svdpp.serve.job import CLIPS, INDEXES, LATENTS, PHOTOS, VERSION, upgrade
+from svdpp.serve.sqlite import QUEUE_ID_FILE, BackendUnavailableError, check_no_foreign_files
 
 if TYPE_CHECKING:
     from svdpp.serve.store import FileStore
@@ -52,7 +52,7 @@ _NETWORK: dict[str, Any] = {
     "application_name": "svdpp",
 }
 # A standby changes nothing, and a session keeps the mode it began with: only a new one helps.
-_AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
+_CONNECTION_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
 
 # Of a user name and a password, only characters that need no percent-encoding.
 _URL = re.compile(
@@ -92,11 +92,11 @@ def address_of(url: str) -> str:
     return found["scheme"] + found["place"]
 
 
-class QueueServer:
+class PostgresBackend:
     """Queue in the database of `url`, for servers that share the files of `store`.
 
     The tables are created if they do not exist. The store then has a mark, by which a server that
-    sees another one is refused. The methods are those of `QueueFile`.
+    sees another one is refused. The methods are those of `SqliteBackend`.
     """
 
     # A claim locks the job and its owner, whose turn it takes, so that claims at the same time take
@@ -111,7 +111,7 @@ class QueueServer:
     """Whether it was not removed: each commit says so itself."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
-        self._place = address_of(url)
+        self._address = address_of(url)
         self._store = store
         self._url = url
         self._is_closed = False
@@ -119,7 +119,7 @@ class QueueServer:
         self._open: dict[str, Connection] = {}
         self._watchdog = _Watchdog()
         self._retry_at = 0.0
-        self._why_away = ""
+        self._unavailable_reason = ""
         try:
             with output_files.disk_errors(f"cannot use the data folder {str(store.folder)!r}"):
                 store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -138,15 +138,15 @@ class QueueServer:
         self._watchdog.close()
 
     @contextlib.contextmanager
-    def change(self, alone: str = "") -> Iterator[Connection]:
-        """Run a transaction, which holds the lock that `alone` names, if it does.
+    def transaction(self, advisory_lock: str = "") -> Iterator[Connection]:
+        """Run a transaction, which holds the lock that `advisory_lock` names, if it does.
 
         Raises:
             AwayError: The database does not answer, or takes no changes.
         """
         with self._use("write"):
-            lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{alone}'))"
-            self._first("write", f"BEGIN; {lock}" if alone else "BEGIN")
+            lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{advisory_lock}'))"
+            self._execute_reconnecting("write", f"BEGIN; {lock}" if advisory_lock else "BEGIN")
             connection = self._open["write"]
             try:
                 yield connection
@@ -156,14 +156,14 @@ class QueueServer:
                     connection.execute("ROLLBACK")
                 raise
 
-    def rows(self, query: str, *values: Any) -> list[Any]:
+    def fetch_all(self, query: str, *values: Any) -> list[Any]:
         """Return the rows of a query, by a connection of its own.
 
         Raises:
             AwayError: The database does not answer, or takes no changes.
         """
         with self._use("read"):
-            return self._first("read", query, values).fetchall()
+            return self._execute_reconnecting("read", query, values).fetchall()
 
     def check(self) -> None:
         """Check that the database answers and takes changes.
@@ -172,15 +172,15 @@ class QueueServer:
             AwayError: It does not.
         """
         # A read alone would still be answered while the database is read-only.
-        with self.change() as statements:
-            statements.execute("UPDATE queue SET version = version WHERE false")
+        with self.transaction() as connection:
+            connection.execute("UPDATE queue SET version = version WHERE false")
 
     def maintain(self) -> None:
         """Do nothing: PostgreSQL maintains itself."""
 
     def now(self) -> float:
         """Return the unix time of the database in seconds, which is that of all servers."""
-        ((now,),) = self.rows("SELECT clock()")
+        ((now,),) = self.fetch_all("SELECT clock()")
         return float(now)
 
     def skew(self) -> float:
@@ -202,14 +202,14 @@ class QueueServer:
         """
         key = "hashtext(current_schema), hashtext(?)"
         function = "pg_advisory_lock" if waits else "pg_try_advisory_lock"
-        ((answer,),) = self.rows(f"SELECT {function}({key})", name)
-        is_held = waits or answer
+        ((is_acquired,),) = self.fetch_all(f"SELECT {function}({key})", name)
+        is_held = waits or is_acquired
         try:
             yield is_held
         finally:
             if is_held:
                 with contextlib.suppress(OutputError):  # the connection has ended
-                    self.rows(f"SELECT pg_advisory_unlock({key})", name)
+                    self.fetch_all(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
         """Return what servers have said, as soon as one does, at most after so many seconds.
@@ -224,46 +224,46 @@ class QueueServer:
 
     def _open_or_create(self, *, adopts: bool) -> None:
         """Open the queue, or make the tables of a new one, which its store is marked for."""
-        ((is_there,),) = self.rows("SELECT to_regclass('queue') IS NOT NULL")
-        version, id = self.rows("SELECT version, id FROM queue")[0] if is_there else (0, "")
+        ((is_there,),) = self.fetch_all("SELECT to_regclass('queue') IS NOT NULL")
+        version, id = self.fetch_all("SELECT version, id FROM queue")[0] if is_there else (0, "")
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")
         self._check_files(id, adopts=adopts)
         id = id or secrets.token_hex(16)
         # Before the transaction, which must not wait for a store.
-        if self._store.mark() != id:
-            self._store.set_mark(id)
+        if self._store.read_queue_id() != id:
+            self._store.write_queue_id(id)
         if tables:
-            with self.change() as statements:
-                statements.execute(tables)
+            with self.transaction() as connection:
+                connection.execute(tables)
                 if not version:
-                    statements.execute(
+                    connection.execute(
                         "CREATE TABLE queue (version INT NOT NULL, id TEXT NOT NULL)"
                     )
-                    statements.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
-                statements.execute("UPDATE queue SET version = ?", (VERSION,))
+                    connection.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
+                connection.execute("UPDATE queue SET version = ?", (VERSION,))
         for name, of in INDEXES.items():
             # Asked first: the statement waits for all changes, even where the index exists.
-            ((found,),) = self.rows("SELECT to_regclass(?)", name)
+            ((found,),) = self.fetch_all("SELECT to_regclass(?)", name)
             if found is None:
-                with self.change() as statements:
-                    statements.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {of}")
-        self._store.belong_to(id)
+                with self.transaction() as connection:
+                    connection.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {of}")
+        self._store.bind_to_queue(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:
         """Refuse a folder or a store that other servers do not see, or that is of others."""
         store = self._store
         if adopts:
             return
-        if id and store.mark() != id:
+        if id and store.read_queue_id() != id:
             raise RequestError(
                 f"{store.name} is not that of the queue in --queue",
                 "name the one that all its servers share, or add --adopt to make this one theirs",
             )
         if store.is_remote or not id:
-            own = {PHOTOS, CLIPS, LATENTS} if store.is_remote else {MARK}
-            check_own(store.folder, own, "name the queue that it belongs to")
+            allowed = {PHOTOS, CLIPS, LATENTS} if store.is_remote else {QUEUE_ID_FILE}
+            check_no_foreign_files(store.folder, allowed, "name the queue that it belongs to")
         # A mark may be of a start that failed.
-        if not id and (objects := store.objects().keys() - {MARK}):
+        if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
                 "name another place in the bucket, or add --adopt: its objects are left alone",
@@ -275,29 +275,31 @@ class QueueServer:
     def _use(self, use: str) -> Iterator[None]:
         """Hold the connection of a use during the block, and translate its errors."""
         if not self._locks[use].acquire(timeout=_CALL_SECONDS):
-            raise self._away_error("others have waited for it for too long")
+            raise self._unavailable_error("others have waited for it for too long")
         try:
             with self._errors(use):
                 yield
         finally:
             self._locks[use].release()
 
-    def _first(self, use: str, query: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
+    def _execute_reconnecting(
+        self, use: str, query: str, values: Sequence[Any] = ()
+    ) -> psycopg.Cursor[Any]:
         """Run a statement that can be repeated, because the connection may have ended before."""
         if (connection := self._open.get(use)) is not None:
             try:
                 return connection.execute(query, values)
-            except _AWAY as error:
+            except _CONNECTION_ERRORS as error:
                 self._drop(use)
                 if connection.is_overdue or isinstance(error, psycopg.errors.QueryCanceled):
-                    self._rest(str(error))
+                    self._back_off(str(error))
                     raise
         return self._connect(use).execute(query, values)
 
     def _connect(self, use: str, *statements: str) -> Connection:
         """Return a new connection, once it has run its first statements."""
         if self._is_closed or time.monotonic() < self._retry_at:
-            raise psycopg.OperationalError(self._why_away)
+            raise psycopg.OperationalError(self._unavailable_reason)
         try:
             connection = Connection(self._url, self._watchdog)
             try:
@@ -307,14 +309,14 @@ class QueueServer:
                 connection.raw.close()
                 raise
         except psycopg.Error as error:
-            self._rest(str(error))
+            self._back_off(str(error))
             raise
         self._open[use] = connection
         return connection
 
-    def _rest(self, reason: str) -> None:
+    def _back_off(self, reason: str) -> None:
         """Leave the database alone for a moment: all others are told the reason at once."""
-        self._why_away = reason
+        self._unavailable_reason = reason
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _drop(self, use: str) -> None:
@@ -329,19 +331,19 @@ class QueueServer:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
             reason = error.diag.message_primary or str(error).strip().partition("\n")[0]
-            if isinstance(error, _AWAY):
+            if isinstance(error, _CONNECTION_ERRORS):
                 self._drop(use)
-                raise self._away_error(reason) from error
+                raise self._unavailable_error(reason) from error
             raise OutputError(
-                f"the queue {self._place!r} cannot be used: {reason}",
-                details={"queue": self._place, "reason": reason},
+                f"the queue {self._address!r} cannot be used: {reason}",
+                details={"queue": self._address, "reason": reason},
             ) from error
 
-    def _away_error(self, reason: str) -> AwayError:
-        return AwayError(
-            f"the queue {self._place!r} does not answer: {reason}",
+    def _unavailable_error(self, reason: str) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"the queue {self._address!r} does not answer: {reason}",
             "check that PostgreSQL runs there, takes this user, and is not read-only",
-            details={"queue": self._place, "reason": reason, "timeout_seconds": _CALL_SECONDS},
+            details={"queue": self._address, "reason": reason, "timeout_seconds": _CALL_SECONDS},
         )
 
 

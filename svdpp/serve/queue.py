@@ -26,7 +26,6 @@ from svdpp.config import SamplingConfig
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
 from svdpp.serve.clock import check_skew, uptime
-from svdpp.serve.database import QueueFile
 from svdpp.serve.job import (
     COLUMNS,
     Job,
@@ -38,14 +37,15 @@ from svdpp.serve.job import (
     sampling_of,
     to_json,
 )
+from svdpp.serve.sqlite import SqliteBackend
 from svdpp.serve.store import FileStore
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from svdpp.serve.postgres import Connection, QueueServer
+    from svdpp.serve.postgres import Connection, PostgresBackend
 
-    Statements = sqlite3.Connection | Connection
+    DatabaseConnection = sqlite3.Connection | Connection
 
 #: Seconds that one step of priority is worth. A waiting job passes every job that was requested
 #: this much later for each step of priority between them, so none waits for ever.
@@ -170,8 +170,9 @@ class _CannotMakeError(Exception):
 class JobQueue:
     """Jobs of a server. Any thread may call any method; each change is durable before it returns.
 
-    Every method but `close` raises OutputError if the queue cannot be used; its subclass AwayError
-    if the queue does not answer, and then it is unknown whether the change was made.
+    Every method but `close` raises OutputError if the queue cannot be used; its subclass
+    BackendUnavailableError if the queue does not answer, and then it is unknown whether the change
+    was made.
 
     The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`. The data
     `folder` has the queue and all files, unless there is the `url` of a PostgreSQL database, and a
@@ -190,17 +191,17 @@ class JobQueue:
     ) -> None:
         self.store = store or FileStore(folder)
         """Files of the jobs."""
-        self.database: QueueFile | QueueServer
+        self.backend: SqliteBackend | PostgresBackend
         """Database that has the rows."""
         if url is None:
-            self.database = QueueFile(folder, adopts=adopts)
-            self.store.belong_to_file(lambda: self.database.is_there)
+            self.backend = SqliteBackend(folder, adopts=adopts)
+            self.store.bind_to_file(lambda: self.backend.is_there)
             if not adopts:
                 self._check_rows()
         else:
-            from svdpp.serve.postgres import QueueServer  # needs the extra
+            from svdpp.serve.postgres import PostgresBackend  # needs the extra
 
-            self.database = QueueServer(url, self.store, adopts=adopts)
+            self.backend = PostgresBackend(url, self.store, adopts=adopts)
         self.is_shared = url is not None
         """Whether other servers may take its jobs, too."""
         self.lease_seconds = lease_seconds if self.is_shared else 0.0
@@ -208,7 +209,7 @@ class JobQueue:
         """Random id of this server."""
         self.kind: str | None = None
         """Kind of the jobs that this server takes (`Job.kind`). None: it takes all."""
-        self.why_not: Callable[[SamplingConfig], str | None] = lambda _: None
+        self.incompatible_reason: Callable[[SamplingConfig], str | None] = lambda _: None
         """Reason why the ranks cannot make a job with these parameters. None: they can."""
         # Ids and tokens of what this server has claimed and does not end now.
         self._claims: set[tuple[str, int]] = set()
@@ -236,12 +237,12 @@ class JobQueue:
 
     def close(self) -> None:
         """Close the database; do nothing the second time."""
-        self.database.close()
+        self.backend.close()
 
     @property
-    def why_unusable(self) -> str:
+    def unavailable_reason(self) -> str:
         """Reason why no clip can be stored or begun, except a store that is away; empty: it can."""
-        if not self.database.is_there:
+        if not self.backend.is_there:
             return "the queue was removed or replaced"
         if not self.store.is_mounted:
             return "the storage of the videos is not there"
@@ -252,7 +253,7 @@ class JobQueue:
 
         In a shared queue it is the database's; a machine's own clock may be days off.
         """
-        return self.database.now()
+        return self.backend.now()
 
     def check_clock(self) -> None:
         """Check that this machine's clock agrees with the queue's.
@@ -260,7 +261,7 @@ class JobQueue:
         Raises:
             ClockError: It does not: whichever is wrong, nothing may be deleted by its age.
         """
-        check_skew(self.database.skew(), self.database.clock_name)
+        check_skew(self.backend.skew(), self.backend.clock_name)
 
     @property
     def num_unreadable(self) -> int:
@@ -326,22 +327,26 @@ class JobQueue:
             OutputError: It is later than `until`, or the queue cannot be used.
         """
         known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
-        with self.database.change(alone="add") as database:
-            for row in database.execute(known, (job.owner, job.idempotency_key)).fetchall():
+        with self.backend.transaction(advisory_lock="add") as connection:
+            for row in connection.execute(known, (job.owner, job.idempotency_key)).fetchall():
                 return _same_request(job_of(row), job)
-            self._check_limits(database, job.owner, max_open, max_open_of_owner)
+            self._check_limits(connection, job.owner, max_open, max_open_of_owner)
             if uptime() > until:
                 raise OutputError("the server was stopped for too long during a request")
-            _insert(database, job)
-            self._tell(database, QUEUED)
+            _insert(connection, job)
+            self._tell(connection, QUEUED)
         return job
 
     def _check_limits(
-        self, database: Statements, owner: str, limit: int | None, limit_of_owner: int | None
+        self,
+        connection: DatabaseConnection,
+        owner: str,
+        limit: int | None,
+        limit_of_owner: int | None,
     ) -> None:
         is_open, values = self._open
         query = f"SELECT owner, count(*) FROM jobs WHERE {is_open} GROUP BY owner"
-        open_jobs = dict(database.execute(query, values).fetchall())
+        open_jobs = dict(connection.execute(query, values).fetchall())
         total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
         if limit is not None and total >= limit:
             raise QueueFullError("the queue is full", details={"open": total, "limit": limit})
@@ -361,20 +366,20 @@ class JobQueue:
         for _ in range(_MAX_TRIES):
             own, known = self._own
             following = _NEXT.format(own if large else f"{own} AND NOT {_LARGE}")
-            if not self.database.rows(following, *known):
+            if not self.backend.fetch_all(following, *known):
                 return None
             try:
-                for lock, alone in self.database.claim_locks:
-                    if job := self._take(f"{following} {lock}", known, alone):
+                for lock, advisory_lock in self.backend.claim_locks:
+                    if job := self._take(f"{following} {lock}", known, advisory_lock):
                         return job
             except _CannotMakeError as passed_job:
                 self._passed.append(passed_job.args[0])
         return None
 
-    def _take(self, following: str, values: Sequence[Any], alone: str) -> Job | None:
+    def _take(self, following: str, values: Sequence[Any], advisory_lock: str) -> Job | None:
         claim = self.server, int(self.is_shared), self.lease_seconds
-        with self.database.change(alone) as database:
-            rows = database.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
+        with self.backend.transaction(advisory_lock) as connection:
+            rows = connection.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
             if not rows:
                 return None
             try:
@@ -382,9 +387,9 @@ class JobQueue:
             except UnreadableJobError as error:
                 self._skip(error)
                 raise _CannotMakeError(rows[0][_SAMPLING]) from error
-            if self.why_not(job.sampling) is not None:
+            if self.incompatible_reason(job.sampling) is not None:
                 raise _CannotMakeError(rows[0][_SAMPLING])
-            database.execute(_SPEND_TURN, (job.owner,))
+            connection.execute(_SPEND_TURN, (job.owner,))
         self._claims.add((job.id, job.token))
         return job
 
@@ -411,12 +416,12 @@ class JobQueue:
         statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
         values = to_json(error_to_dict(_LOST)), int(counts), id, token
         self._claims.discard((id, token))
-        with self.database.change() as database:
-            rows = database.execute(statement, values).fetchall()
+        with self.backend.transaction() as connection:
+            rows = connection.execute(statement, values).fetchall()
             for state, turn, owner in rows:
                 if state == JobState.QUEUED:
-                    database.execute(_RETURN_TURN, (turn, owner, turn))
-                    self._tell(database, QUEUED)
+                    connection.execute(_RETURN_TURN, (turn, owner, turn))
+                    self._tell(connection, QUEUED)
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
@@ -444,10 +449,10 @@ class JobQueue:
         marks = "cancel_asked = true"
         if removes:  # the owner may use its idempotency key again
             marks += ", remove_asked = true, idempotency_key = NULL"
-        with self.database.change() as database:
-            self._tell(database, id)
+        with self.backend.transaction() as connection:
+            self._tell(connection, id)
             mark = f"UPDATE jobs SET {marks} WHERE id = ? AND state = 'in_progress'"
-            return database.execute(mark, (id,)).rowcount == 1
+            return connection.execute(mark, (id,)).rowcount == 1
 
     def to_remove(self) -> list[str]:
         """Return the ids of ended jobs that their owners removed while ranks worked on them."""
@@ -474,9 +479,9 @@ class JobQueue:
             skipped = list(self._unreadable)
             others = f"id NOT IN ({_marks(skipped)})" if skipped else "true"
             try:
-                with self.database.change() as database:
+                with self.backend.transaction() as connection:
                     change = _TAKE_CALLBACK.format(others=others)
-                    rows = database.execute(change, (seconds, *skipped)).fetchall()
+                    rows = connection.execute(change, (seconds, *skipped)).fetchall()
                     return job_of(rows[0]) if rows else None
             except UnreadableJobError as error:  # the row is as before
                 self._skip(error)
@@ -509,7 +514,7 @@ class JobQueue:
         In a queue that is not shared, those are what an earlier server has left.
         """
         most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
-        ended = self.database.rows(
+        ended = self.backend.fetch_all(
             f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED} "
             f"ORDER BY started_at, turn, seq {most}"
         )
@@ -531,12 +536,12 @@ class JobQueue:
             columns += f", finished_at = {_END}"
         has_token = "true" if token is None else f"token = {token}"
         query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)} AND {has_token}"
-        with self.database.change() as database:
-            return database.execute(query, (*values.values(), id)).rowcount == 1
+        with self.backend.transaction() as connection:
+            return connection.execute(query, (*values.values(), id)).rowcount == 1
 
     def _rows_of(self, change: str, *values: Any) -> list[Any]:
-        with self.database.change() as database:
-            return database.execute(change, values).fetchall()
+        with self.backend.transaction() as connection:
+            return connection.execute(change, values).fetchall()
 
     # --- a queue that servers share ---------------------------------------------------------------
 
@@ -553,7 +558,7 @@ class JobQueue:
         if not claims:
             return [], []
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
-        rows = self.database.rows(_RENEW, self.lease_seconds, *map(list, columns))
+        rows = self.backend.fetch_all(_RENEW, self.lease_seconds, *map(list, columns))
         # Only now: if the database goes away before, they are found again.
         lost = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
         self._claims -= lost
@@ -567,17 +572,19 @@ class JobQueue:
 
     def register(self, about: Mapping[str, Any]) -> None:
         """Store that this server lives, with what it says of itself: JSON values."""
-        self.database.rows(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
+        self.backend.fetch_all(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
 
     def servers(self) -> list[dict[str, Any]]:
         """Return what each server has said of itself, with its `id` and `seen_seconds`."""
-        rows = self.database.rows("SELECT id, about, clock() - seen_at FROM servers ORDER BY id")
+        rows = self.backend.fetch_all(
+            "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"
+        )
         return [{**json.loads(about), "id": id, "seen_seconds": seen} for id, about, seen in rows]
 
-    def _tell(self, database: Statements, what: str) -> None:
+    def _tell(self, connection: DatabaseConnection, what: str) -> None:
         """Notify all servers, if the transaction succeeds."""
         if self.is_shared:
-            database.execute("SELECT pg_notify('svdpp', ?)", (what,))
+            connection.execute("SELECT pg_notify('svdpp', ?)", (what,))
 
     # --- reads ------------------------------------------------------------------------------------
 
@@ -588,7 +595,7 @@ class JobQueue:
     def is_unreadable(self, id: str, owner: str) -> bool:
         """Whether there is a job of that id and owner that only a newer svdpp can read."""
         query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
-        rows = self.database.rows(query, id, owner)
+        rows = self.backend.fetch_all(query, id, owner)
         return bool(rows) and not list(self._read(rows))
 
     def page(
@@ -615,7 +622,7 @@ class JobQueue:
         offset = 0
         # What cannot be read must not make a page look like the last one.
         while len(found) < limit:
-            rows = self.database.rows(query, *values, limit, offset)
+            rows = self.backend.fetch_all(query, *values, limit, offset)
             found += self._read(rows)
             offset += len(rows)
             if len(rows) < limit:
@@ -626,7 +633,7 @@ class JobQueue:
         """Return id and parameters of the jobs that wait for this server, in their order."""
         own, values = self._own
         waiting = []
-        for id, text in self.database.rows(_IN_TURN.format(own), *values):
+        for id, text in self.backend.fetch_all(_IN_TURN.format(own), *values):
             with contextlib.suppress(ValueError, TypeError, LookupError):  # `take_next` counts it
                 waiting.append((id, sampling_of(text)))
         return waiting
@@ -643,25 +650,27 @@ class JobQueue:
     def has_unfinished(self) -> bool:
         """Whether a job has not ended, perhaps one that this server cannot make."""
         unfinished = _any_of(state for state in JobState if not state.is_final)
-        return bool(self.database.rows(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
+        return bool(self.backend.fetch_all(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs by state, without queued ones that this server cannot make."""
         own, values = self._own
         query = f"SELECT state, count(*) FROM jobs WHERE state != 'queued' OR {own} GROUP BY state"
-        numbers = dict(self.database.rows(query, *values))
+        numbers = dict(self.backend.fetch_all(query, *values))
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
         """Return the number of jobs that are in progress, or queued and not held."""
         is_open, values = self._open
-        return int(self.database.rows(f"SELECT count(*) FROM jobs WHERE {is_open}", *values)[0][0])
+        return int(
+            self.backend.fetch_all(f"SELECT count(*) FROM jobs WHERE {is_open}", *values)[0][0]
+        )
 
     def oldest_waiting(self) -> float | None:
         """Return the unix time of the oldest request that waits for this server; None: none."""
         own, values = self._own
         query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {own}"
-        ((oldest,),) = self.database.rows(query, *values)
+        ((oldest,),) = self.backend.fetch_all(query, *values)
         return None if oldest is None else float(oldest)
 
     def to_prove(self) -> list[str]:
@@ -689,29 +698,33 @@ class JobQueue:
         Only those that ended before a unix time, and that are not being verified.
         """
         where = f"{_FINAL} AND proof != 'running' AND finished_at < ? ORDER BY finished_at, seq"
-        return dict(self.database.rows(f"SELECT id, finished_at FROM jobs WHERE {where}", before))
+        return dict(
+            self.backend.fetch_all(f"SELECT id, finished_at FROM jobs WHERE {where}", before)
+        )
 
     def clips(self) -> dict[str, int | None]:
         """Return the token of the claim that made each job's clip, by id; None: it has no clip."""
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
-        return dict(self.database.rows(f"SELECT id, {token} FROM jobs"))
+        return dict(self.backend.fetch_all(f"SELECT id, {token} FROM jobs"))
 
     def _ids(self, where: str, *values: Any) -> list[str]:
-        return [id for (id,) in self.database.rows(f"SELECT id FROM jobs WHERE {where}", *values)]
+        return [
+            id for (id,) in self.backend.fetch_all(f"SELECT id FROM jobs WHERE {where}", *values)
+        ]
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
-        return [*self._read(self.database.rows(f"SELECT {_COLUMNS} FROM jobs {tail}", *values))]
+        return [*self._read(self.backend.fetch_all(f"SELECT {_COLUMNS} FROM jobs {tail}", *values))]
 
 
 def _marks(values: Iterable[Any]) -> str:
     return ", ".join("?" for _ in values)
 
 
-def _insert(database: Statements, job: Job) -> None:
+def _insert(connection: DatabaseConnection, job: Job) -> None:
     values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
-    database.execute(query, tuple(values.values()))
-    database.execute(_NEW_OWNER, (job.owner,))
+    connection.execute(query, tuple(values.values()))
+    connection.execute(_NEW_OWNER, (job.owner,))
 
 
 def _same_request(known: Job, job: Job) -> Job:

@@ -185,7 +185,7 @@ class Server:
         self._service.is_closing = True
         try:
             # What ranks finish without a queue cannot be recorded.
-            grace = self._grace if self._service.queue.database.is_there else 0.0
+            grace = self._grace if self._service.queue.backend.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)
             for background in self._threads:
@@ -204,7 +204,7 @@ class Server:
 
     def _sweep(self) -> None:
         """Removes jobs that are too old or too large."""
-        self._service.queue.database.maintain()
+        self._service.queue.backend.maintain()
         limits = (self._service.settings.keep_seconds, self._service.settings.keep_bytes)
         if limits != (None, None):
             sweep(self._service.queue, self._service.queue.now(), *limits)
@@ -330,7 +330,7 @@ async def get_health(service: Served) -> JSONResponse:
 @public.get("/ready", responses=_NOT_READY)
 def get_ready(service: Served) -> JSONResponse:
     """Whether the server takes requests: the ranks live, and neither queue nor disk is full."""
-    return _health(service, service.why_not_ready())
+    return _health(service, service.not_ready_reason())
 
 
 def _health(service: Service, reason: str | None) -> JSONResponse:

@@ -26,7 +26,6 @@ from svdpp.serve.auth import Owner
 from svdpp.serve.background import Background
 from svdpp.serve.clips import Admission
 from svdpp.serve.clock import uptime
-from svdpp.serve.database import AwayError
 from svdpp.serve.engine import Engine
 from svdpp.serve.fleet import Estimate, Fleet
 from svdpp.serve.form import Capabilities, VideoRequest
@@ -36,6 +35,7 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
 from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
@@ -146,7 +146,10 @@ class Service:
             max_frames=settings.max_frames,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
-        queue.kind, queue.why_not = self.capabilities.kind, self.admission.why_no_route
+        queue.kind, queue.incompatible_reason = (
+            self.capabilities.kind,
+            self.admission.no_route_reason,
+        )
         self.fleet = Fleet(queue, self.engine, self.capabilities)
         self.metrics = Metrics(
             queue, self.engine, lambda: self.followers.number, self.fleet.servers
@@ -188,11 +191,11 @@ class Service:
             text = "the server is ending: it takes no more clips"
             hint = "what is queued goes on when it starts again"
             raise ApiError(503, "closing", text, hint, retry=30)
-        why_not = self.queue.why_unusable
-        if not self.queue.database.is_there:
-            raise AwayError(why_not)
+        reason = self.queue.unavailable_reason
+        if not self.queue.backend.is_there:
+            raise BackendUnavailableError(reason)
         self.queue.store.check()
-        if why_not:
+        if reason:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
@@ -200,17 +203,17 @@ class Service:
         if num_open >= self.settings.max_open:
             raise self._full({"open": num_open, "limit": self.settings.max_open})
 
-    def why_not_ready(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Return why requests are refused, or no rank can begin them; None if they are taken."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
-        if why_not := self.queue.why_unusable:
-            return why_not
-        if self.queue.store.why_away:
+        if reason := self.queue.unavailable_reason:
+            return reason
+        if self.queue.store.unavailable_reason:
             return "the store of files cannot be used"
         try:
             if self.queue.is_shared:  # a read alone is answered also by a read-only database
-                self.queue.database.check()
+                self.queue.backend.check()
             is_full = self.queue.num_open() >= self.settings.max_open
         except OutputError:
             return "the queue cannot be used"
@@ -274,7 +277,7 @@ class Service:
                 stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
             except QueueFullError as error:
                 raise self._full(error.details) from error
-            except AwayError:
+            except BackendUnavailableError:
                 uploads.pop_all()  # the database may have the job nevertheless
                 if (known := self._known(job)) is None:
                     raise
@@ -399,8 +402,8 @@ class Service:
         if job.state is JobState.IN_PROGRESS and job.server != self.queue.server:
             eta = self.fleet.estimates.elsewhere(job) if job.kind == self.queue.kind else None
             return video_of(job, eta_seconds=eta, step=job.step)
-        if (why_not := self._why_not(job)) is not None:
-            return video_of(job, held=None if self.fleet.others_of(job.kind) else why_not)
+        if (reason := self._incompatible_reason(job)) is not None:
+            return video_of(job, held=None if self.fleet.others_of(job.kind) else reason)
         estimate = self.fleet.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
@@ -411,10 +414,10 @@ class Service:
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_of(job, eta_seconds=eta, place=estimate.place or 0, step=step)
 
-    def _why_not(self, job: Job) -> str | None:
+    def _incompatible_reason(self, job: Job) -> str | None:
         """Why this server cannot make the job; None if it can."""
         if job.kind == self.queue.kind:
-            return self.queue.why_not(job.sampling)
+            return self.queue.incompatible_reason(job.sampling)
         own = self.capabilities.model
         other = "other weights of it" if job.model == own else own
         return f"its model is {job.model}, and this server runs {other}"

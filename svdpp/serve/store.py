@@ -32,8 +32,14 @@ from loguru import logger
 from svdpp.errors import OutputError, RequestError, redact
 from svdpp.media import output_files
 from svdpp.serve.clock import ClockError
-from svdpp.serve.database import LOST, MARK, AwayError, StorageAwayError, free_and_low
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
+from svdpp.serve.sqlite import (
+    LOST_AND_FOUND,
+    QUEUE_ID_FILE,
+    BackendUnavailableError,
+    StorageUnavailableError,
+    disk_space,
+)
 
 if TYPE_CHECKING:
     from svdpp.serve.queue import JobQueue
@@ -51,14 +57,14 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 class FileStore:
     """Files of all servers: in the store of a URL, or without one in the folder alone.
 
-    Any thread may call any method. After a failure all raise AwayError at once, until `look` finds
-    that the store answers again.
+    Any thread may call any method. After a failure all raise BackendUnavailableError at once, until
+    `look` finds that the store answers again.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
         self.folder = folder.absolute()
         self.is_remote = url is not None
-        self.why_away = ""
+        self.unavailable_reason = ""
         """Reason why the store cannot be used now; empty if it can."""
         self._queue_id = ""
         self._is_file_there: Callable[[], bool] = lambda: True
@@ -85,7 +91,7 @@ class FileStore:
                 self._system.put_file(str(path), self._at(path))
         except FileNotFoundError as error:
             if path.exists():  # else it was removed meanwhile
-                raise self._away(output_files.error_reason(error)) from error
+                raise self._unavailable(output_files.error_reason(error)) from error
 
     def fetch(self, path: Path) -> None:
         """Get a file that the folder lacks; one that the store lacks as well stays missing.
@@ -131,7 +137,7 @@ class FileStore:
     def discard(self, path: Path) -> None:
         """Remove a file that nobody needs; what cannot be removed now is a leftover."""
         output_files.remove(path)
-        with contextlib.suppress(AwayError):
+        with contextlib.suppress(BackendUnavailableError):
             self.remove_object(path)
 
     def remove_object(self, path: Path) -> None:
@@ -190,7 +196,7 @@ class FileStore:
         """Translate errors of the folder's disk to OutputError during the block."""
         return output_files.disk_errors(f"cannot read or write the files in {str(self.folder)!r}")
 
-    def mark(self) -> str:
+    def read_queue_id(self) -> str:
         """Return the id of the queue that the files belong to; empty if there is no mark.
 
         Raises:
@@ -198,29 +204,29 @@ class FileStore:
         """
         if not self.is_remote:
             with contextlib.suppress(OSError):
-                return (self.folder / MARK).read_text()
+                return (self.folder / QUEUE_ID_FILE).read_text()
             return ""
         with contextlib.suppress(FileNotFoundError), self._errors(looks=True):
-            found: bytes = self._system.cat_file(self._at(self.folder / MARK))
+            found: bytes = self._system.cat_file(self._at(self.folder / QUEUE_ID_FILE))
             return found.decode()
         return ""
 
-    def set_mark(self, queue_id: str) -> None:
+    def write_queue_id(self, queue_id: str) -> None:
         """Mark the files as those of a queue.
 
         Raises:
             OutputError: The mark cannot be written.
         """
-        output_files.write_text(self.folder / MARK, queue_id)
+        output_files.write_text(self.folder / QUEUE_ID_FILE, queue_id)
         if self.is_remote:
-            self.put(self.folder / MARK)
-            (self.folder / MARK).unlink()
+            self.put(self.folder / QUEUE_ID_FILE)
+            (self.folder / QUEUE_ID_FILE).unlink()
 
-    def belong_to(self, queue_id: str) -> None:
+    def bind_to_queue(self, queue_id: str) -> None:
         """Treat a store without the mark of this queue as away from now on."""
         self._queue_id = queue_id
 
-    def belong_to_file(self, is_there: Callable[[], bool]) -> None:
+    def bind_to_file(self, is_there: Callable[[], bool]) -> None:
         """Treat the folder as away while `is_there` says that it lacks the queue's file."""
         self._is_file_there = is_there
 
@@ -229,13 +235,13 @@ class FileStore:
         """Whether the folder is the queue's, and not an empty place where its disk should be."""
         if self.is_remote:
             return self.folder.exists()
-        return self._is_file_there() and self._queue_id in ("", self.mark())
+        return self._is_file_there() and self._queue_id in ("", self.read_queue_id())
 
     @property
     def is_disk_low(self) -> bool:
         """Whether so little is free that no clip should be begun or taken."""
         try:
-            free, low = free_and_low(self.folder)
+            free, low = disk_space(self.folder)
         except OSError:  # the folder is gone, or its disk
             return True
         return free < low
@@ -246,10 +252,10 @@ class FileStore:
         Raises:
             StorageAwayError: The store does not answer, or the folder is not the queue's.
         """
-        if self.why_away:
-            raise StorageAwayError(self.why_away)
+        if self.unavailable_reason:
+            raise StorageUnavailableError(self.unavailable_reason)
         if not self.is_mounted:
-            raise StorageAwayError(
+            raise StorageUnavailableError(
                 f"{self.name} is not there, or is not that of the queue",
                 "mount its disk again; the server goes on by itself",
             )
@@ -260,15 +266,15 @@ class FileStore:
         Raises:
             StorageAwayError: It does not, or has no mark of the queue.
         """
-        if self.why_away or time.monotonic() >= self._look_at:
+        if self.unavailable_reason or time.monotonic() >= self._look_at:
             self._look()
 
     def _look(self) -> None:
-        if self.mark() != self._queue_id:
-            raise self._away("it has no mark of the queue")
+        if self.read_queue_id() != self._queue_id:
+            raise self._unavailable("it has no mark of the queue")
         self._look_at = time.monotonic() + _LOOK_SECONDS
-        if self.why_away:
-            self.why_away = ""
+        if self.unavailable_reason:
+            self.unavailable_reason = ""
             logger.warning("the store is back")
 
     @contextlib.contextmanager
@@ -284,14 +290,14 @@ class FileStore:
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 text = f"cannot write to {str(self.folder)!r}: {output_files.error_reason(error)}"
                 raise OutputError(text, "its disk may be full") from error
-            raise self._away(output_files.error_reason(error)) from error
+            raise self._unavailable(output_files.error_reason(error)) from error
 
-    def _away(self, reason: str) -> StorageAwayError:
+    def _unavailable(self, reason: str) -> StorageUnavailableError:
         text = redact(f"{self.name} cannot be used: {reason}")
-        if not self.why_away:
+        if not self.unavailable_reason:
             logger.error("{}: no clip is begun or taken", text)
-        self.why_away = text
-        return StorageAwayError(
+        self.unavailable_reason = text
+        return StorageUnavailableError(
             text, "check --files, and the credentials for it", details={"reason": redact(reason)}
         )
 
@@ -484,8 +490,10 @@ def set_strangers_aside(queue: JobQueue) -> list[Path]:
     if not strangers:
         return []
     try:
-        (folder / LOST).mkdir(mode=0o700, exist_ok=True)
-        lost = Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST))
+        (folder / LOST_AND_FOUND).mkdir(mode=0o700, exist_ok=True)
+        lost = Path(
+            tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST_AND_FOUND)
+        )
         moved = [path.rename(lost / path.name) for path in strangers]
     except OSError as error:
         logger.warning("files of no video stay, such as {}: {}", strangers[0], error)

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse
 from svdpp import errors
 from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.errors import SvdppError, describe_fault, redact, redact_all, without_folders
-from svdpp.serve.database import AwayError, StorageAwayError
 from svdpp.serve.job import Job, JobState, Proof, UnreadableJobError
 from svdpp.serve.photos import DecoderBusyError
+from svdpp.serve.sqlite import BackendUnavailableError, StorageUnavailableError
 
 #: Kind of an error, for people, by status.
 _TYPES: Mapping[int, str] = {
@@ -36,7 +36,7 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
     (errors.RequestError, 422, "invalid_request"),
-    (StorageAwayError, 503, "storage_unavailable"),
+    (StorageUnavailableError, 503, "storage_unavailable"),
     (UnreadableJobError, 503, "newer_video"),
     (errors.OutputError, 503, "storage_failed"),
     (errors.ClosedError, 503, "closing"),
@@ -44,7 +44,7 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (SvdppError, 500, "internal_error"),
 )
 #: Answers that are no faults: a client that tries again must not fill the log.
-_REFUSALS = (errors.ClosedError, DecoderBusyError, AwayError)
+_REFUSALS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
 #: An option of the command line.
 _OPTION = re.compile(r"--(?:param )?([a-z][a-z0-9_-]*)")

@@ -133,9 +133,9 @@ def _fleet_queues(
         queues = [opened.enter_context(closing(open_one())) for _ in range(number)]
         for queue in queues:
             queue.kind = "svd"
-        with queues[0].database.change() as database:
+        with queues[0].backend.transaction() as connection:
             for index in range(queued):
-                _insert(database, new_job(model="svd", owner=f"owner{index % _OWNERS}", **_JOB))
+                _insert(connection, new_job(model="svd", owner=f"owner{index % _OWNERS}", **_JOB))
         server.execute("ANALYZE")
         yield server.url, queues
 
@@ -195,7 +195,7 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
 def _size(queue: JobQueue) -> list[int]:
     """Bytes of WAL ever written, and bytes of tables and indexes."""
     query = "SELECT pg_current_wal_lsn() - '0/0', pg_total_relation_size('jobs')"
-    return [int(each) for each in queue.database.rows(query)[0]]
+    return [int(each) for each in queue.backend.fetch_all(query)[0]]
 
 
 def _run_servers(asked: argparse.Namespace) -> None:
@@ -216,9 +216,9 @@ def _run_servers(asked: argparse.Namespace) -> None:
 
         start_server()
         idle = _statements(database, asked.seconds) / asked.seconds
-        with queue.database.change() as statements:
+        with queue.backend.transaction() as connection:
             for seed in range(jobs):
-                _insert(statements, dummy_job(seed, model="dummy", sampling=sampling))
+                _insert(connection, dummy_job(seed, model="dummy", sampling=sampling))
         alone = _rate(queue, 1, asked.seconds)
         for _ in range(1, asked.real):
             start_server()

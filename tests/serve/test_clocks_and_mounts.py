@@ -15,9 +15,9 @@ import pytest
 from svdpp.errors import InputError
 from svdpp.serve.clips import ToRequest
 from svdpp.serve.clock import ClockError, SteadyClock
-from svdpp.serve.database import StorageAwayError
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.sqlite import StorageUnavailableError
 from svdpp.serve.store import remove_job, remove_leftovers, sweep
 from tests.serve.engines import add, dummy_config, in_state, job_of, serving, taken
 from tests.serve.http_server import QUICK, HttpServer, error_of
@@ -121,7 +121,7 @@ def test_nothing_is_removed_while_its_disk_is_not_mounted(
     clip.touch()
     seen = remove_leftovers(queue, set())
     with unmounted(folder):
-        assert queue.why_unusable
+        assert queue.unavailable_reason
         for use in (
             lambda: remove_job(queue, id),
             lambda: sweep(queue, queue.now() + 1, 0.0, None),
@@ -129,11 +129,11 @@ def test_nothing_is_removed_while_its_disk_is_not_mounted(
             lambda: queue.store.put(clip),
             lambda: queue.store.remove(clip),
         ):
-            with pytest.raises(StorageAwayError, match="is not there"):
+            with pytest.raises(StorageUnavailableError, match="is not there"):
                 use()
         assert remove_leftovers(queue, seen) == set()
         assert job_of(queue, id).state is JobState.COMPLETED
-    assert queue.why_unusable == ""
+    assert queue.unavailable_reason == ""
     assert sweep(queue, queue.now() + 1, 0.0, None) == [id]
     assert not clip.exists()
 
@@ -158,7 +158,7 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
     monkeypatch.setattr(ToRequest, "__call__", unmounting)
     with serving(folder, dummy_config()) as own:
         ids = own.add(1, 2)
-        own.wait(lambda: own.engine.feeder.why_waits, "the folder is not looked at")
+        own.wait(lambda: own.engine.feeder.unavailable_reason, "the folder is not looked at")
         assert not failures
         (tmp_path / "away").rename(folder)
         assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}

@@ -12,9 +12,9 @@ import pytest
 
 from svdpp.errors import RequestError
 from svdpp.serve import postgres as postgres_module
-from svdpp.serve.database import AwayError
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.sqlite import BackendUnavailableError
 from tests.serve.backends import Postgres
 from tests.serve.engines import add, job_of, take_all
 
@@ -45,22 +45,22 @@ def _end_sessions(postgres: Postgres, database: str) -> None:
 def test_a_server_recovers_by_itself_after_a_read_only_spell(
     queue: JobQueue, postgres: Postgres, database: str
 ) -> None:
-    queue.database.listen(0.0)
+    queue.backend.listen(0.0)
     _set_read_only(postgres, database, "on")
     _end_sessions(postgres, database)
-    for use in (queue.database.check, lambda: add(queue), queue.counts):
-        with pytest.raises(AwayError, match="does not answer"):
+    for use in (queue.backend.check, lambda: add(queue), queue.counts):
+        with pytest.raises(BackendUnavailableError, match="does not answer"):
             use()
-    with pytest.raises(AwayError):
-        queue.database.listen(1.0)
+    with pytest.raises(BackendUnavailableError):
+        queue.backend.listen(1.0)
     _set_read_only(postgres, database, "off")
     time.sleep(postgres_module._RETRY_SECONDS)
     id = add(queue)
-    queue.database.check()
+    queue.backend.check()
     assert job_of(queue, id).state is JobState.QUEUED
-    queue.database.listen(0.0)  # it asks for notes again
+    queue.backend.listen(0.0)  # it asks for notes again
     other = add(queue)
-    assert queue.database.listen(5.0) == ["queued"]
+    assert queue.backend.listen(5.0) == ["queued"]
     assert take_all(queue) == [id, other]
 
 
@@ -68,18 +68,18 @@ def test_a_server_recovers_by_itself_after_a_read_only_spell(
 def test_a_session_that_has_become_read_only_is_replaced(queue: JobQueue) -> None:
     """PostgreSQL ends no session when it takes no changes any more."""
     id = add(queue)
-    for connection in queue.database._open.values():  # type: ignore[union-attr]
+    for connection in queue.backend._open.values():  # type: ignore[union-attr]
         connection.execute("SET default_transaction_read_only = on")
-    with pytest.raises(AwayError, match="read-only"):
-        queue.database.check()  # as /ready does
-    queue.database.check()
-    queue.database._open["write"].execute(  # type: ignore[union-attr]
+    with pytest.raises(BackendUnavailableError, match="read-only"):
+        queue.backend.check()  # as /ready does
+    queue.backend.check()
+    queue.backend._open["write"].execute(  # type: ignore[union-attr]
         "SET default_transaction_read_only = on"
     )
-    with pytest.raises(AwayError, match="read-only"):
+    with pytest.raises(BackendUnavailableError, match="read-only"):
         queue.cancel_waiting(id)
     assert queue.cancel_waiting(id)
-    queue.database.check()
+    queue.backend.check()
 
 
 @pytest.mark.long
@@ -99,11 +99,11 @@ def test_notes_are_asked_for_until_it_succeeds(
         return execute(connection, query, *values)  # type: ignore[arg-type]
 
     monkeypatch.setattr(postgres_module.Connection, "execute", failing)
-    with pytest.raises(AwayError):
-        queue.database.listen(0.0)
-    queue.database.listen(0.0)
+    with pytest.raises(BackendUnavailableError):
+        queue.backend.listen(0.0)
+    queue.backend.listen(0.0)
     add(queue)
-    assert queue.database.listen(5.0) == ["queued"]
+    assert queue.backend.listen(5.0) == ["queued"]
 
 
 @pytest.mark.long
@@ -119,10 +119,10 @@ def test_a_database_that_hangs_is_away_within_the_deadline(
         database = f"postgresql://svdpp@{folder}:{postgres.port}/{name}"
     with contextlib.closing(JobQueue(tmp_path / "data", url=database)) as queue:
         id = add(queue)
-        for use in (queue.counts, queue.database.check, lambda: queue.cancel_waiting(id)):
+        for use in (queue.counts, queue.backend.check, lambda: queue.cancel_waiting(id)):
             with postgres.hanging():
                 start = time.monotonic()
-                with pytest.raises(AwayError, match="does not answer"):
+                with pytest.raises(BackendUnavailableError, match="does not answer"):
                     use()
                 assert time.monotonic() - start < 8
             time.sleep(postgres_module._RETRY_SECONDS)
@@ -149,13 +149,13 @@ def test_a_database_that_hangs_is_away_within_the_deadline(
     ],
 )
 def test_no_part_of_a_password_is_printed(tmp_path: Path, url: str) -> None:
-    with pytest.raises((RequestError, AwayError)) as refused:
+    with pytest.raises((RequestError, BackendUnavailableError)) as refused:
         JobQueue(tmp_path, url=url)
     error = refused.value
     text = f"{error.message} {error.details} {error.__cause__}"
     assert not any(secret in text for secret in _SECRETS), text
     is_understood = "127.0.0.1:1/svdpp" in text
-    assert is_understood == isinstance(error, AwayError)
+    assert is_understood == isinstance(error, BackendUnavailableError)
 
 
 def test_the_address_of_a_database_shows_hosts_and_name() -> None:

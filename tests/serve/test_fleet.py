@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from svdpp.serve.database import RESERVE
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.sqlite import RESERVE_FILE
 from tests.driver.dummies import plain_hashes
 from tests.faults.processes import MARK
 from tests.serve.backends import Postgres
@@ -169,7 +169,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
     with closing(sqlite3.connect(data / "queue.sqlite3")) as database:
         photos = {f"photos/{name}" for (name,) in database.execute("SELECT photo FROM jobs")}
-    assert found == {"lock", "queue.sqlite3", RESERVE, *photos}
+    assert found == {"lock", "queue.sqlite3", RESERVE_FILE, *photos}
 
 
 def _requested(server: HttpServer, request: str) -> list[str]:

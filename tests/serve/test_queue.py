@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from svdpp.errors import RankError, RequestError
-from svdpp.serve import database, job, postgres
+from svdpp.serve import job, postgres, sqlite
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
 from tests.serve.engines import SAMPLING, add, in_state, job_of, new_job, take_all, taken
@@ -57,12 +57,12 @@ def test_tables_of_the_version_before_are_upgraded_beside_a_running_server(
         store.close()
     added = "ALTER TABLE jobs ADD COLUMN more INTEGER NOT NULL DEFAULT 7;\n"
     with monkeypatch.context() as patch:
-        for module in (job, database, postgres):
+        for module in (job, sqlite, postgres):
             patch.setattr(module, "VERSION", newest)
         patch.setattr(job, "_ADDED", {newest: added})
         for _ in range(2):  # the second time there is nothing to upgrade
             with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as newer:
-                assert newer.database.rows("SELECT id, more FROM jobs") == [(first, 7)]
+                assert newer.backend.fetch_all("SELECT id, more FROM jobs") == [(first, 7)]
     if queue_url is not None:
         ids = [first, add(store)]
         assert take_all(store) == ids

@@ -15,11 +15,11 @@ import pytest
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.serve import background
-from svdpp.serve import database as database_module
+from svdpp.serve import sqlite as sqlite_module
 from svdpp.serve.background import Background
-from svdpp.serve.database import RESERVE, AwayError, StorageAwayError
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.sqlite import RESERVE_FILE, BackendUnavailableError, StorageUnavailableError
 from svdpp.serve.store import FileStore
 from tests.driver.dummies import HANG_SECONDS
 from tests.serve.engines import add, dummy_config, serving
@@ -31,10 +31,10 @@ def test_a_change_is_on_the_disk_as_a_whole(store: JobQueue, tmp_path: Path) -> 
     """So that `kill -9` loses nothing that was acknowledged: another connection sees the change."""
     id = add(store)
     with contextlib.closing(sqlite3.connect(tmp_path / "data" / "queue.sqlite3")) as other:
-        with pytest.raises(ZeroDivisionError), store.database.change() as database:
-            assert database.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-            assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-            database.execute("DELETE FROM jobs")
+        with pytest.raises(ZeroDivisionError), store.backend.transaction() as connection:
+            assert connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+            assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+            connection.execute("DELETE FROM jobs")
             raise ZeroDivisionError
         assert other.execute("SELECT id, state FROM jobs").fetchall() == [(id, "queued")]
 
@@ -49,8 +49,8 @@ def test_a_second_server_is_refused_by_name(store: JobQueue, tmp_path: Path) -> 
 
 
 def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
-    with contextlib.closing(sqlite3.connect(tmp_path / "queue.sqlite3")) as database:
-        database.execute("CREATE TABLE theirs (value TEXT)")
+    with contextlib.closing(sqlite3.connect(tmp_path / "queue.sqlite3")) as connection:
+        connection.execute("CREATE TABLE theirs (value TEXT)")
     with pytest.raises(RequestError, match="another program"):
         JobQueue(tmp_path)
 
@@ -91,7 +91,7 @@ def full(disk: Path) -> Iterator[None]:
 def test_clips_wait_for_space(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
         with full(disk):
-            own.wait(lambda: own.engine.feeder.why_waits, "the disk is not looked at")
+            own.wait(lambda: own.engine.feeder.unavailable_reason, "the disk is not looked at")
             ids = own.add(1, 2)
             own.wait(lambda: own.store.waiting(), "the queue is not read")
             assert own.states(ids) == [JobState.QUEUED] * 2
@@ -116,7 +116,7 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
                 for id in (done[0], running, waiting[0]):
                     assert server.client.delete(f"/v1/videos/{id}").is_success
                     wait(lambda id=id: not list(folder.rglob(f"{id}*")))
-                assert not (folder / RESERVE).exists()
+                assert not (folder / RESERVE_FILE).exists()
                 assert server.stop() == 0
                 again = ServerHere(folder, *QUICK)
                 error_of(again.request(), 503, "disk_full")
@@ -126,7 +126,7 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
         with again:
             again.wait_ready()
             assert again.request().status_code == 202
-            assert (folder / RESERVE).stat().st_blocks * 512 == 4 * 2**20
+            assert (folder / RESERVE_FILE).stat().st_blocks * 512 == 4 * 2**20
 
 
 def test_a_thread_logs_a_failure_once_until_there_is_none(
@@ -134,7 +134,7 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
 ) -> None:
     """And not at all that the queue is away, which is logged where it is noticed."""
     monkeypatch.setattr(background, "_RETRY_SECONDS", 0.0)
-    failed, away = PermissionError("no links here"), AwayError("away")
+    failed, away = PermissionError("no links here"), BackendUnavailableError("away")
     refused = OutputError("not now")
     turns = iter([away, failed, failed, away, None, failed, None, refused, ClosedError("closed")])
 
@@ -167,9 +167,9 @@ def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_is_away(
         monkeypatch.setattr(store._system, "put_file", Mock(side_effect=error))
         with pytest.raises(raised):
             store.put(path)
-        assert store.why_away == ""
+        assert store.unavailable_reason == ""
     monkeypatch.setattr(store._system, "put_file", Mock(side_effect=OSError("no network")))
-    with pytest.raises(StorageAwayError, match="no network"):
+    with pytest.raises(StorageUnavailableError, match="no network"):
         store.put(path)
 
 
@@ -178,7 +178,7 @@ def test_a_queue_whose_lock_another_program_holds_is_named_as_such(
     store: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads, such as that of `/ready`, have an answer within seconds."""
-    monkeypatch.setattr(database_module, "_BUSY_SECONDS", 1.0)
+    monkeypatch.setattr(sqlite_module, "_BUSY_SECONDS", 1.0)
     store.close()
     with contextlib.closing(JobQueue(tmp_path / "data")) as queue:
         add(queue)
@@ -188,7 +188,7 @@ def test_a_queue_whose_lock_another_program_holds_is_named_as_such(
                 add(queue)
             assert "another program holds its lock" in refused.value.hint
             other.execute("ROLLBACK")
-        with queue.database._reading:  # type: ignore[union-attr]
+        with queue.backend._reading:  # type: ignore[union-attr]
             start = time.monotonic()
             with pytest.raises(OutputError, match="cannot be used") as refused:
                 queue.num_open()

@@ -44,8 +44,8 @@ def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> 
     """A completed job with files; `at` is the time of its end."""
     id = in_state(store, JobState.COMPLETED, created_at=at)
     put_files(folder, id, num_bytes)
-    with store.database.change() as database:
-        database.execute("UPDATE jobs SET finished_at = ? WHERE id = ?", (at, id))
+    with store.backend.transaction() as connection:
+        connection.execute("UPDATE jobs SET finished_at = ? WHERE id = ?", (at, id))
     return id
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from svdpp.errors import RequestError
-from svdpp.serve.database import AwayError
 from svdpp.serve.job import JobState, UnreadableJobError
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import remove_job, set_strangers_aside, sweep
 from tests.serve.engines import add, in_state, new_job, take_all
 from tests.serve.http_server import QUICK, HttpServer, ServerHere, error_of
@@ -24,9 +24,9 @@ _NEWER = ({"family": "of tomorrow"}, {"family": "svd", "of_tomorrow": 1}, {"fami
 
 def make_newer(queue: JobQueue, id: str, sampling: dict[str, Any] = _NEWER[1]) -> None:
     """The row is one that a newer svdpp has written."""
-    with queue.database.change() as database:
+    with queue.backend.transaction() as connection:
         values = json.dumps(sampling), id
-        database.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)
+        connection.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)
 
 
 @pytest.mark.parametrize("sampling", _NEWER, ids=str)
@@ -48,8 +48,8 @@ def test_rows_of_a_newer_server_are_skipped_and_counted(
     assert queue.num_unreadable == 1
     (line,) = told
     assert newer in line
-    with queue.database.change() as database:
-        database.execute("UPDATE jobs SET state = 'completed', finished_at = 1.0")
+    with queue.backend.transaction() as connection:
+        connection.execute("UPDATE jobs SET state = 'completed', finished_at = 1.0")
     assert sweep(queue, queue.now(), 1.0, None) == [own]
     assert not remove_job(queue, newer)
 
@@ -65,7 +65,7 @@ def test_webhooks_of_newer_rows_keep_their_attempts(each_store: JobQueue) -> Non
     assert job.id == own
     assert queue.take_callback(60.0) is None
     query = "SELECT callback_attempts, callback_due FROM jobs WHERE id = ?"
-    assert queue.database.rows(query, newer) == [(0, 0.0)]
+    assert queue.backend.fetch_all(query, newer) == [(0, 0.0)]
 
 
 @pytest.mark.long
@@ -98,12 +98,12 @@ def test_a_stored_job_is_answered_though_the_queue_goes_away(
         job = insert(self, *values, **more)
         stored.append(job.id)
         if when == "during":  # the answer of the database is lost, and it comes back
-            raise AwayError("away")
+            raise BackendUnavailableError("away")
         return job
 
     def away(*_: object) -> None:
         if stored:
-            raise AwayError("away")
+            raise BackendUnavailableError("away")
 
     with monkeypatch.context() as patch:
         patch.setattr(JobQueue, "add", adding)
@@ -139,7 +139,7 @@ def test_rows_are_in_the_file_itself_soon(tmp_path: Path) -> None:
     folder, copy = tmp_path / "data", tmp_path / "copy.sqlite3"
     with contextlib.closing(JobQueue(folder)) as queue:
         id = add(queue)
-        queue.database.maintain()
+        queue.backend.maintain()
         shutil.copy(folder / "queue.sqlite3", copy)
     with contextlib.closing(sqlite3.connect(copy)) as database:
         assert database.execute("SELECT id FROM jobs").fetchall() == [(id,)]
@@ -149,18 +149,18 @@ def test_what_idle_servers_look_for_is_found_by_an_index(
     each_store: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries: list[tuple[str, tuple[Any, ...]]] = []
-    rows = each_store.database.rows
+    fetch_all = each_store.backend.fetch_all
     monkeypatch.setattr(
-        each_store.database, "rows", lambda *query: queries.append((query[0], query[1:])) or []
+        each_store.backend, "fetch_all", lambda *query: queries.append((query[0], query[1:])) or []
     )
     each_store.to_prove()
     each_store.unproved()
     monkeypatch.undo()
     for (query, values), index in zip(queries, ("jobs_to_prove", "jobs_unproved"), strict=True):
         if each_store.is_shared:
-            with each_store.database.change() as database:
-                database.execute("SET LOCAL enable_seqscan = off")
-                plan = database.execute(f"EXPLAIN {query}", values).fetchall()
+            with each_store.backend.transaction() as connection:
+                connection.execute("SET LOCAL enable_seqscan = off")
+                plan = connection.execute(f"EXPLAIN {query}", values).fetchall()
         else:
-            plan = rows(f"EXPLAIN QUERY PLAN {query}", *values)
+            plan = fetch_all(f"EXPLAIN QUERY PLAN {query}", *values)
         assert index in str(plan), plan

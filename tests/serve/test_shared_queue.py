@@ -18,12 +18,12 @@ import pytest
 
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.clock import uptime
-from svdpp.serve.database import AwayError
 from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import MAX_LOST, JobQueue
+from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
 from tests.faults.processes import wait_until
 from tests.serve.backends import Postgres
@@ -60,16 +60,16 @@ def opened(tmp_path: Path, database: str) -> Iterator[Open]:
 @contextlib.contextmanager
 def lost_answers(queue: JobQueue) -> Iterator[None]:
     """Each change is made, and then the connection ends before the answer."""
-    change = queue.database.change
+    transaction = queue.backend.transaction
 
     @contextlib.contextmanager
-    def lost(alone: str = "") -> Iterator[object]:
-        with change(alone) as database:
-            yield database
+    def lost(advisory_lock: str = "") -> Iterator[object]:
+        with transaction(advisory_lock) as connection:
+            yield connection
         raise OutputError("the connection has ended")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue.database, "change", lost)
+        patch.setattr(queue.backend, "transaction", lost)
         yield
 
 
@@ -138,8 +138,9 @@ def test_a_server_renews_all_its_claims(opened: Open) -> None:
     maker, other = opened(lease_seconds=_LEASE), opened()
     ids = [add(maker, created_at=float(age)) for age in range(4)]
     assert take_all(maker) == ids
-    with other.database.change() as database:  # as if another server had claimed it in the meantime
-        database.execute("UPDATE jobs SET token = 2 WHERE id = ?", (ids[1],))
+    # As if another server had claimed it in the meantime.
+    with other.backend.transaction() as connection:
+        connection.execute("UPDATE jobs SET token = 2 WHERE id = ?", (ids[1],))
     other.ask_to_cancel(ids[2])
     maker.lease_seconds = 3000.0
     assert maker.renew(ids.index) == ([(ids[1], 1)], [ids[2]])
@@ -166,11 +167,11 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=2.0)
     add(holder)
     taken(holder)
-    wait_until(lambda: holder.database.rows(_ENDED) == [(1,)], 30, "no lease ends")
+    wait_until(lambda: holder.backend.fetch_all(_ENDED) == [(1,)], 30, "no lease ends")
     fleet = fleet_of(other)
     fleet._recover_at = 0.0  # as after some time
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(AwayError):
-        patch.setattr(other.database, "rows", Mock(side_effect=AwayError("away")))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BackendUnavailableError):
+        patch.setattr(other.backend, "fetch_all", Mock(side_effect=BackendUnavailableError("away")))
         fleet._turn()
     fleet._turn()
     assert len(holder.running()) == 1
@@ -212,10 +213,10 @@ def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away
     with pytest.raises(OutputError, match="stopped"):
         queue.add(new_job(), max_open=None, until=uptime() - 1)
     assert not queue.has_unfinished()
-    assert not queue.why_unusable
+    assert not queue.unavailable_reason
     (tmp_path / "data").rename(tmp_path / "away")
     (tmp_path / "data").mkdir()  # an empty mount point
-    assert queue.why_unusable == "the storage of the videos is not there"
+    assert queue.unavailable_reason == "the storage of the videos is not there"
 
 
 def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None:
@@ -226,7 +227,7 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
     other = add(svd, model="svd", weights="newer weights")
     short = add(svd, model="wan", sampling=_SHORT)
     assert [id for id, _ in wan.waiting()] == [short]
-    wan.why_not = lambda sampling: "too few steps" if sampling == _SHORT else None
+    wan.incompatible_reason = lambda sampling: "too few steps" if sampling == _SHORT else None
     assert wan.take_next() is None
     second = add(wan, model="wan")
     for queue, id in ((wan, second), (svd, first)):
@@ -247,9 +248,9 @@ def test_what_only_a_newer_svdpp_can_make_is_passed_over(
 ) -> None:
     queue = opened()
     of_tomorrow, own = add(queue, created_at=1.0), add(queue, created_at=2.0)
-    with queue.database.change() as database:
+    with queue.backend.transaction() as connection:
         values = json.dumps(newer), of_tomorrow
-        database.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)
+        connection.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)
     assert take_all(queue) == [own]
 
 
@@ -259,7 +260,7 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(opened: Open) -> None:
     fleet = fleet_of(own)
     fleet._others = [{**fleet.servers()[0], "id": str(number)} for number in range(640)]
     random.seed(0)
-    own.database.listen(0.0)
+    own.backend.listen(0.0)
     for _ in range(200):
         add(other)
         fleet._listen(30.0)
@@ -273,13 +274,13 @@ def test_two_servers_do_not_verify_the_same_clip(opened: Open) -> None:
     id = add(own, model="demo")
     own.complete(id, {"file_sha256": "0"}, taken(own).token)
     assert prover.request(id)
-    with other.database.lock(id) as is_held:
+    with other.backend.lock(id) as is_held:
         assert is_held
         assert not prover._verify(id)
     assert prover._verify(id)
     assert not prover._verify(id)
     assert (job_of(own, id).proof_reason or "").startswith("file missing")
-    with other.database.lock(id) as is_held:
+    with other.backend.lock(id) as is_held:
         assert is_held  # nobody holds it any more
 
 

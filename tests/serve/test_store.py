@@ -10,8 +10,8 @@ import pytest
 
 from svdpp.errors import RequestError
 from svdpp.serve.clips import ToRequest
-from svdpp.serve.database import AwayError
 from svdpp.serve.job import new_id
+from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
 from tests.serve.backends import Swift
@@ -115,8 +115,8 @@ def test_what_a_store_lacks_stays_missing_and_a_bucket_that_does_not_exist_is_re
 ) -> None:
     path = store.folder / "queue.id"
     store.put(path)  # there is none
-    assert store.mark() == ""
-    store.belong_to("")
+    assert store.read_queue_id() == ""
+    store.bind_to_queue("")
     store.fetch(store.folder / "none")
     assert not (store.folder / "none").exists()
     store.remove(store.folder / "none")
@@ -125,7 +125,7 @@ def test_what_a_store_lacks_stays_missing_and_a_bucket_that_does_not_exist_is_re
     path.write_text("id")
     other = FileStore(store.folder, "s3://none/x")
     for _ in range(2):  # then without asking it
-        with pytest.raises(AwayError, match=r"cannot be used: .*does not exist"):
+        with pytest.raises(BackendUnavailableError, match=r"cannot be used: .*does not exist"):
             other.put(path)
     with pytest.raises(RequestError, match="cannot be opened"):
         FileStore(store.folder, "nothing://x/y")

@@ -202,7 +202,7 @@ def test_the_retries_take_twenty_hours_until_the_webhook_is_given_up(
     id = made(store, "http://other.example/")
 
     def asked(what: str) -> float:
-        return float(store.database.rows(f"SELECT {what} FROM jobs")[0][0])
+        return float(store.backend.fetch_all(f"SELECT {what} FROM jobs")[0][0])
 
     before = asked("clock()")
     with sending(store, "127.0.0.1:1"):
@@ -210,8 +210,8 @@ def test_the_retries_take_twenty_hours_until_the_webhook_is_given_up(
             error = after_a_try(store, id)["error"]
             assert before + seconds <= asked("callback_due") <= asked("clock()") + seconds
             before = asked("clock()")
-            with store.database.change() as database:
-                database.execute("UPDATE jobs SET callback_due = 0, callback_error = NULL")
+            with store.backend.transaction() as connection:
+                connection.execute("UPDATE jobs SET callback_due = 0, callback_error = NULL")
         wait(lambda: told)
     assert callback(store, id)["status"] == "failed"
     assert callback(store, id)["attempts"] == webhooks.MAX_ATTEMPTS == len(expected) + 1

@@ -40,9 +40,9 @@ import httpx
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
-from svdpp.serve.database import RESERVE
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.sqlite import RESERVE_FILE
 from tests.bench.options import options
 from tests.serve.backends import Postgres, postgres_server
 from tests.serve.engines import remove_leftovers_now
@@ -196,7 +196,9 @@ class FaultyServers:
     def wrong_files(self, *temporary: Path) -> list[str]:
         """Files without a job, jobs without their files, and what is in the `temporary` folders."""
         jobs = self.jobs()
-        expected = {"queue.sqlite3", "lock", RESERVE} if self._database is None else {"queue.id"}
+        expected = (
+            {"queue.sqlite3", "lock", RESERVE_FILE} if self._database is None else {"queue.id"}
+        )
         expected |= {f"photos/{job.photo}" for job in jobs}
         for job in jobs:
             if job.state == "completed":

@@ -26,13 +26,13 @@ from svdpp.serve.clock import SteadyClock
 from svdpp.serve.job import INDEXES, VERSION, upgrade
 
 #: For files that no job has; a disk of its own may have it before there is a queue.
-LOST = "lost+found"
+LOST_AND_FOUND = "lost+found"
 #: The file that holds the reserve.
-RESERVE = ".svdpp-reserve"
+RESERVE_FILE = ".svdpp-reserve"
 #: The file that the server of a data folder locks.
-LOCK = "lock"
+LOCK_FILE = "lock"
 #: The file, or object, that says which queue the files belong to.
-MARK = "queue.id"
+QUEUE_ID_FILE = "queue.id"
 
 _LOW_BYTES = 256 * 2**20
 # Of a disk that is smaller than eight times the above.
@@ -60,29 +60,33 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP}
 _RESERVE_BYTES = 4 * 2**20
 
 
-class AwayError(OutputError):
+class BackendUnavailableError(OutputError):
     """Queue or store that is gone or does not answer; whether a change was made is unknown.
 
     Logged once at the source; callers do not log it again.
     """
 
 
-class StorageAwayError(AwayError):
+class StorageUnavailableError(BackendUnavailableError):
     """Files that cannot be reached: the folder is not mounted, or the store is down."""
 
 
-def check_own(folder: Path, own: set[str], restore: str) -> None:
+def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> None:
     """Refuse a folder that has files of others.
 
     Args:
         folder: Data folder, which need not exist.
-        own: Names that it may have.
+        allowed: Names that it may have.
         restore: First half of the hint: how to get the queue back.
 
     Raises:
         RequestError: It has other files.
     """
-    names = set(os.listdir(folder)) - {LOCK, LOST, RESERVE, *own} if folder.exists() else set()
+    names = (
+        set(os.listdir(folder)) - {LOCK_FILE, LOST_AND_FOUND, RESERVE_FILE, *allowed}
+        if folder.exists()
+        else set()
+    )
     if names:
         raise RequestError(
             f"the data folder {str(folder)!r} has no queue, but other files, such as "
@@ -93,7 +97,7 @@ def check_own(folder: Path, own: set[str], restore: str) -> None:
         )
 
 
-def free_and_low(folder: Path) -> tuple[int, int]:
+def disk_space(folder: Path) -> tuple[int, int]:
     """Return the free bytes of a folder's disk, and the mark in bytes below which it is low.
 
     Raises:
@@ -104,7 +108,7 @@ def free_and_low(folder: Path) -> tuple[int, int]:
     return disk.f_bavail * disk.f_frsize, min(_LOW_BYTES, size // _LOW_PART)
 
 
-class QueueFile:
+class SqliteBackend:
     """SQLite file of a data folder, which one process uses at a time. Any thread may call it.
 
     Every method but `close` raises OutputError if it fails, and ClosedError after `close`. The
@@ -112,7 +116,7 @@ class QueueFile:
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
-    """Ends of the query by which a claim finds its job, in the order of tries, with `alone`."""
+    """Ends of the query of a claim, in the order of tries, each with its `advisory_lock`."""
 
     clock_name = "what it was when the server started"
     """Whose time `now` is, for messages."""
@@ -127,7 +131,7 @@ class QueueFile:
         self._writing, self._reading = threading.Lock(), threading.Lock()
         with self._errors(), contextlib.ExitStack() as opened:
             if not (adopts or self._path.exists()):
-                check_own(folder, set(), f"restore its {_NAME}")
+                check_no_foreign_files(folder, set(), f"restore its {_NAME}")
             opened.enter_context(_locked(folder))
             self._keep_reserve()
             self._writer = opened.enter_context(_connected(self._path, self._clock))
@@ -151,35 +155,38 @@ class QueueFile:
             self._opened.close()
 
     @contextlib.contextmanager
-    def change(self, alone: str = "") -> Iterator[sqlite3.Connection]:  # noqa: ARG002  # all are
+    def transaction(
+        self,
+        advisory_lock: str = "",  # noqa: ARG002  # SQLite runs one at a time
+    ) -> Iterator[sqlite3.Connection]:
         """Run a transaction: durable after the block, and undone if the block raises.
 
         Args:
-            alone: Name of a lock: no two transactions with the same one run at the same time.
+            advisory_lock: Name of a lock; transactions with the same one do not overlap.
 
         Raises:
             AwayError: The file was removed or replaced.
             OutputError: It cannot be used.
         """
-        with self._errors(), _held(self._writing, _BUSY_SECONDS):
+        with self._errors(), _acquired(self._writing, _BUSY_SECONDS):
             self._keep_reserve()
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
                 if not self.is_there:
-                    raise self._away()
+                    raise self._unavailable()
                 self._writer.execute("COMMIT")
             finally:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
 
-    def rows(self, query: str, *values: Any) -> list[Any]:
+    def fetch_all(self, query: str, *values: Any) -> list[Any]:
         """Return the rows of a query, which does not wait for changes.
 
         Raises:
             OutputError: The file cannot be used.
         """
-        with self._errors(), _held(self._reading, _READ_BUSY_SECONDS):
+        with self._errors(), _acquired(self._reading, _READ_BUSY_SECONDS):
             return self._reader.execute(query, values).fetchall()
 
     def check(self) -> None:
@@ -188,7 +195,7 @@ class QueueFile:
         Raises:
             OutputError: It does not, or another program holds its locks.
         """
-        with self.change():
+        with self.transaction():
             pass
 
     def now(self) -> float:
@@ -218,8 +225,8 @@ class QueueFile:
         return self._on_disk() == self._opened_as
 
     def _keep_reserve(self) -> None:
-        reserve = self._folder / RESERVE
-        free, low = free_and_low(self._folder)
+        reserve = self._folder / RESERVE_FILE
+        free, low = disk_space(self._folder)
         if free < _RESERVE_BYTES:
             reserve.unlink(missing_ok=True)
         elif free > low + _RESERVE_BYTES and not reserve.exists():
@@ -235,8 +242,8 @@ class QueueFile:
             return [os.stat(f"{self._path}{end}").st_ino for end in ("", "-wal")]
         return []
 
-    def _away(self) -> AwayError:
-        return AwayError(
+    def _unavailable(self) -> BackendUnavailableError:
+        return BackendUnavailableError(
             f"the queue {str(self._path)!r} was removed or replaced",
             "move it back to its place, or end the server and restore it",
         )
@@ -249,7 +256,7 @@ class QueueFile:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
             if self._opened_as and not self.is_there:  # the cause, whichever call has met it first
-                raise self._away() from error
+                raise self._unavailable() from error
             hint = "check that its disk has space and that this user may write to it"
             code = getattr(error, "sqlite_errorcode", 0)
             # Its subclasses are about the disk, or about a file that another program has locked.
@@ -269,7 +276,7 @@ class QueueFile:
 
 
 @contextlib.contextmanager
-def _held(lock: threading.Lock, seconds: float) -> Iterator[None]:
+def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
     """Hold a lock of this process during the block, unless others have it for too long."""
     if not lock.acquire(timeout=seconds):
         error = sqlite3.OperationalError("others have used it for too long")
@@ -281,24 +288,24 @@ def _held(lock: threading.Lock, seconds: float) -> Iterator[None]:
         lock.release()
 
 
-def _create(database: sqlite3.Connection) -> None:
+def _create(connection: sqlite3.Connection) -> None:
     """Create the tables that are missing, in one transaction; refuse those of another program."""
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    if not version and database.execute("SELECT 1 FROM sqlite_master").fetchone():
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if not version and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(
             "the data folder's queue.sqlite3 is a database of another program",
             "name another folder with --data",
         )
     if statements := upgrade(version, "INTEGER PRIMARY KEY AUTOINCREMENT"):
-        database.executescript(f"BEGIN; {statements} PRAGMA user_version = {VERSION}; COMMIT;")
+        connection.executescript(f"BEGIN; {statements} PRAGMA user_version = {VERSION}; COMMIT;")
     for name, of in INDEXES.items():
-        database.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {of}")
+        connection.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {of}")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -317,8 +324,8 @@ def _connected(
 ) -> Iterator[sqlite3.Connection]:
     with contextlib.closing(
         sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, check_same_thread=False)
-    ) as database:
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
-        database.create_function("clock", 0, clock.now)
-        yield database
+    ) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
+        connection.create_function("clock", 0, clock.now)
+        yield connection
