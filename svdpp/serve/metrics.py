@@ -117,20 +117,20 @@ class Metrics(Collector):
             case Joined():
                 self._last_end.pop(rank, None)
             case RankStats():
-                self._sampled(rank, event)
+                self._on_stats(rank, event)
             case StepDone():
                 self._histograms["step_seconds"].labels(rank).observe(event.seconds)
             case ActionDone():
-                self._spent(rank, "compute", event.end - event.start)
-                self._spent(rank, "wait", event.waited)
+                self._add_rank_seconds(rank, "compute", event.end - event.start)
+                self._add_rank_seconds(rank, "wait", event.waited)
                 # Between two actions it waited for a packet, or had no work.
                 begin = event.start - event.waited
-                self._spent(rank, "idle", begin - self._last_end.get(rank, begin))
+                self._add_rank_seconds(rank, "idle", begin - self._last_end.get(rank, begin))
                 self._last_end[rank] = event.end
             case _:
                 pass
 
-    def _sampled(self, rank: int, stats: RankStats) -> None:
+    def _on_stats(self, rank: int, stats: RankStats) -> None:
         before = self._stats.get(rank)
         if before is not None and stats.sent_bytes < before.sent_bytes:
             for direction in ("sent", "received"):  # of a rank that was started again
@@ -138,10 +138,10 @@ class Metrics(Collector):
                 self._moved_before[rank, direction] += moved
         self._stats = {**self._stats, rank: stats}  # another thread may be reading the old one
 
-    def _spent(self, rank: int, state: str, seconds: float) -> None:
+    def _add_rank_seconds(self, rank: int, state: str, seconds: float) -> None:
         self._counters["rank_seconds"].labels(rank, state).inc(max(0.0, seconds))
 
-    def ended(self, job: Job) -> None:
+    def count_final_job(self, job: Job) -> None:
         """Count a job that has reached a final state."""
         self._counters["clips"].labels(job.state).inc()
         if job.state is not JobState.COMPLETED or job.finished_at is None:
@@ -155,12 +155,12 @@ class Metrics(Collector):
             self._histograms["eta_error_ratio"].observe(ratio)
             self._eta_errors.append(ratio)
 
-    def verified(self, proof: Proof) -> None:
+    def count_verification(self, proof: Proof) -> None:
         """Count a finished comparison with one device."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 
-    def requested(self, method: str, route: str, status: int, seconds: float) -> None:
+    def count_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request and its time.
 
         Args:
@@ -183,7 +183,7 @@ class Metrics(Collector):
         engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
         num_ranks = engine.config.world_size if engine.state == "ready" else 0
         age = 0.0 if oldest is None else max(0.0, self._queue.now() - oldest)
-        yield _by("state", "jobs", "Stored jobs by state; held ones do not count.", jobs)
+        yield _gauge_by("state", "jobs", "Stored jobs by state; held ones do not count.", jobs)
         for name, text, value in (
             ("queue_age_seconds", "Age of the oldest waiting job.", age),
             (
@@ -203,11 +203,11 @@ class Metrics(Collector):
             ("claims", "Clips that each server has."),
         ):
             values = {id: server[name] for id, server in servers.items()}
-            yield _by("server", f"server_{name}", text, values)
+            yield _gauge_by("server", f"server_{name}", text, values)
         yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", engine.restarts)
-        yield from self._of_ranks(num_ranks)
+        yield from self._collect_ranks(num_ranks)
 
-    def _of_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def _collect_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """The last samples of the ranks; no gauges while they start."""
         stats = self._stats
         moved = CounterMetricFamily(
@@ -223,14 +223,14 @@ class Metrics(Collector):
         for field, (name, text) in _RANK_GAUGES.items():
             values = {rank: getattr(each, field) for rank, each in stats.items()}
             known = {rank: value for rank, value in values.items() if value is not None}
-            yield _by("rank", name, text, known if num_ranks else {})
+            yield _gauge_by("rank", name, text, known if num_ranks else {})
 
-    def exposed(self) -> bytes:
+    def render(self) -> bytes:
         """Return all metrics in the text format 0.0.4 of Prometheus."""
         return generate_latest(self._registry)
 
 
-def _by(label: str, name: str, text: str, values: Mapping[Any, float]) -> GaugeMetricFamily:
+def _gauge_by(label: str, name: str, text: str, values: Mapping[Any, float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(f"svdpp_{name}", text, labels=[label])
     for value_of_label, value in values.items():
         family.add_metric([str(value_of_label)], value)

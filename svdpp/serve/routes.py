@@ -29,8 +29,8 @@ from svdpp.media import output_files
 from svdpp.serve.auth import Owner
 from svdpp.serve.files import PrivateFile, clip_name, input_name
 from svdpp.serve.form import VideoRequest
-from svdpp.serve.guard import JSON, JSON_BYTES
 from svdpp.serve.job import JobState
+from svdpp.serve.middleware import JSON_MEDIA_TYPE, MAX_JSON_BYTES
 from svdpp.serve.service import Service
 from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 
@@ -121,7 +121,7 @@ def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
         for name in fields.keys() & files
     }
     as_json = {**form, "properties": fields | as_text}
-    kinds = {"multipart/form-data": {"schema": form}, JSON: {"schema": as_json}}
+    kinds = {"multipart/form-data": {"schema": form}, JSON_MEDIA_TYPE: {"schema": as_json}}
     return {"required": True, "content": kinds}
 
 
@@ -133,9 +133,9 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
             400, "invalid_idempotency_key", text, hint, min_length=1, max_length=_MAX_KEY
         )
     try:
-        if request.headers["content-type"].lower().startswith(JSON):
+        if request.headers["content-type"].lower().startswith(JSON_MEDIA_TYPE):
             return await _in_thread(_create, service, await request.body(), owner, key)
-        async with request.form(max_part_size=JSON_BYTES) as form:
+        async with request.form(max_part_size=MAX_JSON_BYTES) as form:
             return await _in_thread(_create, service, form, owner, key)
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone") from None
@@ -335,7 +335,8 @@ def _check_streams(service: Service, owner: Owner) -> None:
 
 
 class _Events(EventSourceResponse):
-    media_type = JSON  # of the errors in the OpenAPI document; FastAPI sends events as such
+    # Of the errors in the OpenAPI document; FastAPI sends events as such.
+    media_type = JSON_MEDIA_TYPE
 
 
 def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = None) -> str:

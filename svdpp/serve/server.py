@@ -34,7 +34,7 @@ from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.serve import routes
 from svdpp.serve.auth import Keys
 from svdpp.serve.background import Background
-from svdpp.serve.guard import Guard
+from svdpp.serve.middleware import AuthMiddleware
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import ServerSettings, Service
@@ -272,7 +272,7 @@ def create_app(service: Service, keys: Keys | None) -> ASGIApp:
     app.include_router(public)
     app.mount("/page", StaticFiles(directory=_PAGE))
     owner_of = None if keys is None else keys.find
-    return Guard(app, service.metrics, service.settings.upload_bytes, owner_of)
+    return AuthMiddleware(app, service.metrics, service.settings.upload_bytes, owner_of)
 
 
 @server.get("/v1/models")
@@ -349,7 +349,7 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
 def get_metrics(service: Served) -> Response:
     """Show the metrics for Prometheus."""
     kind = "text/plain; version=0.0.4; charset=utf-8"
-    return Response(service.metrics.exposed(), media_type=kind)
+    return Response(service.metrics.render(), media_type=kind)
 
 
 @public.get("/", include_in_schema=False)

@@ -29,9 +29,9 @@ from svdpp.serve.clock import uptime
 from svdpp.serve.engine import Engine
 from svdpp.serve.fleet import Estimate, Fleet
 from svdpp.serve.form import Capabilities, VideoRequest
-from svdpp.serve.guard import UPLOAD_BYTES
 from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
 from svdpp.serve.metrics import Metrics
+from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
 from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
@@ -61,7 +61,7 @@ class ServerSettings:
     """Jobs that may be queued or in progress."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
-    upload_bytes: int = UPLOAD_BYTES
+    upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
     """Of the body of a request for a clip."""
     max_pixels: int = MAX_PIXELS
     keep_seconds: float | None = None
@@ -159,7 +159,7 @@ class Service:
             queue,
             lambda: self.engine.is_idle,
             when_idle=settings.verifies_when_idle,
-            on_verdict=self.metrics.verified,
+            on_verdict=self.metrics.count_verification,
         )
         self.webhooks = Webhooks(
             queue, settings.callback_hosts, settings.callback_secrets, self.video
@@ -171,7 +171,7 @@ class Service:
     def _on_changed(self, job: Job) -> None:
         # What another server has ended it counts itself; a clip cancelled in the queue has none.
         if job.state.is_final and job.server in (None, self.queue.server):
-            self.metrics.ended(job)
+            self.metrics.count_final_job(job)
             self.webhooks.background.wake()
         if job.state.is_final and job.remove_asked:
             self.removal.wake()

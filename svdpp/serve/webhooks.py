@@ -26,8 +26,8 @@ from loguru import logger
 
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.background import Background
-from svdpp.serve.guard import HOST
 from svdpp.serve.job import Job
+from svdpp.serve.middleware import HOST_PATTERN
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.views import ApiError, Video
 
@@ -63,7 +63,7 @@ class Webhooks:
         view: Callable[[Job], Video],
     ) -> None:
         for host in hosts:
-            if HOST.fullmatch(host) is None:
+            if HOST_PATTERN.fullmatch(host) is None:
                 text = f"--callback-hosts takes hosts such as example.org:8443, got {host!r}"
                 raise RequestError(text)
         self._queue = queue

@@ -259,7 +259,7 @@ class Scraped:
 
     def value(self, name: str, **labels: object) -> float:
         wanted = {key: str(value) for key, value in labels.items()}
-        families = text_string_to_metric_families(self.metrics.exposed().decode())
+        families = text_string_to_metric_families(self.metrics.render().decode())
         samples = [sample for family in families for sample in family.samples]
         (found,) = (each.value for each in samples if (each.name, each.labels) == (name, wanted))
         return found
@@ -316,10 +316,10 @@ def test_the_service_scores_its_promises_and_its_proofs() -> None:
     assert server.metrics.eta_error() == {"clips": 0, "median": None}
     for actual in (100.0, 110.0, 150.0):
         done = new_job(state=JobState.COMPLETED, started_at=1040.0, finished_at=1000.0 + actual)
-        server.metrics.ended(replace(done, promised_seconds=100.0))
-    server.metrics.ended(new_job(state=JobState.FAILED, finished_at=1050.0))
+        server.metrics.count_final_job(replace(done, promised_seconds=100.0))
+    server.metrics.count_final_job(new_job(state=JobState.FAILED, finished_at=1050.0))
     # Without a promise there is nothing to score.
-    server.metrics.ended(new_job(state=JobState.COMPLETED, finished_at=1050.0))
+    server.metrics.count_final_job(new_job(state=JobState.COMPLETED, finished_at=1050.0))
 
     assert server.value("svdpp_clips_total", state="completed") == 4
     assert server.value("svdpp_clips_total", state="failed") == 1
@@ -328,7 +328,7 @@ def test_the_service_scores_its_promises_and_its_proofs() -> None:
     assert server.value("svdpp_clip_seconds_sum") == pytest.approx(60 + 70 + 110)
 
     for proof, mismatch in (("equal", 0), ("different", 1)):
-        server.metrics.verified(proof)
+        server.metrics.count_verification(proof)
         assert server.value("svdpp_verifications_total", result=proof) == 1
         assert server.value("svdpp_verification_mismatch") == mismatch
 

@@ -26,9 +26,9 @@ from svdpp.errors import (
     RequestError,
     SvdppError,
 )
-from svdpp.serve import guard as guard_module
+from svdpp.serve import middleware as middleware_module
 from svdpp.serve.auth import Owner, new_key, read_keys
-from svdpp.serve.guard import Guard
+from svdpp.serve.middleware import AuthMiddleware
 from svdpp.serve.photos import DecoderBusyError
 from svdpp.serve.views import as_api_error, error_answer, error_body, install_error_handlers
 from tests.serve.http_server import error_of
@@ -49,8 +49,8 @@ class Asked:
     def __init__(self, owner_of: Any = None, app: ASGIApp = echo) -> None:
         self.requests: list[tuple[str, str, int]] = []
         metrics: Any = SimpleNamespace(requested=lambda *about: self.requests.append(about[:3]))
-        guard = Guard(app, metrics, owner_of=owner_of)
-        transport = httpx.ASGITransport(guard, raise_app_exceptions=False)
+        middleware = AuthMiddleware(app, metrics, owner_of=owner_of)
+        transport = httpx.ASGITransport(middleware, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
@@ -105,8 +105,8 @@ def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
 
 def test_the_uploads_of_one_key_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that waits for its clip is no upload."""
-    monkeypatch.setattr(guard_module, "UPLOADS", 4)
-    monkeypatch.setattr(guard_module, "UPLOADS_OF_KEY", 2)
+    monkeypatch.setattr(middleware_module, "MAX_UPLOADS", 4)
+    monkeypatch.setattr(middleware_module, "MAX_UPLOADS_PER_KEY", 2)
     gate = asyncio.Event()
 
     async def waits(scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,19 +20,19 @@ from svdpp.serve.views import ApiError, error_answer
 
 #: The routes whose body has an image.
 _UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
-JSON = "application/json"
+JSON_MEDIA_TYPE = "application/json"
 #: The default limit of a body with an image.
-UPLOAD_BYTES = 32 * 2**20
+DEFAULT_MAX_UPLOAD_BYTES = 32 * 2**20
 #: Bodies with an image that arrive at the same time, and of these, those of one key.
-UPLOADS = 32
-UPLOADS_OF_KEY = 8
+MAX_UPLOADS = 32
+MAX_UPLOADS_PER_KEY = 8
 #: A body of JSON is in memory as a whole, unlike a form.
-JSON_BYTES = 16 * 2**20
+MAX_JSON_BYTES = 16 * 2**20
 #: Paths that need no key, beside the files of the page, which asks for it.
 _PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 
 #: A name or an address, and a port.
-HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
+HOST_PATTERN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
 _HEADERS = {
@@ -49,7 +49,7 @@ _HEADERS = {
 
 
 @dataclass
-class Guard:
+class AuthMiddleware:
     """ASGI application around `app`, whose routes find the owner in `scope["state"]["owner"]`.
 
     It refuses a request before its body is read, and also sees the answers to errors. `owner_of` is
@@ -59,7 +59,7 @@ class Guard:
 
     app: ASGIApp
     metrics: Metrics
-    upload_bytes: int = UPLOAD_BYTES
+    upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
     owner_of: Callable[[str], Owner | None] | None = None
     _uploads: Counter[str] = field(default_factory=Counter)
     """By owner."""
@@ -69,13 +69,13 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = _Answer(scope, send)
+        response = _ResponseRecorder(scope, send)
         try:
-            await self._serve(scope, receive, answer)
+            await self._serve(scope, receive, response)
         finally:
-            self._note(scope, answer)
+            self._log_request(scope, response)
 
-    async def _serve(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, response: _ResponseRecorder) -> None:
         headers = Headers(scope=scope)
         is_upload = scope["method"] == "POST" and scope["path"] in _UPLOAD_PATHS
         with ExitStack() as upload:
@@ -83,26 +83,26 @@ class Guard:
                 owner = self._owner(scope["path"], headers)
                 scope.setdefault("state", {}).update(owner=owner, upload=upload)
                 if is_upload:
-                    self._count_upload(owner.name)
+                    self._reserve_upload(owner.name)
                     upload.callback(self._uploads.subtract, [owner.name])
                 body = self._body(headers, receive, is_upload=is_upload)
             except ApiError as error:
-                await error_answer(error)(scope, receive, answer)
+                await error_answer(error)(scope, receive, response)
             else:
                 # HEAD is answered as GET, of which uvicorn then leaves out the body; that of events
                 # has no end.
                 is_head = scope["method"] == "HEAD" and not scope["path"].endswith("/events")
-                served = {**scope, "method": "GET"} if is_head else scope
-                await self.app(served, body, answer)
-                scope["route"] = served.get("route")
+                forwarded_scope = {**scope, "method": "GET"} if is_head else scope
+                await self.app(forwarded_scope, body, response)
+                scope["route"] = forwarded_scope.get("route")
 
-    def _count_upload(self, owner: str) -> None:
-        places = [(503, self._uploads.total(), UPLOADS, "")]
+    def _reserve_upload(self, owner: str) -> None:
+        limits = [(503, self._uploads.total(), MAX_UPLOADS, "")]
         if self.owner_of is not None:
-            places.insert(0, (429, self._uploads[owner], UPLOADS_OF_KEY, "of this key "))
-        for status, used, limit, whose in places:
-            if used >= limit:
-                text = f"{used} images {whose}are being uploaded already"
+            limits.insert(0, (429, self._uploads[owner], MAX_UPLOADS_PER_KEY, "of this key "))
+        for status, in_use, limit, qualifier in limits:
+            if in_use >= limit:
+                text = f"{in_use} images {qualifier}are being uploaded already"
                 raise ApiError(status, "too_many_uploads", text, retry=1, limit=limit)
         self._uploads[owner] += 1
 
@@ -124,40 +124,40 @@ class Guard:
 
     def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
         limit = self.upload_bytes if is_upload else _MAX_OTHER_BODY
-        if is_upload and _kind_of(headers.get("content-type", "")) == JSON:
-            limit = min(limit * 4 // 3, JSON_BYTES)
+        if is_upload and _media_type_of(headers.get("content-type", "")) == JSON_MEDIA_TYPE:
+            limit = min(limit * 4 // 3, MAX_JSON_BYTES)
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy before this server may go by the other one, and find two requests in one.
             text = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, "two_lengths", text, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
-            raise _too_large(limit)
-        return _limited(receive, limit)
+            raise _content_too_large(limit)
+        return _limit_body(receive, limit)
 
-    def _note(self, scope: Scope, answer: _Answer) -> None:
+    def _log_request(self, scope: Scope, response: _ResponseRecorder) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        status = answer.status or 499  # the client went away
+        status = response.status or 499  # the client went away
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self.metrics.requested(method, route, status, answer.seconds)
+        self.metrics.count_request(method, route, status, response.seconds)
         if method not in ("GET", "HEAD") or status >= 400:  # of polls the metrics say enough
             logger.debug("{} {} {}", method, scope["path"], status)
 
 
-class _Answer:
+class _ResponseRecorder:
     """`send`, with the headers of every answer."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status = 0
-        self._since = time.monotonic()
-        self._answered_at: float | None = None
+        self._started_at = time.monotonic()
+        self._responded_at: float | None = None
         self._is_api = scope["path"].startswith("/v1/")
         self._send = send
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self._answered_at = time.monotonic()
+            self._responded_at = time.monotonic()
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
@@ -168,25 +168,25 @@ class _Answer:
     @property
     def seconds(self) -> float:
         """Seconds from the head of the request to that of the answer, or until now without one."""
-        until = time.monotonic() if self._answered_at is None else self._answered_at
-        return until - self._since
+        until = time.monotonic() if self._responded_at is None else self._responded_at
+        return until - self._started_at
 
 
-def _limited(receive: Receive, limit: int) -> Receive:
+def _limit_body(receive: Receive, limit: int) -> Receive:
     num_bytes = 0
 
-    async def limited() -> Message:
+    async def receive_limited() -> Message:
         nonlocal num_bytes
         message = await receive()
         num_bytes += len(message.get("body", b""))
         if num_bytes > limit:
-            raise _too_large(limit)
+            raise _content_too_large(limit)
         return message
 
-    return limited
+    return receive_limited
 
 
-def _kind_of(content_type: str) -> str:
+def _media_type_of(content_type: str) -> str:
     """The type of a body with an image, which is in UTF-8.
 
     Python would decode a form's fields by any codec that it names, and some take minutes for a
@@ -194,8 +194,8 @@ def _kind_of(content_type: str) -> str:
     """
     kind, options = parse_options_header(content_type)
     shown = kind.decode(errors="replace")[:60]
-    if shown not in ("multipart/form-data", JSON):
-        text = f"Content-Type must be multipart/form-data or {JSON}, not {shown!r}"
+    if shown not in ("multipart/form-data", JSON_MEDIA_TYPE):
+        text = f"Content-Type must be multipart/form-data or {JSON_MEDIA_TYPE}, not {shown!r}"
         hint = "send the fields as curl -F does; an image is the field input_reference"
         raise ApiError(415, "unsupported_media_type", text, hint)
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
@@ -205,7 +205,7 @@ def _kind_of(content_type: str) -> str:
     return shown
 
 
-def _too_large(limit: int) -> ApiError:
+def _content_too_large(limit: int) -> ApiError:
     size = f"{limit / 2**20:.1f} MiB" if limit >= 2**20 else f"{limit} bytes"
     text = f"the body is larger than {size}"
     hint = "make the image smaller; the clip is no larger than its size"
@@ -220,7 +220,7 @@ def _check_host(headers: Headers) -> None:
     that its owner makes point to 127.0.0.1 (DNS rebinding), or as forms, which need no CORS.
     """
     host = headers.get("host", "")
-    name = HOST.fullmatch(host)
+    name = HOST_PATTERN.fullmatch(host)
     if name is None or not is_loopback(name[1].strip("[]")):
         text = f"without API keys only local hosts are served, not {host[:100]!r}"
         hint = "use http://127.0.0.1, or start the server with --api-key-file"
