@@ -21,7 +21,7 @@ from svdpp.launch.gpus import visible_gpus
 from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import CostModel
-from svdpp.serve.job import LATENTS, Job
+from svdpp.serve.job import LATENTS_FOLDER, Job
 from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
 
@@ -194,7 +194,7 @@ class ToRequest:
         self._checkpoint = checkpoint
         self._store = store
         self.folder = store.folder
-        self.latents_folder = self.folder / LATENTS
+        self.latents_folder = self.folder / LATENTS_FOLDER
         # Latent checkpoints in the store, by key and step, that are of this server's clips.
         self._published: set[tuple[str, int]] = set()
 
@@ -241,12 +241,12 @@ class ToRequest:
     def _fetch_latents(self, job: Job, key: str) -> None:
         if not (self._store.is_remote and job.token > 1):
             return
-        names = self._store.objects(LATENTS)
+        names = self._store.objects(LATENTS_FOLDER)
         all_steps = range(1, job.sampling.num_inference_steps + 1)
         paths = {
             step: tensor_files.checkpoint_path(self.latents_folder, key, step) for step in all_steps
         }
-        steps = [step for step, path in paths.items() if f"{LATENTS}/{path.name}" in names]
+        steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
         # Only now: `publish` removes those that the folder lacks.

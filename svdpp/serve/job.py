@@ -16,7 +16,7 @@ from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RequestError
 
 #: The folders of files in the data folder.
-PHOTOS, CLIPS, LATENTS = "photos", "clips", "latents"
+UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER = "photos", "clips", "latents"
 
 EngineState = Literal["starting", "ready", "restarting", "closing"]
 Proof = Literal["none", "running", "equal", "different", "failed"]
@@ -120,15 +120,16 @@ class Job:
         So the transaction that completes the job also publishes the file, which is on the disk by
         then.
         """
-        return folder / CLIPS / (f"{self.id}-{self.token}.mp4" if self.token else f"{self.id}.mp4")
+        name = f"{self.id}-{self.token}.mp4" if self.token else f"{self.id}.mp4"
+        return folder / CLIPS_FOLDER / name
 
     def photo_in(self, folder: Path) -> Path | None:
         """Return the image's file in a data folder, which may not exist; None: from text alone."""
-        return folder / PHOTOS / self.photo if self.photo else None
+        return folder / UPLOADS_FOLDER / self.photo if self.photo else None
 
     def videos_in(self, folder: Path) -> dict[str, Path]:
         """Return the files of its further videos in a data folder, by name."""
-        return {name: folder / PHOTOS / f"{self.id}.{name}" for name in self.videos}
+        return {name: folder / UPLOADS_FOLDER / f"{self.id}.{name}" for name in self.videos}
 
     def uploads_in(self, folder: Path) -> list[Path]:
         """Return the files of image and videos in a data folder."""

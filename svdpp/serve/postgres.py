@@ -23,7 +23,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from svdpp.errors import ClosedError, OutputError, RequestError
 from svdpp.media import output_files
-from svdpp.serve.job import CLIPS, INDEXES, LATENTS, PHOTOS, VERSION, upgrade
+from svdpp.serve.job import CLIPS_FOLDER, INDEXES, LATENTS_FOLDER, UPLOADS_FOLDER, VERSION, upgrade
 from svdpp.serve.sqlite import QUEUE_ID_FILE, BackendUnavailableError, check_no_foreign_files
 
 if TYPE_CHECKING:
@@ -260,7 +260,11 @@ class PostgresBackend:
                 "name the one that all its servers share, or add --adopt to make this one theirs",
             )
         if store.is_remote or not id:
-            allowed = {PHOTOS, CLIPS, LATENTS} if store.is_remote else {QUEUE_ID_FILE}
+            allowed = (
+                {UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER}
+                if store.is_remote
+                else {QUEUE_ID_FILE}
+            )
             check_no_foreign_files(store.folder, allowed, "name the queue that it belongs to")
         # A mark may be of a start that failed.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):

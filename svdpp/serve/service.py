@@ -29,14 +29,22 @@ from svdpp.serve.clock import uptime
 from svdpp.serve.engine import Engine
 from svdpp.serve.fleet import Estimate, Fleet
 from svdpp.serve.form import Capabilities, VideoRequest
-from svdpp.serve.job import CLIPS, LATENTS, PHOTOS, Job, JobState, new_id, seed_of
+from svdpp.serve.job import (
+    CLIPS_FOLDER,
+    LATENTS_FOLDER,
+    UPLOADS_FOLDER,
+    Job,
+    JobState,
+    new_id,
+    seed_of,
+)
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
-from svdpp.serve.photos import PhotoFolder, shown_name
 from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
+from svdpp.serve.uploads import UploadStore, sanitize_filename
 from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
 
@@ -127,11 +135,11 @@ class Service:
         """Unix seconds of the start of the server."""
         self.is_closing = False
         """Whether new jobs are refused, because the server ends."""
-        for name in (PHOTOS, CLIPS, LATENTS):
+        for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.folder / name).chmod(0o700)  # also where an earlier version has made it
-        self.photos = PhotoFolder(self.folder / PHOTOS, settings.max_pixels)
+        self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
         self._leftovers: Seen = set()
         self.followers = Followers()
         self.engine = Engine(config, queue, on_changed=self._on_changed)
@@ -262,7 +270,7 @@ class Service:
         except OutputError:  # the queue is away since it has stored the job
             return video_of(stored)
 
-    def _known(self, job: Job) -> Job | None:
+    def _find_stored(self, job: Job) -> Job | None:
         """Return the job if the queue has it, and answers."""
         with contextlib.suppress(OutputError):
             return self.queue.get(job.id)
@@ -272,30 +280,32 @@ class Service:
         """Stores files and job; the files are removed again unless it is stored under its id."""
         until = uptime() + LOOK_SECONDS / 2
         with ExitStack() as uploads:
-            job = replace(job, **self._keep(request, job, uploads), created_at=self.queue.now())
+            job = replace(
+                job, **self._save_uploads(request, job, uploads), created_at=self.queue.now()
+            )
             try:
                 stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
             except QueueFullError as error:
                 raise self._full(error.details) from error
             except BackendUnavailableError:
                 uploads.pop_all()  # the database may have the job nevertheless
-                if (known := self._known(job)) is None:
+                if (known := self._find_stored(job)) is None:
                     raise
                 stored = known
             if stored.id == job.id:
                 uploads.pop_all()
         return stored
 
-    def _keep(self, request: VideoRequest, job: Job, uploads: ExitStack) -> dict[str, Any]:
+    def _save_uploads(self, request: VideoRequest, job: Job, uploads: ExitStack) -> dict[str, Any]:
         """Stores the files of a request, which `uploads` can remove; what the job says of them."""
         about: dict[str, Any] = {"videos": {}}
         for where, upload in request.files.items():
             is_image = where == IMAGE_FIELD
-            name, sampling = shown_name(upload.filename), job.sampling
+            name, sampling = sanitize_filename(upload.filename), job.sampling
             frames = (sampling.video_frames or 0) if is_image else sampling.frames
             try:
                 end = "" if is_image else where
-                photo = self.photos.keep(upload.file, job.id, name, frames, end, job.owner)
+                photo = self.uploads.save(upload.file, job.id, name, frames, end, job.owner)
             except InputError as error:
                 self.queue.store.check()  # its disk may have gone before it was decoded
                 error.details["field"] = where

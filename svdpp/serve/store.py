@@ -32,7 +32,7 @@ from loguru import logger
 from svdpp.errors import OutputError, RequestError, redact
 from svdpp.media import output_files
 from svdpp.serve.clock import ClockError
-from svdpp.serve.job import CLIPS, LATENTS, PHOTOS
+from svdpp.serve.job import CLIPS_FOLDER, LATENTS_FOLDER, UPLOADS_FOLDER
 from svdpp.serve.sqlite import (
     LOST_AND_FOUND,
     QUEUE_ID_FILE,
@@ -178,7 +178,9 @@ class FileStore:
         """
         found = {}
         with self.errors():
-            for folder in (self.folder / name for name in (PHOTOS, CLIPS, LATENTS)):
+            for folder in (
+                self.folder / name for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER)
+            ):
                 is_there = folder.exists() and not folder.is_symlink()
                 for path in folder.iterdir() if is_there else ():
                     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile

@@ -19,8 +19,8 @@ from svdpp import errors
 from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.errors import SvdppError, describe_fault, redact, redact_all, without_folders
 from svdpp.serve.job import Job, JobState, Proof, UnreadableJobError
-from svdpp.serve.photos import DecoderBusyError
 from svdpp.serve.sqlite import BackendUnavailableError, StorageUnavailableError
+from svdpp.serve.uploads import DecoderBusyError
 
 #: Kind of an error, for people, by status.
 _TYPES: Mapping[int, str] = {

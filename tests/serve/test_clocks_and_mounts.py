@@ -169,16 +169,16 @@ def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
     keyed: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = keyed.service  # type: ignore[attr-defined]
-    keep = service.photos.keep
+    keep = service.uploads.save
 
     def gone(*_: object) -> None:
         monkeypatch.setattr(service.queue.store, "_is_file_there", lambda: False)
         raise InputError("'photo.png' does not exist")
 
-    monkeypatch.setattr(service.photos, "keep", gone)
+    monkeypatch.setattr(service.uploads, "save", gone)
     error_of(keyed.request(), 503, "storage_unavailable")
     monkeypatch.undo()
-    assert service.photos.keep == keep
+    assert service.uploads.save == keep
     assert keyed.request().status_code == 202
 
 

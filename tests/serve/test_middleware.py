@@ -29,7 +29,7 @@ from svdpp.errors import (
 from svdpp.serve import middleware as middleware_module
 from svdpp.serve.auth import Owner, new_key, read_keys
 from svdpp.serve.middleware import AuthMiddleware
-from svdpp.serve.photos import DecoderBusyError
+from svdpp.serve.uploads import DecoderBusyError
 from svdpp.serve.views import as_api_error, error_answer, error_body, install_error_handlers
 from tests.serve.http_server import error_of
 

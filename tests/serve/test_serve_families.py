@@ -20,7 +20,7 @@ from svdpp.media.inputs import example_images
 from svdpp.media.video import frames_sha256
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import new_id
-from svdpp.serve.photos import PhotoFolder
+from svdpp.serve.uploads import UploadStore
 from svdpp.serve.views import FIELDS, ApiError
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.test_family_commands import save_video
@@ -139,16 +139,16 @@ def test_clips_with_loras_are_proven(tmp_path: Path) -> None:
 
 def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
     data, folder = Path(save_video(tmp_path / "a.mp4")).read_bytes(), tmp_path / "photos"
-    photos, id = PhotoFolder(folder), new_id()
-    kept = photos.keep(io.BytesIO(data), id, "a.avi", 5)
+    uploads, id = UploadStore(folder), new_id()
+    kept = uploads.save(io.BytesIO(data), id, "a.avi", 5)
     assert (kept.path.name, kept.width, kept.height) == (f"{id}.mp4", 64, 48)
     assert kept.path.read_bytes() == data
     with pytest.raises(InputError, match=r"^'a.avi' has 7 of the 8 frames that the clip takes$"):
-        photos.keep(io.BytesIO(data), new_id(), "a.avi", 8)
+        uploads.save(io.BytesIO(data), new_id(), "a.avi", 8)
     with pytest.raises(InputError, match=r"^'a.avi' is damaged or cut off after frame \d"):
-        photos.keep(io.BytesIO(data[: len(data) // 2]), new_id(), "a.avi", 5)
+        uploads.save(io.BytesIO(data[: len(data) // 2]), new_id(), "a.avi", 5)
     with pytest.raises(InputError, match=r"^'a.avi' is a video, and this takes an image"):
-        photos.keep(io.BytesIO(data), new_id(), "a.avi")
+        uploads.save(io.BytesIO(data), new_id(), "a.avi")
     assert [path.name for path in folder.iterdir()] == [kept.path.name]
 
 

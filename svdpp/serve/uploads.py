@@ -34,7 +34,7 @@ from svdpp.media.kinds import FORMATS, demuxer_of
 # Of the process that decodes an image. The largest images that `media.inputs` takes, 50 million
 # pixels, need up to 1.1 GB and 3 seconds; 24 million pixels of a progressive JPEG 1.2 s.
 #: Of address space.
-MAX_BYTES = 2 * 2**30
+MAX_DECODER_BYTES = 2 * 2**30
 #: Of CPU time, whole seconds, for a video.
 CPU_SECONDS = 20
 #: Of CPU time for an image: to start and read its header, and for each million of its pixels.
@@ -43,24 +43,24 @@ CPU_SECONDS_PER_MEGAPIXEL = 0.25
 #: Of scans of a JPEG. A progressive one has about ten, and each can cost as much as the image.
 MAX_SCANS = 100
 #: From its start to its answer.
-SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 #: How many images are decoded at the same time.
-AT_ONCE = 2
+MAX_DECODERS = 2
 # For one of these places.
-_WAIT_SECONDS = 30.0
+_MAX_WAIT_SECONDS = 30.0
 
 _MAX_NAME = 100
 # Two decoders can keep both cores of a small machine busy, and answers to others come first.
 _NICE = 10
 #: Longer answers are not a decoder's own. It fits in a pipe, so that a decoder need not be read.
-_MAX_ANSWER = 16 * 1024
+_MAX_RESULT_BYTES = 16 * 1024
 #: Of this process's variables, those that a Python process may need to start.
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
+_PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 #: SHA-256, suffix, width and height. What a decoder says is checked, as a hostile file could have
 #: taken it over.
-_ANSWER = re.compile(r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7})")
+_RESULT = re.compile(r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7})")
 #: Before the message and the hint of an error.
-_REFUSED = "refused\0"
+_ERROR_PREFIX = "refused\0"
 #: Of a JPEG: what begins a segment, or ends an image. In the data of a scan 0xff is followed by 0,
 #: or by a restart marker.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
@@ -74,15 +74,15 @@ class DecoderBusyError(SvdppError):
     """No decoder became free in time: the same request can succeed later."""
 
 
-class DecoderPlaces:
+class DecoderSlots:
     """Places of decoders, for which owners take turns. Any thread may call it.
 
     Next is an owner who has the fewest decoders, and of these the one who was served longest ago:
     so one owner's many images delay another's by one image at most.
     """
 
-    def __init__(self, number: int) -> None:
-        self._free = number
+    def __init__(self, num_slots: int) -> None:
+        self._free = num_slots
         self._changed = threading.Condition()
         self._waiting: list[list[str]] = []  # lists, because two requests of one owner differ
         self._running = Counter[str]()
@@ -90,7 +90,7 @@ class DecoderPlaces:
         self._num_served = 0
 
     @contextlib.contextmanager
-    def place(self, owner: str, seconds: float) -> Iterator[None]:
+    def acquire(self, owner: str, seconds: float) -> Iterator[None]:
         """Hold a place during the block.
 
         Args:
@@ -124,13 +124,13 @@ class DecoderPlaces:
                 self._changed.notify_all()
 
     def _is_next(self, request: list[str]) -> bool:
-        def turn(other: list[str]) -> tuple[int, int]:
+        def priority(other: list[str]) -> tuple[int, int]:
             return self._running[other[0]], self._served.get(other[0], 0)
 
-        return self._free > 0 and min(self._waiting, key=turn) is request
+        return self._free > 0 and min(self._waiting, key=priority) is request
 
 
-class PhotoFolder:
+class UploadStore:
     """Images of all jobs, named by the jobs' ids; any thread may call any method.
 
     The folder is created if it does not exist. Names that clients give are never used as paths.
@@ -139,12 +139,12 @@ class PhotoFolder:
     def __init__(self, folder: Path, max_pixels: int = MAX_PIXELS) -> None:
         self._folder = folder.absolute()
         self._max_pixels = max_pixels
-        self._places = DecoderPlaces(AT_ONCE)
+        self._slots = DecoderSlots(MAX_DECODERS)
         self._errors = f"cannot keep an image in {str(self._folder)!r}"
         with output_files.disk_errors(self._errors):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def keep(
+    def save(
         self,
         source: BinaryIO,
         id: str,
@@ -158,7 +158,7 @@ class PhotoFolder:
         Args:
             source: content of the image, which is read from its beginning.
             id: id of the job.
-            name: name for messages, by `shown_name`.
+            name: name for messages, by `sanitize_filename`.
             video_frames: number of frames of a video that is taken as well; 0 takes images only.
             video: name of the video in `Job.videos_in`; empty for `Job.photo`.
             owner: name of the key, whose turn it must be.
@@ -178,7 +178,7 @@ class PhotoFolder:
                 with open(upload, "wb") as file:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
-                sha256, suffix, *size = self._decoded(upload, name, video_frames, owner)
+                sha256, suffix, *size = self._decode_in_slot(upload, name, video_frames, owner)
                 final = self._folder / f"{id}{f'.{video}' if video else suffix}"
                 output_files.fsync(upload)
                 os.rename(upload, final)
@@ -189,12 +189,14 @@ class PhotoFolder:
             raise
         return MediaFile(final, sha256, *map(int, size))
 
-    def _decoded(self, upload: Path, name: str, video_frames: int, owner: str) -> tuple[str, ...]:
-        with self._places.place(owner, _WAIT_SECONDS):
+    def _decode_in_slot(
+        self, upload: Path, name: str, video_frames: int, owner: str
+    ) -> tuple[str, ...]:
+        with self._slots.acquire(owner, _MAX_WAIT_SECONDS):
             return _run_decoder(upload, name, video_frames, self._max_pixels)
 
 
-def shown_name(name: str | None) -> str:
+def sanitize_filename(name: str | None) -> str:
     """Return a client's name of a file without folders and control characters, shortened."""
     last = re.split(r"[/\\]", name or "")[-1]
     printable = "".join(char for char in last if char.isprintable()).strip()
@@ -205,35 +207,35 @@ def shown_name(name: str | None) -> str:
 
 
 def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) -> tuple[str, ...]:
-    numbers = os.getpid(), video_frames, max_pixels, MAX_BYTES, CPU_SECONDS, MAX_SCANS
+    numbers = os.getpid(), video_frames, max_pixels, MAX_DECODER_BYTES, CPU_SECONDS, MAX_SCANS
     with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
         process = start_helper(
-            "svdpp.serve.photos",
+            "svdpp.serve.uploads",
             *(upload, *numbers),
             variables=_environment(),
             stderr=subprocess.DEVNULL,
         )
     with process:
         try:
-            code = process.wait(SECONDS)
+            code = process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             code = -signal.SIGXCPU
         finally:
             process.kill()
-        text = "" if code == -signal.SIGXCPU else _answer_of(process)
-    if match := _ANSWER.fullmatch(text):
+        text = "" if code == -signal.SIGXCPU else _read_result(process)
+    if match := _RESULT.fullmatch(text):
         return match.groups()
-    if text.startswith(_REFUSED):
-        raise _refusal_of(text.removeprefix(_REFUSED), upload, name)
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    why = f"cannot be decoded: the decoder ended with {how}"
+    if text.startswith(_ERROR_PREFIX):
+        raise _decoder_error(text.removeprefix(_ERROR_PREFIX), upload, name)
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    reason = f"cannot be decoded: the decoder ended with {ending}"
     if code == -signal.SIGXCPU:
-        why = "takes too long to decode"
-    details = {"exit_code": code, "cpu_seconds": CPU_SECONDS, "timeout_seconds": SECONDS}
-    raise InputError(f"{name!r} {why}", "save it again as PNG or JPEG", details=details)
+        reason = "takes too long to decode"
+    details = {"exit_code": code, "cpu_seconds": CPU_SECONDS, "timeout_seconds": TIMEOUT_SECONDS}
+    raise InputError(f"{name!r} {reason}", "save it again as PNG or JPEG", details=details)
 
 
-def _refusal_of(text: str, upload: Path, name: str) -> InputError:
+def _decoder_error(text: str, upload: Path, name: str) -> InputError:
     """Return the error that a decoder has written, with the client's name of the file.
 
     A hostile file could have written it: of its details only names with numbers or texts are kept.
@@ -245,26 +247,26 @@ def _refusal_of(text: str, upload: Path, name: str) -> InputError:
             raise ValueError("it is no error")
     except (ValueError, AttributeError, RecursionError):
         return InputError(f"{name!r} cannot be decoded", "save it again as PNG or JPEG")
-    known = {
+    safe_details = {
         key: name if value == str(upload) else value
         for key, value in details.items()
         if isinstance(value, (int, float, str)) and key.isidentifier()
     }
-    return InputError(message.replace(repr(str(upload)), repr(name)), hint, details=known)
+    return InputError(message.replace(repr(str(upload)), repr(name)), hint, details=safe_details)
 
 
-def _answer_of(process: subprocess.Popen[bytes]) -> str:
+def _read_result(process: subprocess.Popen[bytes]) -> str:
     """What an ended process has written; another one that holds the pipe is not waited for."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     with contextlib.suppress(BlockingIOError):
-        return os.read(process.stdout.fileno(), _MAX_ANSWER).decode(errors="replace")
+        return os.read(process.stdout.fileno(), _MAX_RESULT_BYTES).decode(errors="replace")
     return ""
 
 
 def _environment() -> dict[str, str]:
     """Only what the decoder needs: no tokens, and one thread, because others take memory."""
-    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -289,17 +291,17 @@ def main(path: str, *numbers: str) -> None:
     # At the hard limit the kernel would send SIGKILL, which does not say why.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
-        answer = _decode(Path(path), video_frames, max_pixels, max_scans)
+        result = _decode(Path(path), video_frames, max_pixels, max_scans)
     except InputError as error:
-        answer = _refused(error.message, error.hint, error.details)
+        result = _encode_error(error.message, error.hint, error.details)
     except MemoryError:
-        answer = _refused(f"{path!r} does not fit in memory", "", {})
-    os.write(1, answer.encode(errors="replace"))
+        result = _encode_error(f"{path!r} does not fit in memory", "", {})
+    os.write(1, result.encode(errors="replace"))
 
 
-def _refused(message: str, hint: str, details: dict[str, Any]) -> str:
+def _encode_error(message: str, hint: str, details: dict[str, Any]) -> str:
     record = {"message": message, "hint": hint, "details": details}
-    return _REFUSED + json.dumps(record, default=str)
+    return _ERROR_PREFIX + json.dumps(record, default=str)
 
 
 def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> str:
@@ -346,11 +348,11 @@ def _num_scans(data: bytes) -> int:
 
     Segments are skipped by their lengths, so those of an embedded thumbnail do not count.
     """
-    place, scans = 2, 0
-    while (found := _MARKER.search(data, place)) and found[0] != _END_OF_IMAGE:
-        scans += found[0] == _START_OF_SCAN
-        length = int.from_bytes(data[found.end() : found.end() + 2])
-        place = found.end() + max(2, length)
+    position, scans = 2, 0
+    while (marker := _MARKER.search(data, position)) and marker[0] != _END_OF_IMAGE:
+        scans += marker[0] == _START_OF_SCAN
+        length = int.from_bytes(data[marker.end() : marker.end() + 2])
+        position = marker.end() + max(2, length)
     return scans
 
 

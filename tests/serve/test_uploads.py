@@ -17,26 +17,26 @@ import pytest
 from PIL import Image
 
 from svdpp.errors import InputError
-from svdpp.serve import photos as photos_module
+from svdpp.serve import uploads as uploads_module
 from svdpp.serve.job import new_id
-from svdpp.serve.photos import DecoderBusyError, DecoderPlaces, PhotoFolder, shown_name
+from svdpp.serve.uploads import DecoderBusyError, DecoderSlots, UploadStore, sanitize_filename
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import children_of, wait_until
 from tests.media.pictures import encoded, gradient, png
 
-DECODER = "svdpp.serve.photos"
+DECODER = "svdpp.serve.uploads"
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> PhotoFolder:
-    return PhotoFolder(tmp_path / "photos")
+def uploads(tmp_path: Path) -> UploadStore:
+    return UploadStore(tmp_path / "photos")
 
 
-def refusal(photos: PhotoFolder, data: bytes, name: str = "cat.png") -> InputError:
+def refusal(uploads: UploadStore, data: bytes, name: str = "cat.png") -> InputError:
     """The error of an upload, of which nothing is left."""
     with pytest.raises(InputError) as refused:
-        photos.keep(io.BytesIO(data), new_id(), name)
-    assert os.listdir(photos._folder) == []
+        uploads.save(io.BytesIO(data), new_id(), name)
+    assert os.listdir(uploads._folder) == []
     return refused.value
 
 
@@ -49,12 +49,12 @@ def slow_jpeg(num_scans: int = 20_000) -> bytes:
 
 @pytest.mark.parametrize(("format", "suffix"), [("PNG", ".png"), ("MPO", ".jpg"), ("TIFF", ".tif")])
 def test_a_photograph_gets_the_name_of_its_job(
-    photos: PhotoFolder, tmp_path: Path, format: str, suffix: str
+    uploads: UploadStore, tmp_path: Path, format: str, suffix: str
 ) -> None:
     more = {"save_all": True, "append_images": [gradient()]} if format == "MPO" else {}
     data = encoded(gradient(48, 32), format, **more)
     id = new_id()
-    photo = photos.keep(io.BytesIO(data), id, "holiday.exe")
+    photo = uploads.save(io.BytesIO(data), id, "holiday.exe")
     assert photo.path == tmp_path / "photos" / f"{id}{suffix}"
     assert photo.path.read_bytes() == data
     assert photo.path.stat().st_mode & 0o077 == 0
@@ -64,7 +64,7 @@ def test_a_photograph_gets_the_name_of_its_job(
 
 
 def test_the_decoder_is_light() -> None:
-    check = "import sys, svdpp.serve.photos; print(*sys.modules)"
+    check = "import sys, svdpp.serve.uploads; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, check=True)
     assert not {"torch", "diffusers", "fastapi", "sqlite3"} & set(loaded.stdout.decode().split())
 
@@ -72,51 +72,51 @@ def test_the_decoder_is_light() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read a file; to decode this one
 def test_a_photograph_that_takes_much_memory_is_refused(
-    photos: PhotoFolder, monkeypatch: pytest.MonkeyPatch, mebibytes: int
+    uploads: UploadStore, monkeypatch: pytest.MonkeyPatch, mebibytes: int
 ) -> None:
-    monkeypatch.setattr(photos_module, "MAX_BYTES", mebibytes * 2**20)
+    monkeypatch.setattr(uploads_module, "MAX_DECODER_BYTES", mebibytes * 2**20)
     big = png(7000, 7000, 8, 2, bytes(7000 * 21_001))  # 143 kB for 196 MB
-    assert refusal(photos, big).message == "'cat.png' does not fit in memory"
+    assert refusal(uploads, big).message == "'cat.png' does not fit in memory"
 
 
 @pytest.mark.long
-def test_the_largest_photograph_is_kept(photos: PhotoFolder) -> None:
-    photo = photos.keep(io.BytesIO(png(7071, 7071, 16, 0, bytes(14_143 * 7071))), new_id(), "x")
+def test_the_largest_photograph_is_kept(uploads: UploadStore) -> None:
+    photo = uploads.save(io.BytesIO(png(7071, 7071, 16, 0, bytes(14_143 * 7071))), new_id(), "x")
     assert photo.width * photo.height > 49_990_000
 
 
 @pytest.mark.long
 def test_a_photograph_that_takes_long_is_refused(
-    photos: PhotoFolder, monkeypatch: pytest.MonkeyPatch
+    uploads: UploadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(photos_module, "CPU_SECONDS", 1)
-    monkeypatch.setattr(photos_module, "MAX_SCANS", 10**6)
-    error = refusal(photos, slow_jpeg())
+    monkeypatch.setattr(uploads_module, "CPU_SECONDS", 1)
+    monkeypatch.setattr(uploads_module, "MAX_SCANS", 10**6)
+    error = refusal(uploads, slow_jpeg())
     assert "takes too long" in error.message
     assert children_of(os.getpid(), DECODER) == []
 
 
-def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(photos: PhotoFolder) -> None:
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(uploads: UploadStore) -> None:
     data = slow_jpeg(200)
     usual = data[: data.index(b"\xff\xda")].count(b"\xff\xc2")
     assert usual == 1  # it is progressive
-    error = refusal(photos, data)
+    error = refusal(uploads, data)
     assert error.message == "'cat.png' is a JPEG of 210 scans, and the limit is 100"
     assert error.details == {"scans": 210, "limit": 100}
     thumbnail = b"\xff\xe1" + (2 + 2 * 150).to_bytes(2) + b"\xff\xda" * 150
     good = encoded(gradient(), "JPEG", progressive=True)
-    photos.keep(io.BytesIO(good[:2] + thumbnail + good[2:]), new_id(), "x")
+    uploads.save(io.BytesIO(good[:2] + thumbnail + good[2:]), new_id(), "x")
 
 
 def test_keys_take_turns_at_the_decoders() -> None:
     """One key's many images delay another's by one of them."""
-    places = DecoderPlaces(2)
+    slots = DecoderSlots(2)
     order: list[str] = []
     started = threading.Semaphore(0)
     go_on = threading.Semaphore(0)
 
     def decode(owner: str) -> None:
-        with places.place(owner, HANG_SECONDS):
+        with slots.acquire(owner, HANG_SECONDS):
             order.append(owner)
             started.release()
             go_on.acquire()
@@ -124,11 +124,11 @@ def test_keys_take_turns_at_the_decoders() -> None:
     with ThreadPoolExecutor(9) as threads:
         for number, owner in enumerate(["alice"] * 6 + ["bob"] * 2):
             threads.submit(decode, owner)
-            there = partial(lambda most: len(order) + len(places._waiting) == most, number + 1)
+            there = partial(lambda most: len(order) + len(slots._waiting) == most, number + 1)
             wait_until(there, HANG_SECONDS, "a request does not wait")
         for _ in range(2):
             started.acquire()
-        with pytest.raises(DecoderBusyError) as refused, places.place("carol", 0.01):
+        with pytest.raises(DecoderBusyError) as refused, slots.acquire("carol", 0.01):
             pass
         assert refused.value.details == {"timeout_seconds": 0.01}
         for _ in range(8):
@@ -146,23 +146,23 @@ def test_uploads_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     limits = {"CPU_SECONDS": long, "SECONDS": long, "AT_ONCE": 1, "_WAIT_SECONDS": 0.2}
     limits["MAX_SCANS"] = 10**6
     for name, limit in limits.items():
-        monkeypatch.setattr(photos_module, name, limit)
-    photos = PhotoFolder(tmp_path / "photos")
+        monkeypatch.setattr(uploads_module, name, limit)
+    uploads = UploadStore(tmp_path / "photos")
     with ThreadPoolExecutor(1) as threads:
-        slow = threads.submit(refusal, photos, slow_jpeg())
+        slow = threads.submit(refusal, uploads, slow_jpeg())
         wait_until(lambda: children_of(os.getpid(), DECODER), HANG_SECONDS, "no decoder")
         with pytest.raises(DecoderBusyError):
-            photos.keep(io.BytesIO(encoded(gradient(), "PNG")), new_id(), "x")
+            uploads.save(io.BytesIO(encoded(gradient(), "PNG")), new_id(), "x")
         os.kill(children_of(os.getpid(), DECODER)[0], signal.SIGKILL)
         assert "ended with SIGKILL" in slow.result().message
 
 
 def test_the_decoder_ends_with_its_server(
-    photos: PhotoFolder, monkeypatch: pytest.MonkeyPatch
+    uploads: UploadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = os.getpid() + 1  # which has ended: another process is the decoder's parent
     monkeypatch.setattr(os, "getpid", lambda: server)
-    assert "ended with SIGKILL" in refusal(photos, encoded(gradient(), "PNG")).message
+    assert "ended with SIGKILL" in refusal(uploads, encoded(gradient(), "PNG")).message
 
 
 @pytest.mark.long
@@ -185,9 +185,9 @@ def test_what_the_decoder_says_is_not_trusted(
     decoder.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(decoder))
     seconds = 1.0 if reason == "takes too long" else HANG_SECONDS
-    monkeypatch.setattr(photos_module, "SECONDS", seconds)
-    photos = PhotoFolder(tmp_path / "photos")
-    assert reason in refusal(photos, b"any").message
+    monkeypatch.setattr(uploads_module, "TIMEOUT_SECONDS", seconds)
+    uploads = UploadStore(tmp_path / "photos")
+    assert reason in refusal(uploads, b"any").message
 
 
 @pytest.mark.parametrize(
@@ -202,4 +202,4 @@ def test_what_the_decoder_says_is_not_trusted(
     ],
 )
 def test_a_clients_name_is_only_shown(name: str | None, shown: str) -> None:
-    assert shown_name(name) == shown
+    assert sanitize_filename(name) == shown
