@@ -19,7 +19,7 @@ from svdpp.errors import OutputError, RequestError
 UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER = "photos", "clips", "latents"
 
 EngineState = Literal["starting", "ready", "restarting", "closing"]
-Proof = Literal["none", "running", "equal", "different", "failed"]
+VerificationStatus = Literal["none", "running", "equal", "different", "failed"]
 
 
 class JobState(StrEnum):
@@ -97,7 +97,7 @@ class Job:
     promised_seconds: float | None = None
     error: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    proof: Proof = "none"
+    proof: VerificationStatus = "none"
     proof_reason: str | None = None
     callback_url: str | None = None
     callback_due: float | None = 0.0

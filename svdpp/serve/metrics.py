@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from svdpp.serve.engine import Engine
-from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.job import Job, JobState, VerificationStatus
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, RankStats, StepDone
 
@@ -155,7 +155,7 @@ class Metrics(Collector):
             self._histograms["eta_error_ratio"].observe(ratio)
             self._eta_errors.append(ratio)
 
-    def count_verification(self, proof: Proof) -> None:
+    def count_verification(self, proof: VerificationStatus) -> None:
         """Count a finished comparison with one device."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"

@@ -30,8 +30,8 @@ from svdpp.serve.job import (
     COLUMNS,
     Job,
     JobState,
-    Proof,
     UnreadableJobError,
+    VerificationStatus,
     job_of,
     row_of,
     sampling_of,
@@ -462,7 +462,9 @@ class JobQueue:
         """Cancel a claimed job that the ranks have let go of; return whether this claim had it."""
         return self._end(id, token, JobState.CANCELLED)
 
-    def set_proof(self, id: str, proof: Proof, reason: str | None = None) -> bool:
+    def set_verification(
+        self, id: str, proof: VerificationStatus, reason: str | None = None
+    ) -> bool:
         """Set the proof of a completed job, and its reason; return whether there is such a job."""
         return self._change(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
@@ -673,20 +675,20 @@ class JobQueue:
         ((oldest,),) = self.backend.fetch_all(query, *values)
         return None if oldest is None else float(oldest)
 
-    def to_prove(self) -> list[str]:
+    def pending_verifications(self) -> list[str]:
         """Return the ids of the jobs whose proof is `running`, or was when a server ended."""
-        own, values = self._provable
+        own, values = self._verifiable
         return self._ids(f"{own} AND proof = 'running' ORDER BY seq", *values)
 
-    def unproved(self) -> list[str]:
+    def unverified(self) -> list[str]:
         """Return the ids of the completed clips with files that are not verified, newest first."""
         has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
-        own, values = self._provable
-        unproved = f"{own} AND state = 'completed' AND proof = 'none' AND {has_file}"
-        return self._ids(f"{unproved} ORDER BY seq DESC", *values)
+        own, values = self._verifiable
+        unverified = f"{own} AND state = 'completed' AND proof = 'none' AND {has_file}"
+        return self._ids(f"{unverified} ORDER BY seq DESC", *values)
 
     @property
-    def _provable(self) -> tuple[str, list[str]]:
+    def _verifiable(self) -> tuple[str, list[str]]:
         """SQL condition of the jobs that this server can verify, and its values."""
         if not self.is_shared or self.kind is None:
             return "true", []

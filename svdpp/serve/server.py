@@ -124,7 +124,7 @@ class Server:
         why = "old files cannot be removed"
         retention = Background("retention", self._sweep, _SWEEP_SECONDS, failure=why)
         leftovers = Background("leftovers", service.remove_leftovers, LOOK_SECONDS, failure=why)
-        self._threads = [service.prover.background, service.removal, retention, leftovers]
+        self._threads = [service.verifier.background, service.removal, retention, leftovers]
         if service.settings.callback_hosts:
             self._threads.append(service.webhooks.background)
         if service.queue.is_shared:

@@ -40,11 +40,11 @@ from svdpp.serve.job import (
 )
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
-from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
 from svdpp.serve.uploads import UploadStore, sanitize_filename
+from svdpp.serve.verifier import Verifier
 from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
 
@@ -163,7 +163,7 @@ class Service:
             queue, self.engine, lambda: self.followers.number, self.fleet.servers
         )
         self.engine.observe(self.metrics)
-        self.prover = Prover(
+        self.verifier = Verifier(
             queue,
             lambda: self.engine.is_idle,
             when_idle=settings.verifies_when_idle,
@@ -331,7 +331,7 @@ class Service:
     def remove_leftovers(self) -> None:
         """Remove what no job needs, and did not at the call before."""
         in_use = [clip.job.id for clip in self.engine.feeder.clips()]
-        in_use += [self.prover.running] if self.prover.running else []
+        in_use += [self.verifier.running] if self.verifier.running else []
         self._leftovers = remove_leftovers(self.queue, self._leftovers, in_use)
         self.engine.feeder.has_latents = True
         self.engine.feeder.wake()
@@ -358,7 +358,7 @@ class Service:
             return DeletedVideo(id=id, status=JobState.CANCELLED), False
         job = self.queue.get(id) or job
         if job.proof == "running":
-            self.prover.drop(id)
+            self.verifier.cancel(id)
         remove_job(self.queue, id)
         return DeletedVideo(id=id, status=job.state), True
 
@@ -387,7 +387,7 @@ class Service:
             ApiError: there is no such clip, or it has no files.
         """
         job = self.completed(id, owner)
-        if not self.prover.request(id):
+        if not self.verifier.request(id):
             raise ApiError(409, "not_verifiable", "the video cannot be verified")
         return self.video(self.queue.get(id) or job)
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from svdpp import errors
 from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
 from svdpp.errors import SvdppError, describe_fault, redact, redact_all, without_folders
-from svdpp.serve.job import Job, JobState, Proof, UnreadableJobError
+from svdpp.serve.job import Job, JobState, UnreadableJobError, VerificationStatus
 from svdpp.serve.sqlite import BackendUnavailableError, StorageUnavailableError
 from svdpp.serve.uploads import DecoderBusyError
 
@@ -112,7 +112,7 @@ class Video(BaseModel):
     rank: int | None = None
     input: Annotated[dict[str, str] | None, Field(description="Its image.")]
     error: ErrorBody | None
-    proof: Proof
+    proof: VerificationStatus
     proof_reason: Annotated[str | None, Field(description="If it is `failed` or `different`.")]
     callback: Annotated[dict[str, Any] | None, Field(description="Its webhook.")]
 

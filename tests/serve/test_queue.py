@@ -85,9 +85,9 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     ended = {"state": JobState.COMPLETED, "finished_at": done.finished_at, "metadata": metadata}
     assert done == replace(begun, **ended)
     assert done.promised_seconds == 12.5
-    assert store.unproved() == [id]
-    assert store.set_proof(id, "equal")
-    assert store.unproved() == []
+    assert store.unverified() == [id]
+    assert store.set_verification(id, "equal")
+    assert store.unverified() == []
     assert store.finished() == {id: done.finished_at}
     assert store.remove(id)
     assert store.get(id) is None
@@ -110,7 +110,7 @@ def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
         "cancel_waiting": store.cancel_waiting,
         "ask_to_cancel": store.ask_to_cancel,
         "cancelled": lambda id: store.cancelled(id, job_of(store, id).token),
-        "set_proof": lambda id: store.set_proof(id, "equal"),
+        "set_verification": lambda id: store.set_verification(id, "equal"),
         "remove": store.remove,
     }
 
@@ -118,7 +118,7 @@ def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
 ALLOWED = {
     JobState.QUEUED: {"cancel_waiting"},
     JobState.IN_PROGRESS: {"put_back", "complete", "fail", "ask_to_cancel", "cancelled"},
-    JobState.COMPLETED: {"set_proof", "remove"},
+    JobState.COMPLETED: {"set_verification", "remove"},
     JobState.FAILED: {"remove"},
     JobState.CANCELLED: {"remove"},
 }
@@ -163,7 +163,7 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
     for _ in range(3):
         store.take_next()
     store.complete(ids[0], {}, job_of(store, ids[0]).token)
-    store.set_proof(ids[0], "running")
+    store.set_verification(ids[0], "running")
     store.ask_to_cancel(ids[1])
     store.close()
     with contextlib.closing(JobQueue(tmp_path / "data")) as again:
@@ -175,7 +175,7 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
         back, done = job_of(again, ids[2]), job_of(again, ids[0])
         assert (back.started_at, back.attempts) == (None, 0)
         assert (done.state, done.proof) == (JobState.COMPLETED, "running")
-        assert again.to_prove() == [ids[0]]
+        assert again.pending_verifications() == [ids[0]]
         assert again.recover() == []
 
 

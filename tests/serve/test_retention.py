@@ -86,13 +86,13 @@ def test_one_job_is_removed_on_request_and_none_while_it_is_proved(
     id, other = (finished(store, folder, at) for at in (1.0, 2.0))
     waiting = add(store)
     put_files(folder, waiting)
-    store.set_proof(other, "running")
+    store.set_verification(other, "running")
     assert remove_job(store, id)
     for kept in (id, waiting, "../.."):
         assert not remove_job(store, kept)
     assert sweep(store, 1e9, 1.0, 1) == []
     assert ids(store) == ids_of_files(folder) == {other, waiting}
-    store.set_proof(other, "equal")
+    store.set_verification(other, "equal")
     assert sweep(store, 1e9, 1.0, 1) == [other]
 
 

@@ -153,8 +153,8 @@ def test_what_idle_servers_look_for_is_found_by_an_index(
     monkeypatch.setattr(
         each_store.backend, "fetch_all", lambda *query: queries.append((query[0], query[1:])) or []
     )
-    each_store.to_prove()
-    each_store.unproved()
+    each_store.pending_verifications()
+    each_store.unverified()
     monkeypatch.undo()
     for (query, values), index in zip(queries, ("jobs_to_prove", "jobs_unproved"), strict=True):
         if each_store.is_shared:

@@ -21,10 +21,10 @@ from svdpp.serve.clock import uptime
 from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.prover import Prover
 from svdpp.serve.queue import MAX_LOST, JobQueue
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
+from svdpp.serve.verifier import Verifier
 from tests.faults.processes import wait_until
 from tests.serve.backends import Postgres
 from tests.serve.engines import (
@@ -233,9 +233,9 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
     for queue, id in ((wan, second), (svd, first)):
         assert queue.complete(id, {"file_sha256": "0"}, taken(queue).token)
         assert queue.take_next() is None
-        assert queue.unproved() == [id]
-        queue.set_proof(id, "running")
-    assert [queue.to_prove() for queue in (svd, wan)] == [[first], [second]]
+        assert queue.unverified() == [id]
+        queue.set_verification(id, "running")
+    assert [queue.pending_verifications() for queue in (svd, wan)] == [[first], [second]]
     queued = svd.page(owner="", limit=9, states=[JobState.QUEUED], order="asc")
     assert [job.id for job in queued] == [other, short]
 
@@ -270,15 +270,15 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(opened: Open) -> None:
 def test_two_servers_do_not_verify_the_same_clip(opened: Open) -> None:
     """Nor again what is verified."""
     own, other = opened(), opened()
-    prover = Prover(own, lambda: True)
+    verifier = Verifier(own, lambda: True)
     id = add(own, model="demo")
     own.complete(id, {"file_sha256": "0"}, taken(own).token)
-    assert prover.request(id)
+    assert verifier.request(id)
     with other.backend.lock(id) as is_held:
         assert is_held
-        assert not prover._verify(id)
-    assert prover._verify(id)
-    assert not prover._verify(id)
+        assert not verifier._verify(id)
+    assert verifier._verify(id)
+    assert not verifier._verify(id)
     assert (job_of(own, id).proof_reason or "").startswith("file missing")
     with other.backend.lock(id) as is_held:
         assert is_held  # nobody holds it any more

@@ -21,10 +21,10 @@ import pytest
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch import gpus
 from svdpp.launch.gpus import Gpu
-from svdpp.serve import prover
+from svdpp.serve import verifier
 from svdpp.serve.job import JobState
-from svdpp.serve.prover import Prover
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.verifier import Verifier
 from svdpp.verification import clip_verification
 from tests.cli.shell import PYTHONPATH
 from tests.driver.dummies import HANG_SECONDS
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 @dataclass
 class Proving:
     store: JobQueue
-    prover: Prover
+    verifier: Verifier
     ids: list[str]
     idle: threading.Event
     verdicts: list[str]
@@ -70,12 +70,12 @@ def _proving(
     before = _temporary_files()
     store, idle = JobQueue(folder), threading.Event()
     verdicts: list[str] = []
-    prover = Prover(store, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
-    prover.background.start()
+    verifier = Verifier(store, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
+    verifier.background.start()
     try:
-        yield Proving(store, prover, made[1], idle, verdicts)
+        yield Proving(store, verifier, made[1], idle, verdicts)
     finally:
-        prover.background.close()
+        verifier.background.close()
         store.close()
         assert _temporary_files() == before
 
@@ -86,7 +86,7 @@ def _temporary_files() -> set[str]:
 
 def _children() -> list[int]:
     """The processes of this one that verify a clip."""
-    return children_of(os.getpid(), "svdpp.serve.prover")
+    return children_of(os.getpid(), "svdpp.serve.verifier")
 
 
 def _child() -> int:
@@ -118,11 +118,11 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
         assert different.startswith("latent, file (the metadata inside says")
         assert failed.startswith(f"the image of '{proving.ids[1]}.mp4' is not at '{photo.name}'")
         assert "ended with code -9" in killed
-        assert proving.prover.request(proving.ids[2])
+        assert proving.verifier.request(proving.ids[2])
         proving.wait_for("different", "failed", "equal")
         assert proving.reasons()[2] is None
         oldest.unlink()
-        assert proving.prover.request(proving.ids[0])
+        assert proving.verifier.request(proving.ids[0])
         proving.wait_for("failed", "failed", "equal")
         assert proving.reasons()[0] == "file missing: the clip's JSON"
     assert proving.verdicts == ["different", "equal"]
@@ -134,8 +134,8 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
 ) -> None:
     """A clip that is removed is let go."""
     with _proving(made, tmp_path) as proving:
-        assert proving.prover.request(proving.ids[1])
-        assert proving.prover.request(proving.ids[1])
+        assert proving.verifier.request(proving.ids[1])
+        assert proving.verifier.request(proving.ids[1])
         assert proving.proofs() == ["none", "running", "none"]
         assert _children() == []
         proving.idle.set()
@@ -144,15 +144,15 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         (child,) = _children()
         proving.idle.clear()
         wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
-        wait_until(lambda: proving.prover.running is None, HANG_SECONDS, "it runs")
+        wait_until(lambda: proving.verifier.running is None, HANG_SECONDS, "it runs")
         assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
         _child()  # it goes on
-        assert not proving.prover.request("video_unknown")
-        assert proving.prover.request(proving.ids[0])
+        assert not proving.verifier.request("video_unknown")
+        assert proving.verifier.request(proving.ids[0])
         for id in proving.ids:
-            proving.prover.drop(id)
+            proving.verifier.cancel(id)
         wait_until(lambda: _children() == [], HANG_SECONDS, "it goes on")
         assert proving.proofs() == ["none"] * 3
 
@@ -160,11 +160,11 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
 SERVER = """
 import sys, threading
 from pathlib import Path
-from svdpp.serve.prover import Prover
+from svdpp.serve.verifier import Verifier
 from svdpp.serve.queue import JobQueue
 
 folder = Path(sys.argv[1])
-Prover(JobQueue(folder), lambda: True, when_idle=True).background.start()
+Verifier(JobQueue(folder), lambda: True, when_idle=True).background.start()
 threading.Event().wait()
 """
 
@@ -180,7 +180,7 @@ def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
     )
     wait_until(lambda: list(temporary.rglob("svdpp-verify-*")), HANG_SECONDS, "no proof")
-    (process,) = children_of(server.pid, "svdpp.serve.prover")
+    (process,) = children_of(server.pid, "svdpp.serve.verifier")
     server.kill()
     server.wait()
     wait_until(lambda: not is_there(process), HANG_SECONDS, "it goes on")
@@ -205,6 +205,6 @@ def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
     monkeypatch.setattr("svdpp.driver.resolve.estimate_ranks", lambda _: [2**30])
     with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
-        prover._check_gpu(config)
+        verifier._check_gpu(config)
     free[1] = _gpu(1, 2**40)
-    prover._check_gpu(config)
+    verifier._check_gpu(config)

@@ -1,8 +1,8 @@
 """Verification of finished clips on one device, on request or when the ranks are idle.
 
 Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is ended at once when
-work arrives for the ranks. This module is also that process: `prover JSON PHOTO PARENT_PID`, where
-PHOTO is empty for a clip from text alone. Its last line of output is the answer.
+work arrives for the ranks. This module is also that process: `verifier JSON INPUT PARENT_PID`,
+where INPUT is empty for a clip from text alone. Its last line of output is the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from svdpp.launch.process_lifetime import (
     tune_gc,
 )
 from svdpp.serve.background import Background
-from svdpp.serve.job import Job, JobState, Proof
+from svdpp.serve.job import Job, JobState, VerificationStatus
 from svdpp.serve.queue import JobQueue
 
 _POLL_SECONDS = 0.05
@@ -40,11 +40,11 @@ _END_SECONDS = 5.0
 _NICE = 19
 
 
-class Prover:
+class Verifier:
     """Verifier of clips, one at a time, requested ones first. Any thread may call it.
 
     With `when_idle` clips are verified without a request, the newest first. What is stopped stays
-    requested. `on_verdict` is called in the prover's thread.
+    requested. `on_verdict` is called in the verifier's thread.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Prover:
         is_idle: Callable[[], bool],
         *,
         when_idle: bool = False,
-        on_verdict: Callable[[Proof], None] = lambda _: None,
+        on_verdict: Callable[[VerificationStatus], None] = lambda _: None,
     ) -> None:
         self._queue = queue
         self._folder = queue.store.folder
@@ -62,10 +62,10 @@ class Prover:
         self._on_verdict = on_verdict
         self.running: str | None = None
         """The id of the job that is being verified."""
-        self._dropped: str | None = None
+        self._cancelled: str | None = None
         seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
         failure = "the verification of a clip failed"
-        self.background = Background("prover", self._turn, seconds, failure=failure)
+        self.background = Background("verifier", self._run_once, seconds, failure=failure)
         """The thread, which also answers the requests to earlier servers."""
 
     def request(self, id: str) -> bool:
@@ -73,25 +73,28 @@ class Prover:
         job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
-        is_taken = self._queue.set_proof(id, "running")
+        is_taken = self._queue.set_verification(id, "running")
         self.background.wake()
         return is_taken
 
-    def drop(self, id: str) -> None:
+    def cancel(self, id: str) -> None:
         """Drop the request to verify a clip; soon nothing reads its files."""
-        self._queue.set_proof(id, "none")
-        self._dropped = id
+        self._queue.set_verification(id, "none")
+        self._cancelled = id
 
-    # --- the prover's thread ----------------------------------------------------------------------
+    # --- the verifier's thread --------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        while not self.background.is_closing and any(map(self._verify, self._to_verify())):
+    def _run_once(self) -> None:
+        while not self.background.is_closing and any(map(self._verify, self._candidates())):
             pass
 
-    def _to_verify(self) -> list[str]:
+    def _candidates(self) -> list[str]:
         if not self._is_idle():
             return []
-        return [*self._queue.to_prove(), *(self._queue.unproved() if self._when_idle else ())]
+        return [
+            *self._queue.pending_verifications(),
+            *(self._queue.unverified() if self._when_idle else ()),
+        ]
 
     def _verify(self, id: str) -> bool:
         """Verifies a clip; False if another server does or did, or the ranks have work."""
@@ -102,30 +105,32 @@ class Prover:
             is_wanted = ("running", "none") if self._when_idle else ("running",)
             if job is None or job.proof not in is_wanted:
                 return False
-            self._dropped, self.running = None, id
+            self._cancelled, self.running = None, id
             try:
-                if not self._queue.set_proof(id, "running"):
+                if not self._queue.set_verification(id, "running"):
                     return False
-                answer = self._answer(job)
-                if answer is not None and self._dropped != id:
-                    self._take(job, answer)
+                result = self._run_process(job)
+                if result is not None and self._cancelled != id:
+                    self._record(job, result)
             finally:
                 self.running = None
         return True
 
-    def _take(self, job: Job, answer: dict[str, Any]) -> None:
-        if answer["equal"] is None:
-            error = answer["error"]["message"]
+    def _record(self, job: Job, result: dict[str, Any]) -> None:
+        if result["equal"] is None:
+            error = result["error"]["message"]
             logger.warning("{} could not be verified: {}", job.id, error)
-            self._queue.set_proof(job.id, "failed", without_folders(error))
+            self._queue.set_verification(job.id, "failed", without_folders(error))
             return
-        verdict: Proof = "equal" if answer["equal"] else "different"
+        verdict: VerificationStatus = "equal" if result["equal"] else "different"
         if verdict == "different":
-            logger.error("{} is DIFFERENT from one device: {}", job.id, answer["differences"])
-        self._queue.set_proof(job.id, verdict, without_folders(answer["differences"]) or None)
+            logger.error("{} is DIFFERENT from one device: {}", job.id, result["differences"])
+        self._queue.set_verification(
+            job.id, verdict, without_folders(result["differences"]) or None
+        )
         self._on_verdict(verdict)
 
-    def _missing(self, job: Job) -> str:
+    def _missing_files(self, job: Job) -> str:
         """Which file the verification lacks, also after a look in the store; empty if none."""
         clip = job.clip_in(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
@@ -133,28 +138,28 @@ class Prover:
         needed |= job.videos_in(self._folder)
         for path in needed.values():
             self._queue.store.fetch(path)
-        gone = [name for name, path in needed.items() if not path.is_file()]
-        return f"file missing: the {' and the '.join(gone)}" if gone else ""
+        missing = [name for name, path in needed.items() if not path.is_file()]
+        return f"file missing: the {' and the '.join(missing)}" if missing else ""
 
-    def _answer(self, job: Job) -> dict[str, Any] | None:
+    def _run_process(self, job: Job) -> dict[str, Any] | None:
         """What the process found; None if it was stopped."""
-        if missing := self._missing(job):
-            return _failure(InputError(missing))
-        with self._process(job) as process:
+        if missing := self._missing_files(job):
+            return _error_result(InputError(missing))
+        with self._start_process(job) as process:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=_POLL_SECONDS)
-                    return _parsed(output, process.returncode)
-                is_dropped = self._dropped == job.id or self.background.is_closing
-                if is_dropped or not self._is_idle():
+                    return _parse_result(output, process.returncode)
+                is_cancelled = self._cancelled == job.id or self.background.is_closing
+                if is_cancelled or not self._is_idle():
                     return None
 
     @contextlib.contextmanager
-    def _process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
+    def _start_process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
         """The process, which ends with those that it started."""
         clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
         process = start_helper(
-            "svdpp.serve.prover",
+            "svdpp.serve.verifier",
             *(f"{clip}.json", photo or "", os.getpid()),
             variables=os.environ,
             stderr=subprocess.STDOUT,
@@ -170,18 +175,18 @@ class Prover:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _failure(error: SvdppError) -> dict[str, Any]:
+def _error_result(error: SvdppError) -> dict[str, Any]:
     return {"equal": None, "error": error_to_dict(error)}
 
 
-def _parsed(output: bytes, code: int) -> dict[str, Any]:
+def _parse_result(output: bytes, code: int) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        answer = json.loads(output.rpartition(b"\n")[2])
-        if isinstance(answer, dict):
-            return answer
+        result = json.loads(output.rpartition(b"\n")[2])
+        if isinstance(result, dict):
+            return result
     tail = output[-2000:].decode(errors="replace")
     text = f"its process ended with code {code} without an answer: {tail}"
-    return _failure(SvdppError(text, details={"exit_code": code, "output": tail}))
+    return _error_result(SvdppError(text, details={"exit_code": code, "output": tail}))
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -193,11 +198,11 @@ def main(clip: str, photo: str, parent: str) -> None:
     end_with_parent(int(parent), signal.SIGTERM)
     os.nice(_NICE)
     tune_gc()
-    answer = _verified(Path(clip), Path(photo) if photo else None)
-    sys.stdout.write(f"\n{json.dumps(answer)}")
+    result = _verify_clip(Path(clip), Path(photo) if photo else None)
+    sys.stdout.write(f"\n{json.dumps(result)}")
 
 
-def _verified(clip: Path, photo: Path | None) -> dict[str, Any]:
+def _verify_clip(clip: Path, photo: Path | None) -> dict[str, Any]:
     # Imported late: torch takes seconds, and by then the process has its low priority.
     from svdpp.verification.clip_verification import (
         VerificationSettings,
@@ -215,7 +220,7 @@ def _verified(clip: Path, photo: Path | None) -> dict[str, Any]:
         (proof,) = proofs
         return {**proof.to_json(), "differences": proof.differences}
     except SvdppError as error:
-        return _failure(error)
+        return _error_result(error)
 
 
 def _check_gpu(config: PipelineConfig) -> None:
