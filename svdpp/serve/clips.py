@@ -154,9 +154,9 @@ class RunningClip:
     metadata: dict[str, Any]
     handle: ClipHandle | None = None
     """None until the pipeline has the clip."""
-    moved_at: float = 0.0
+    progressed_at: float = 0.0
     """Monotonic time of the latest change of its progress."""
-    is_lost: bool = False
+    is_revoked: bool = False
     """Whether another server may have the job by now."""
     ranks_left: int = 0
     """How many ranks have not prepared its image yet."""
@@ -176,7 +176,7 @@ class RunningClip:
         return ClipProgress(self.request.done_steps, self.job.sampling.num_inference_steps)
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether a rank works on it or has done so; until then it waits."""
         return self.progress.rank is not None
 

@@ -22,7 +22,7 @@ from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.actions import Action, Kind
 from svdpp.serve.clips import ToRequest
-from svdpp.serve.feeder import Feeder
+from svdpp.serve.dispatcher import Dispatcher
 from svdpp.serve.job import EngineState, Job
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, RankStats, StepDone
@@ -64,12 +64,12 @@ class Engine:
         self._queue = queue
         self.to_request = ToRequest(self.config, self.checkpoint, queue.store)
         self._changed = threading.Condition()
-        self.feeder = Feeder(
+        self.dispatcher = Dispatcher(
             self.config, queue, self.to_request, on_changed, self._changed, self._seconds_left
         )
-        self.rank_view = RankView(config.world_size, self.feeder.job_of)
+        self.rank_view = RankView(config.world_size, self.dispatcher.job_id_of)
         """What each rank does, and did."""
-        self._observers: list[Observer] = [self.rank_view.add, self.feeder.image_ready]
+        self._observers: list[Observer] = [self.rank_view.add, self.dispatcher.image_ready]
         self._back_off = _FIRST_BACK_OFF
         self._deadline = math.inf
         self._pipeline: Pipeline | None = None
@@ -112,23 +112,23 @@ class Engine:
         Raises:
             OutputError: the queue cannot be changed.
         """
-        while not self._queue.ask_to_cancel(job_id, removes=removes):
+        while not self._queue.request_cancel(job_id, removes=removes):
             if self._queue.cancel_waiting(job_id):
-                job = self.feeder.notify(job_id)
+                job = self.dispatcher.notify(job_id)
                 if job is not None and self._queue.kind in (None, job.kind):
                     self.to_request.forget(job)
-                self.feeder.wake()
+                self.dispatcher.wake()
                 return True
             job = self._queue.get(job_id)
             if job is None or job.state.is_final:
                 return True  # else it has changed from one to the other in between
-        self.feeder.ask_to_cancel(job_id)
+        self.dispatcher.request_cancel(job_id)
         return False
 
     @property
     def is_idle(self) -> bool:
         """Whether the ranks are ready and have no work, and none waits."""
-        return self.state == "ready" and self.feeder.is_empty
+        return self.state == "ready" and self.dispatcher.is_empty
 
     def observe(self, observer: Observer) -> None:
         """Add an observer, before the start; what it raises goes to the log."""
@@ -136,7 +136,7 @@ class Engine:
 
     def name_of(self, clip: int) -> str:
         """Return the id of the job that is a clip of the pipeline."""
-        return self.feeder.job_of(clip) or f"clip {clip}"
+        return self.dispatcher.job_id_of(clip) or f"clip {clip}"
 
     # --- one pipeline after the other, in the engine's thread ------------------------------------
 
@@ -155,7 +155,7 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """Puts the clips back and waits for the restart; a launcher starts ranks only once."""
         self._become("restarting")
-        self.feeder.put_back_all(error, self._blamed(error))
+        self.dispatcher.requeue_all(error, self._blamed(error))
         if self._is_launched:
             raise error
         self.rank_view.reset()
@@ -175,7 +175,7 @@ class Engine:
             ranks_ignore_signals=True,
         )
         pipeline.observe(self._observe)
-        self.feeder.begin()
+        self.dispatcher.reset()
         self._pipeline, self._is_entering = pipeline, True
         try:
             with pipeline:
@@ -183,22 +183,22 @@ class Engine:
                 self._become("ready")
                 self._work(pipeline)
                 # At the end of the grace some may run.
-                pipeline.close(drain=not self.feeder.clips())
+                pipeline.close(drain=not self.dispatcher.clips())
         finally:
             self._pipeline, self._is_entering = None, False
-            self.feeder.settle_all()
+            self.dispatcher.record_results()
 
     def _work(self, pipeline: Pipeline) -> None:
-        num_completed = self.feeder.num_completed
-        while not self._is_closing() or (self.feeder.clips() and self._seconds_left() > 0):
+        num_completed = self.dispatcher.num_completed
+        while not self._is_closing() or (self.dispatcher.clips() and self._seconds_left() > 0):
             if pipeline.run_error is not None:
                 raise reraisable(pipeline.run_error)
-            self.feeder.turn(pipeline)
-            if self.feeder.num_completed > num_completed:
+            self.dispatcher.run_once(pipeline)
+            if self.dispatcher.num_completed > num_completed:
                 self._back_off = _FIRST_BACK_OFF
             timeout = max(0.0, min(_POLL_SECONDS, self._seconds_left()))
             with self._changed:
-                self._changed.wait_for(lambda: self.feeder.has_work, timeout)
+                self._changed.wait_for(lambda: self.dispatcher.has_work, timeout)
 
     def _observe(self, rank: int, event: Event) -> None:
         """Called in the pipeline's thread."""
@@ -211,8 +211,8 @@ class Engine:
     def _blamed(self, error: BaseException) -> set[str]:
         """The job during which a rank died; if that is unknown, all that have begun."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
-        job_id = None if rank is None else self.feeder.job_of(self.rank_view.clip_of(rank))
-        begun = {clip.job.id: clip.has_begun for clip in self.feeder.clips()}
+        job_id = None if rank is None else self.dispatcher.job_id_of(self.rank_view.clip_of(rank))
+        begun = {clip.job.id: clip.has_started for clip in self.dispatcher.clips()}
         return {job_id} if job_id in begun else {id for id, has_begun in begun.items() if has_begun}
 
     def _is_closing(self) -> bool:
@@ -274,11 +274,11 @@ class _State:
 class RankView:
     """Collector of the ranks' events. One thread adds them, any thread reads.
 
-    `job_of` gives the id of the job of a clip.
+    `job_id_of` gives the id of the job of a clip.
     """
 
-    def __init__(self, world_size: int, job_of: Callable[[int], str | None]) -> None:
-        self._job_of = job_of
+    def __init__(self, world_size: int, job_id_of: Callable[[int], str | None]) -> None:
+        self._job_id_of = job_id_of
         self._lock = threading.Lock()
         self._ranks = [_State() for _ in range(world_size)]
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
@@ -316,7 +316,7 @@ class RankView:
         if action.kind not in _SHOWN:
             return []
         ahead = time.time() - time.monotonic()
-        job, kind = self._job_of(action.clip), action.kind.lower()
+        job, kind = self._job_id_of(action.clip), action.kind.lower()
         return [RankSpan(rank, job, kind, start + ahead, end + ahead)]
 
     def clip_of(self, rank: int) -> int | None:
@@ -334,7 +334,7 @@ class RankView:
         if at.action is None:
             return Rank(rank, at.device, None, "", None, "idle", at.stats)
         step = at.step if at.action.kind is Kind.DENOISE and at.step >= 0 else None
-        job, kind = self._job_of(at.action.clip), at.action.kind.lower()
+        job, kind = self._job_id_of(at.action.clip), at.action.kind.lower()
         doing: Literal["wait", "compute"] = "wait" if at.waits else "compute"
         return Rank(rank, at.device, job, kind, step, doing, at.stats)
 

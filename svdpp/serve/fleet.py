@@ -79,7 +79,7 @@ class _Pace:
         sampling, done = clip.job.sampling, clip.progress.steps_done
         left = self.left(sampling, done)
         next_left = self.left(sampling, done + 1) if done < sampling.num_inference_steps else 0.0
-        return left - min(time.monotonic() - clip.moved_at, left - next_left)
+        return left - min(time.monotonic() - clip.progressed_at, left - next_left)
 
 
 class Estimates:
@@ -92,7 +92,7 @@ class Estimates:
 
     def __init__(self, queue: JobQueue, engine: Engine, num_servers: Callable[[], int]) -> None:
         self._queue = queue
-        self._feeder = engine.feeder
+        self._dispatcher = engine.dispatcher
         self._num_ranks = engine.config.world_size // engine.config.cfg_parallel
         self._num_servers = num_servers
         kinds = (Kind.ENCODE, "step", Kind.DECODE, "write")
@@ -120,7 +120,7 @@ class Estimates:
                 pass
 
     def _add(self, kind: str, index: int, seconds: float) -> None:
-        job = self._feeder.latest.get(index)
+        job = self._dispatcher.recent_jobs.get(index)
         if job is not None and kind in self._samples:
             self._samples[kind].append(seconds / _volume(job.sampling))
 
@@ -149,10 +149,10 @@ class Estimates:
 
     def _new(self) -> dict[str, Estimate]:
         waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
-        clips, preparing = self._feeder.clips(), self._feeder.preparing
+        clips, preparing = self._dispatcher.clips(), self._dispatcher.preparing
         pace = self._pace()
         made = pace or _Pace(0.0, 0.0, 0.0)
-        begun = [clip for clip in clips if clip.has_begun]
+        begun = [clip for clip in clips if clip.has_started]
         etas = {clip.job.id: made.left_of(clip) for clip in begun}
         places: dict[str, int] = {}
         ahead = self._until_free(made, begun[-1]) if begun else 0.0
@@ -193,7 +193,7 @@ class Estimates:
         for clip in clips:
             yield clip.job.id, clip.job.sampling, clip.progress.steps_done
         # Others go before a large image until it is prepared.
-        first = 0 if self._feeder.preparing is None else self._feeder.num_free
+        first = 0 if self._dispatcher.preparing is None else self._dispatcher.num_free_slots
         claimed = [(job.id, job.sampling) for job in self._queue.claimed()]
         for id, sampling in (*waiting[:first], *claimed, *waiting[first:]):
             yield id, sampling, 0
@@ -243,7 +243,7 @@ class Fleet:
         return [other for other in live if (other["weights"] or other["model"]) == kind]
 
     def _own(self) -> dict[str, Any]:
-        feeder, state = self._engine.feeder, self._engine.state
+        dispatcher, state = self._engine.dispatcher, self._engine.state
         return {
             "id": self._queue.server,
             "host": socket.gethostname(),
@@ -253,8 +253,8 @@ class Fleet:
             "sizes": [size_of(*size) for size in self._capabilities.sizes],
             "ranks": self._engine.config.world_size,
             "state": state,
-            "free": feeder.num_free if state == "ready" else 0,
-            "claims": len(feeder.clips()),
+            "free": dispatcher.num_free_slots if state == "ready" else 0,
+            "claims": len(dispatcher.clips()),
             "seen_seconds": 0.0,
             "is_live": True,
         }
@@ -280,17 +280,17 @@ class Fleet:
         self._is_away = False
 
     def _renew(self) -> None:
-        feeder = self._engine.feeder
-        lost, to_cancel = self._queue.renew(feeder.steps_done)
-        feeder.lose(lost)
+        dispatcher = self._engine.dispatcher
+        revoked, to_cancel = self._queue.renew(dispatcher.steps_done)
+        dispatcher.revoke(revoked)
         for id in to_cancel:
-            feeder.ask_to_cancel(id)
+            dispatcher.request_cancel(id)
         own = self._own()
         self._queue.register(own)
         self._look_at_clock()
         if random.random() * len(self._others) < _MAX_LOOKING:
             self._look(own)
-        feeder.wake()
+        dispatcher.wake()
 
     def _look_at_clock(self) -> None:
         """Report once that this machine's clock is not the database's, by which all ages count."""
@@ -316,11 +316,11 @@ class Fleet:
                 logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:
-        feeder = self._engine.feeder
+        dispatcher = self._engine.dispatcher
         for said in self._queue.backend.listen(seconds):
             if said != QUEUED:
-                feeder.ask_to_cancel(said)
+                dispatcher.request_cancel(said)
                 continue
             num_free = sum(other["free"] > 0 for other in self.others_of(self._queue.kind))
-            if not feeder.num_free or random.random() * num_free < _MAX_WOKEN:
-                feeder.wake()
+            if not dispatcher.num_free_slots or random.random() * num_free < _MAX_WOKEN:
+                dispatcher.wake()

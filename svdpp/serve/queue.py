@@ -436,7 +436,7 @@ class JobQueue:
         """Cancel a job that is queued; return whether it was."""
         return self._change(id, [JobState.QUEUED], state=JobState.CANCELLED)
 
-    def ask_to_cancel(self, id: str, *, removes: bool = False) -> bool:
+    def request_cancel(self, id: str, *, removes: bool = False) -> bool:
         """Mark a job in progress to be cancelled, also for the next start of the server.
 
         Args:

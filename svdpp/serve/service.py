@@ -260,7 +260,7 @@ class Service:
         stored = self._stored(job, request, owner)
         if stored.id == id:
             logger.info("{} is requested", id)
-            self.engine.feeder.wake()
+            self.engine.dispatcher.wake()
             with contextlib.suppress(OutputError):  # the promise is missing, and the video is not
                 estimate = self.fleet.estimates.of(id)
                 if estimate is not None and estimate.eta_seconds is not None:
@@ -330,11 +330,11 @@ class Service:
 
     def remove_leftovers(self) -> None:
         """Remove what no job needs, and did not at the call before."""
-        in_use = [clip.job.id for clip in self.engine.feeder.clips()]
+        in_use = [clip.job.id for clip in self.engine.dispatcher.clips()]
         in_use += [self.verifier.running] if self.verifier.running else []
         self._leftovers = remove_leftovers(self.queue, self._leftovers, in_use)
-        self.engine.feeder.has_latents = True
-        self.engine.feeder.wake()
+        self.engine.dispatcher.has_latents = True
+        self.engine.dispatcher.wake()
 
     def delete(self, id: str, owner: Owner) -> tuple[DeletedVideo, bool]:
         """Remove a job with its files, and cancel it before if it is open.
@@ -415,7 +415,7 @@ class Service:
         if (reason := self._incompatible_reason(job)) is not None:
             return video_of(job, held=None if self.fleet.others_of(job.kind) else reason)
         estimate = self.fleet.estimates.of(job.id) or Estimate(0, None)
-        clip, eta = self.engine.feeder.get(job.id), estimate.eta_seconds
+        clip, eta = self.engine.dispatcher.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
             return video_of(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)

@@ -422,7 +422,7 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     files = store.files()
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
-    # A fleet may never be without a clip, which is when `Feeder` removes all latent checkpoints.
+    # `Dispatcher` removes all latent checkpoints once no clip is left; a fleet may always have one.
     oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
     left: Seen = {file for file in files.items() if _is_leftover(file, clips, oldest)}
     unused: Seen = {

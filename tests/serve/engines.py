@@ -126,7 +126,7 @@ class Serving:
         """Stores jobs, which the engine takes."""
         for job in jobs:
             self.store.add(job, max_open=None)
-        self.engine.feeder.wake()
+        self.engine.dispatcher.wake()
         return [job.id for job in jobs]
 
     def made(self, *jobs: Job) -> list[Job]:
@@ -150,7 +150,7 @@ class Serving:
         """Waits until so many steps of the job are done; `serving` has to stop a clip there."""
 
         def is_there() -> bool:
-            clip = self.engine.feeder.get(job_id)
+            clip = self.engine.dispatcher.get(job_id)
             assert not self.job(job_id).state.is_final, "it did not stop"
             return clip is not None and clip.progress.steps_done >= step
 

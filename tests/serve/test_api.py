@@ -261,7 +261,7 @@ def test_clients_that_cancel_keep_no_other_waiting(
             assert server.request(steps=1).status_code == 202
             assert {answer.result().status_code for answer in answers} == {202}
         monkeypatch.undo()
-        server.service.engine.feeder.ask_to_cancel(id)
+        server.service.engine.dispatcher.request_cancel(id)
         server.wait_for(id, "cancelled")
 
 

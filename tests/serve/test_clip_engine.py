@@ -238,7 +238,7 @@ def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) ->
 def test_a_full_disk_delays_a_result_and_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    monkeypatch.setattr("svdpp.serve.feeder._DISK_SECONDS", 0.01)
+    monkeypatch.setattr("svdpp.serve.dispatcher._RETRY_SECONDS", 0.01)
     with serving(tmp_path, dummy_config(1)) as service:
         complete, refusals = service.store.complete, iter(["full", "full", "read-only", "full"])
 

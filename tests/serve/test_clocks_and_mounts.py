@@ -158,7 +158,7 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
     monkeypatch.setattr(ToRequest, "__call__", unmounting)
     with serving(folder, dummy_config()) as own:
         ids = own.add(1, 2)
-        own.wait(lambda: own.engine.feeder.unavailable_reason, "the folder is not looked at")
+        own.wait(lambda: own.engine.dispatcher.unavailable_reason, "the folder is not looked at")
         assert not failures
         (tmp_path / "away").rename(folder)
         assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}

@@ -134,11 +134,14 @@ def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     def of_server(
         *clips: RunningClip, ranks: int = 1, servers: int = 1, preparing: Any = None
     ) -> Estimates:
-        feeder = SimpleNamespace(
-            clips=lambda: list(clips), preparing=preparing, num_free=2, latest={0: dummy_job(0)}
+        dispatcher = SimpleNamespace(
+            clips=lambda: list(clips),
+            preparing=preparing,
+            num_free_slots=2,
+            recent_jobs={0: dummy_job(0)},
         )
         config = SimpleNamespace(world_size=ranks, cfg_parallel=1)
-        engine: Any = SimpleNamespace(feeder=feeder, config=config)
+        engine: Any = SimpleNamespace(dispatcher=dispatcher, config=config)
         found = Estimates(store, engine, lambda: servers)
         for seconds in (9.0, 2.0, 2.0):  # the rank warms up
             found(0, StepDone(clip=0, step=1, seconds=seconds))

@@ -233,9 +233,9 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
     own, other, id = lapsed
     taken(other)
     if is_noticed:
-        own.engine.feeder.lose(own.store.renew(own.engine.feeder.steps_done)[0])
+        own.engine.dispatcher.revoke(own.store.renew(own.engine.dispatcher.steps_done)[0])
     own.go_on()
-    own.wait(lambda: not own.engine.feeder.clips(), "the clip stays")
+    own.wait(lambda: not own.engine.dispatcher.clips(), "the clip stays")
     now = own.job(id)
     assert (now.state, now.token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
     remove_leftovers_now(other)
@@ -248,8 +248,8 @@ def test_a_server_does_not_make_a_clip_twice_at_once(
 ) -> None:
     """It takes the same job again before it knows that its claim has ended."""
     own, other, id = lapsed
-    own.engine.feeder.wake()
-    own.wait(lambda: own.engine.feeder.clips()[0].is_lost, "it is not noticed")
+    own.engine.dispatcher.wake()
+    own.wait(lambda: own.engine.dispatcher.clips()[0].is_revoked, "it is not noticed")
     own.go_on()
     (done,) = own.wait_final([id])
     assert done.state is JobState.COMPLETED

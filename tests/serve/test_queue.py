@@ -108,7 +108,7 @@ def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
         "complete": lambda id: store.complete(id, {"late": True}, job_of(store, id).token),
         "fail": lambda id: store.fail(id, RequestError("late"), job_of(store, id).token),
         "cancel_waiting": store.cancel_waiting,
-        "ask_to_cancel": store.ask_to_cancel,
+        "request_cancel": store.request_cancel,
         "cancelled": lambda id: store.cancelled(id, job_of(store, id).token),
         "set_verification": lambda id: store.set_verification(id, "equal"),
         "remove": store.remove,
@@ -117,7 +117,7 @@ def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
 
 ALLOWED = {
     JobState.QUEUED: {"cancel_waiting"},
-    JobState.IN_PROGRESS: {"put_back", "complete", "fail", "ask_to_cancel", "cancelled"},
+    JobState.IN_PROGRESS: {"put_back", "complete", "fail", "request_cancel", "cancelled"},
     JobState.COMPLETED: {"set_verification", "remove"},
     JobState.FAILED: {"remove"},
     JobState.CANCELLED: {"remove"},
@@ -140,7 +140,7 @@ def test_only_one_of_many_threads_ends_a_job(store: JobQueue) -> None:
     ends = ("complete", "fail", "cancelled", "put_back") * 2
     for _ in range(20):
         id = in_state(store, JobState.IN_PROGRESS)
-        store.ask_to_cancel(id)
+        store.request_cancel(id)
         assert sum(at_once(8, lambda n, id=id: _changes(store)[ends[n]](id))) == 1  # type: ignore[misc]
         assert job_of(store, id).state.is_final
 
@@ -164,7 +164,7 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
         store.take_next()
     store.complete(ids[0], {}, job_of(store, ids[0]).token)
     store.set_verification(ids[0], "running")
-    store.ask_to_cancel(ids[1])
+    store.request_cancel(ids[1])
     store.close()
     with contextlib.closing(JobQueue(tmp_path / "data")) as again:
         assert [(job.id, job.state) for job in again.recover()] == [
@@ -186,7 +186,7 @@ def test_putting_back_counts_attempts_and_cancels_what_was_to_be_cancelled(store
         assert store.put_back(id, job_of(store, id).token, counts=counts)
         assert job_of(store, id).attempts == attempts
     store.take_next()
-    assert store.ask_to_cancel(id)
+    assert store.request_cancel(id)
     assert store.put_back(id, job_of(store, id).token, counts=True)
     assert job_of(store, id).state is JobState.CANCELLED
     assert job_of(store, id).finished_at is not None

@@ -91,7 +91,7 @@ def full(disk: Path) -> Iterator[None]:
 def test_clips_wait_for_space(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
         with full(disk):
-            own.wait(lambda: own.engine.feeder.unavailable_reason, "the disk is not looked at")
+            own.wait(lambda: own.engine.dispatcher.unavailable_reason, "the disk is not looked at")
             ids = own.add(1, 2)
             own.wait(lambda: own.store.waiting(), "the queue is not read")
             assert own.states(ids) == [JobState.QUEUED] * 2

@@ -82,8 +82,8 @@ def recovered(queue: JobQueue) -> list[Job]:
 
 def fleet_of(queue: JobQueue) -> Fleet:
     """A server of the fleet, whose ranks have nothing to do."""
-    feeder = Mock(num_free=1, clips=list)
-    engine = Mock(feeder=feeder, state="ready", config=Mock(world_size=2, cfg_parallel=1))
+    dispatcher = Mock(num_free_slots=1, clips=list)
+    engine = Mock(dispatcher=dispatcher, state="ready", config=Mock(world_size=2, cfg_parallel=1))
     queue.kind = "demo"
     return Fleet(queue, engine, Capabilities(model="demo", sampling=SAMPLING, sizes=()))
 
@@ -141,7 +141,7 @@ def test_a_server_renews_all_its_claims(opened: Open) -> None:
     # As if another server had claimed it in the meantime.
     with other.backend.transaction() as connection:
         connection.execute("UPDATE jobs SET token = 2 WHERE id = ?", (ids[1],))
-    other.ask_to_cancel(ids[2])
+    other.request_cancel(ids[2])
     maker.lease_seconds = 3000.0
     assert maker.renew(ids.index) == ([(ids[1], 1)], [ids[2]])
     steps = {job.id: job.step for job in other.running()}
@@ -264,7 +264,7 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(opened: Open) -> None:
     for _ in range(200):
         add(other)
         fleet._listen(30.0)
-    assert 1 <= fleet._engine.feeder.wake.call_count <= 40
+    assert 1 <= fleet._engine.dispatcher.wake.call_count <= 40
 
 
 def test_two_servers_do_not_verify_the_same_clip(opened: Open) -> None:

@@ -29,14 +29,14 @@ _T = TypeVar("_T")
 #: The deaths of ranks during one clip after which it has failed.
 MAX_ATTEMPTS = 2
 
-_DISK_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 # Clips, of which the ranks have far fewer.
-_REMEMBERED = 1000
+_MAX_RECENT_JOBS = 1000
 # To prepare an image, until it is measured.
 _SECONDS_PER_PIXEL = 6e-8
 
 
-class Feeder:
+class Dispatcher:
     """Dispatcher of jobs from the queue to the ranks, which records what becomes of them.
 
     `on_changed` is called with each job that has reached another state; `changed` is notified when
@@ -63,7 +63,7 @@ class Feeder:
         self._max_waiting = 2 * config.replicas
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
-        self.latest: dict[int, Job] = {}
+        self.recent_jobs: dict[int, Job] = {}
         """Jobs of clips by their indices, also of those that have ended: ranks report late."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
@@ -88,20 +88,20 @@ class Feeder:
             self._is_woken = True
             self._changed.notify_all()
 
-    def ask_to_cancel(self, job_id: str) -> None:
+    def request_cancel(self, job_id: str) -> None:
         """Ask the ranks to skip a job, which the queue has marked."""
         with self._changed:
             self._to_cancel.add(job_id)
             self._changed.notify_all()
 
-    def lose(self, claims: Iterable[tuple[str, int]]) -> None:
+    def revoke(self, claims: Iterable[tuple[str, int]]) -> None:
         """Stop the work of claims that have ended, by id and token; keep nothing of it."""
         for id, token in claims:
             clip = self.get(id)
             if clip is not None and clip.job.token == token:
-                clip.is_lost = True
+                clip.is_revoked = True
                 logger.warning("{} was not renewed in time: another server makes it", id)
-                self.ask_to_cancel(id)
+                self.request_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
         """Report the job as it is now to `on_changed`; return it, None if it is gone."""
@@ -121,9 +121,9 @@ class Feeder:
             self.wake()
 
     @property
-    def num_free(self) -> int:
+    def num_free_slots(self) -> int:
         """Number of jobs that the pipeline can take."""
-        num_waiting = sum(not clip.has_begun for clip in self.clips())
+        num_waiting = sum(not clip.has_started for clip in self.clips())
         return max(0, min(self._max_running - len(self._clips), self._max_waiting - num_waiting))
 
     def clips(self) -> list[RunningClip]:
@@ -141,9 +141,9 @@ class Feeder:
         """Return how many steps of a job are done; 0 if the ranks do not have it."""
         return 0 if (clip := self.get(job_id)) is None else clip.progress.steps_done
 
-    def job_of(self, clip: int | None) -> str | None:
+    def job_id_of(self, clip: int | None) -> str | None:
         """Return the id of the job of a clip's index; None if it is unknown."""
-        job = None if clip is None else self.latest.get(clip)
+        job = None if clip is None else self.recent_jobs.get(clip)
         return None if job is None else job.id
 
     @property
@@ -157,51 +157,53 @@ class Feeder:
     @property
     def has_work(self) -> bool:
         """Whether there is something to do at once."""
-        return bool(self._done or self._to_cancel) or self._may_take
+        return bool(self._done or self._to_cancel) or self._can_claim
 
     @property
-    def _may_take(self) -> bool:
+    def _can_claim(self) -> bool:
         is_prepared = self.preparing is not None and self.preparing.is_prepared
         return (
             (self._is_woken or not self._is_queue_empty or is_prepared)
             and not self.unavailable_reason
             and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
-            and self.num_free > 0
+            and self.num_free_slots > 0
             # Else this server could claim the same job again, and have it twice.
-            and not any(clip.is_lost for clip in self.clips())
+            and not any(clip.is_revoked for clip in self.clips())
         )
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Begin with a new pipeline."""
         self._next_clip = 0
-        self.latest.clear()
+        self.recent_jobs.clear()
         self.preparing = None
 
-    def turn(self, pipeline: Pipeline) -> None:
+    def run_once(self, pipeline: Pipeline) -> None:
         """Do what there is to do: record results, cancel, and give jobs to the pipeline."""
-        self.settle_all()
-        self._pass_on_cancels()
-        self._look_at_folder()
-        while self._may_take:
+        self.record_results()
+        self._forward_cancellations()
+        self._check_storage()
+        while self._can_claim:
             self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
             if (clip := self.preparing) is not None and clip.is_prepared:
                 self.preparing = None
                 self._submit(pipeline, clip)
                 continue
-            job = self._persist(lambda: self._queue.take_next(large=self.preparing is None))
+            job = self._retry_while_unavailable(
+                lambda: self._queue.take_next(large=self.preparing is None)
+            )
             self._is_queue_empty = job is None
             if job is None:
                 break
             self.has_latents = True
-            self._begin(pipeline, job)
+            self._start(pipeline, job)
         if self.has_latents and self._is_queue_empty and not self._clips:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
-            if not self._persist(self._queue.has_unfinished):
+            if not self._retry_while_unavailable(self._queue.has_unfinished):
                 self._to_request.forget_all()
             self.has_latents = False
 
-    def _look_at_folder(self) -> None:
+    def _check_storage(self) -> None:
         """Stop beginning clips without a queue or files, or on a full disk; log the change."""
         before, self.unavailable_reason = self.unavailable_reason, self._queue.unavailable_reason
         if self.unavailable_reason not in ("", before):
@@ -209,25 +211,25 @@ class Feeder:
         elif before and not self.unavailable_reason:
             logger.warning("the data folder can be used again: clips are made")
 
-    def _begin(self, pipeline: Pipeline, job: Job) -> None:
+    def _start(self, pipeline: Pipeline, job: Job) -> None:
         """Give a job that was claimed to the ranks, perhaps after they have prepared its image."""
-        if (old := self.get(job.id)) is not None:  # of a claim that ended without being noticed
-            self.lose([(job.id, old.job.token)])
-            self._put_back(job)
+        if (running := self.get(job.id)) is not None:  # of a claim that ended without being noticed
+            self.revoke([(job.id, running.job.token)])
+            self._requeue(job)
             return
         try:
             clip = self._to_request(job)
         except BackendUnavailableError:  # another server may reach it
-            self._put_back(job)
-            self._look_at_folder()
+            self._requeue(job)
+            self._check_storage()
             return
         except Exception as error:
-            self._fail_or_put_back(job, error)
+            self._fail_or_requeue(job, error)
             return
-        if not self._prepares(pipeline, clip):
+        if not self._start_preparing(pipeline, clip):
             self._submit(pipeline, clip)
 
-    def _prepares(self, pipeline: Pipeline, clip: RunningClip) -> bool:
+    def _start_preparing(self, pipeline: Pipeline, clip: RunningClip) -> bool:
         """Whether the ranks prepare the clip's image, a large one, while other jobs go first."""
         if self.preparing is not None or not clip.job.has_large_image or clip.request.done_steps:
             return False
@@ -244,34 +246,34 @@ class Feeder:
         job = clip.job
         with self._changed:
             self._clips[job.id] = clip
-            self.latest[self._next_clip] = job
-            self.latest.pop(self._next_clip - _REMEMBERED, None)
+            self.recent_jobs[self._next_clip] = job
+            self.recent_jobs.pop(self._next_clip - _MAX_RECENT_JOBS, None)
         try:
             clip.handle = pipeline.submit(clip.request, [clip.metadata])
         except Exception as error:
             if pipeline.run_error is not None or isinstance(error, ClosedError):
                 raise
-            self._fail(job, error)
+            self._record_failed(job, error)
             self._remove(job.id)
             return
         self._next_clip += 1
-        clip.handle.add_progress_callback(lambda _: self._moved(clip))
-        clip.handle.add_done_callback(functools.partial(self._note_done, pipeline, job.id))
-        self._persist(lambda: self.notify(job.id))
+        clip.handle.add_progress_callback(lambda _: self._on_progress(clip))
+        clip.handle.add_done_callback(functools.partial(self._on_done, pipeline, job.id))
+        self._retry_while_unavailable(lambda: self.notify(job.id))
 
-    def _moved(self, clip: RunningClip) -> None:
+    def _on_progress(self, clip: RunningClip) -> None:
         """Called in the pipeline's thread."""
         with self._changed:
-            clip.moved_at = time.monotonic()
+            clip.progressed_at = time.monotonic()
             self._changed.notify_all()
 
-    def _note_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
+    def _on_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
         """Called in the pipeline's thread."""
         with self._changed:
             self._done.append((job_id, handle, pipeline.run_error is not None))
             self._changed.notify_all()
 
-    def _pass_on_cancels(self) -> None:
+    def _forward_cancellations(self) -> None:
         with self._changed:
             job_ids, self._to_cancel = self._to_cancel, set()
         for job_id in job_ids:
@@ -279,54 +281,54 @@ class Feeder:
             if clip is not None and clip is self.preparing:
                 self.preparing = None
                 self._is_queue_empty = False  # the next large one can be taken
-                self._cancelled(clip.job)
+                self._record_cancelled(clip.job)
             elif clip is not None and clip.handle is not None:
                 clip.handle.cancel()
 
-    def settle_all(self) -> None:
+    def record_results(self) -> None:
         """Record the outcomes of the clips that have left the pipeline."""
         while self._done:
-            self._settle(*self._done[0])
+            self._record_result(*self._done[0])
             self._done.popleft()
 
-    def _settle(self, job_id: str, handle: ClipHandle, run_has_ended: bool) -> None:
+    def _record_result(self, job_id: str, handle: ClipHandle, run_has_ended: bool) -> None:
         clip = self._clips[job_id]
         try:
             result = handle.result()
         except CancelledError:
-            self._cancelled(clip.job)
+            self._record_cancelled(clip.job)
         except BaseException as error:
             if run_has_ended or isinstance(error, ClosedError):
-                return  # for `put_back_all`
-            self._settle_failed(clip, error)
+                return  # for `requeue_all`
+            self._record_failure(clip, error)
         else:
-            self._complete(clip.job, result.metadata)
+            self._record_completed(clip.job, result.metadata)
             self.num_completed += 1
         self._remove(job_id)
 
-    def _cancelled(self, job: Job) -> None:
-        if self._record(job, lambda: self._queue.cancelled(job.id, job.token)):
+    def _record_cancelled(self, job: Job) -> None:
+        if self._apply(job, lambda: self._queue.cancelled(job.id, job.token)):
             self._to_request.forget(job)
 
-    def _settle_failed(self, clip: RunningClip, error: BaseException) -> None:
+    def _record_failure(self, clip: RunningClip, error: BaseException) -> None:
         if isinstance(error, InputError) and clip.request.done_steps:
             # Perhaps its latent checkpoint does not fit: without it the clip starts again.
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._to_request.forget(clip.job)
-            self._put_back(clip.job)
+            self._requeue(clip.job)
         else:
-            self._fail_or_put_back(clip.job, error)
+            self._fail_or_requeue(clip.job, error)
 
-    def _fail_or_put_back(self, job: Job, error: BaseException) -> None:
+    def _fail_or_requeue(self, job: Job, error: BaseException) -> None:
         """Record a failure, unless its cause may be that the files could not be reached."""
         if not self._queue.store.is_mounted:
             logger.warning("{} starts again once its files are there: {}", job.id, error)
-            self._put_back(job)
-            self._look_at_folder()
-        elif self._fail(job, error):
+            self._requeue(job)
+            self._check_storage()
+        elif self._record_failed(job, error):
             self._to_request.forget(job)
 
-    def put_back_all(self, error: BaseException, blamed: set[str]) -> None:
+    def requeue_all(self, error: BaseException, blamed: set[str]) -> None:
         """Put the clips of ended ranks back into the queue.
 
         Args:
@@ -339,60 +341,61 @@ class Feeder:
         for clip in self.clips():
             is_blamed = clip.job.id in blamed
             if not (is_blamed and clip.job.attempts + 1 >= MAX_ATTEMPTS):
-                self._put_back(clip.job, counts=is_blamed)
-            elif self._fail(clip.job, RankError(message, hint, details=details)):
+                self._requeue(clip.job, counts=is_blamed)
+            elif self._record_failed(clip.job, RankError(message, hint, details=details)):
                 self._to_request.forget(clip.job)
             self._remove(clip.job.id)
-        for left in self._persist(self._queue.claimed):  # taken, but not yet given to the ranks
-            self._put_back(left)
+        # Claimed, but not yet submitted to the ranks.
+        for job in self._retry_while_unavailable(self._queue.claimed):
+            self._requeue(job)
 
     def _remove(self, job_id: str) -> None:
         with self._changed:
             self._clips.pop(job_id, None)
             self._changed.notify_all()
 
-    def _complete(self, job: Job, metadata: dict[str, Any]) -> None:
+    def _record_completed(self, job: Job, metadata: dict[str, Any]) -> None:
         clip = job.clip_in(self._to_request.folder)
         for path in (clip, Path(f"{clip}.json")):
-            self._persist(functools.partial(self._queue.store.put, path))
+            self._retry_while_unavailable(functools.partial(self._queue.store.put, path))
         if "file_sha256" in metadata and not clip.exists():
             # It went to a place that its disk has been mounted over, or was removed there.
             logger.warning("{} starts again: its file is missing", job.id)
-            self._put_back(job)
+            self._requeue(job)
             return
         # If another server has the job, what is written here is a leftover.
-        self._record(job, lambda: self._queue.complete(job.id, metadata, job.token))
+        self._apply(job, lambda: self._queue.complete(job.id, metadata, job.token))
 
-    def _fail(self, job: Job, error: BaseException) -> bool:
+    def _record_failed(self, job: Job, error: BaseException) -> bool:
         logger.warning("{} failed: {}", job.id, error)
-        return self._record(job, lambda: self._queue.fail(job.id, error, job.token))
+        return self._apply(job, lambda: self._queue.fail(job.id, error, job.token))
 
-    def _put_back(self, job: Job, *, counts: bool = False) -> None:
-        self._record(job, lambda: self._queue.put_back(job.id, job.token, counts=counts))
+    def _requeue(self, job: Job, *, counts: bool = False) -> None:
+        self._apply(job, lambda: self._queue.put_back(job.id, job.token, counts=counts))
         self._is_queue_empty = False
 
-    def _record(self, job: Job, change: Callable[[], bool]) -> bool:
+    def _apply(self, job: Job, change: Callable[[], bool]) -> bool:
         """Change the state of a job, and report it; return whether this server had it."""
-        is_changed = self._persist(change)
-        self._persist(lambda: self.notify(job.id))
+        is_changed = self._retry_while_unavailable(change)
+        self._retry_while_unavailable(lambda: self.notify(job.id))
         return is_changed
 
-    def _persist(self, change: Callable[[], _T]) -> _T:
+    def _retry_while_unavailable(self, change: Callable[[], _T]) -> _T:
         """Query or change the queue, or put files, however long these are away or the disk full.
 
         Raises:
             OutputError: They still are at the end of the grace.
         """
-        said = ""
+        logged = ""
         while True:
             try:
                 return change()
             except OutputError as error:
                 if self._seconds_left() <= 0:
                     raise
-                self._look_at_folder()
-                if not isinstance(error, BackendUnavailableError) and said != str(error):
-                    said = str(error)
+                self._check_storage()
+                if not isinstance(error, BackendUnavailableError) and logged != str(error):
+                    logged = str(error)
                     logger.error("the queue cannot be used, trying again: {}", error)
                 with self._changed:
-                    self._changed.wait(min(_DISK_SECONDS, self._seconds_left()))
+                    self._changed.wait(min(_RETRY_SECONDS, self._seconds_left()))
