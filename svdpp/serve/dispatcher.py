@@ -190,7 +190,7 @@ class Dispatcher:
                 self._submit(pipeline, clip)
                 continue
             job = self._retry_while_unavailable(
-                lambda: self._queue.take_next(large=self.preparing is None)
+                lambda: self._queue.claim(large=self.preparing is None)
             )
             self._is_queue_empty = job is None
             if job is None:
@@ -307,7 +307,7 @@ class Dispatcher:
         self._remove(job_id)
 
     def _record_cancelled(self, job: Job) -> None:
-        if self._apply(job, lambda: self._queue.cancelled(job.id, job.token)):
+        if self._apply(job, lambda: self._queue.mark_cancelled(job.id, job.token)):
             self._to_request.forget(job)
 
     def _record_failure(self, clip: RunningClip, error: BaseException) -> None:
@@ -371,7 +371,7 @@ class Dispatcher:
         return self._apply(job, lambda: self._queue.fail(job.id, error, job.token))
 
     def _requeue(self, job: Job, *, counts: bool = False) -> None:
-        self._apply(job, lambda: self._queue.put_back(job.id, job.token, counts=counts))
+        self._apply(job, lambda: self._queue.requeue(job.id, job.token, counts=counts))
         self._is_queue_empty = False
 
     def _apply(self, job: Job, change: Callable[[], bool]) -> bool:

@@ -85,7 +85,7 @@ class Engine:
     def close(self, grace_seconds: float) -> None:
         """Finish what it can within the grace, drop the rest, and end the ranks.
 
-        Dropped jobs stay in progress in the store: `JobQueue.recover` queues them.
+        Dropped jobs stay in progress in the store: `JobQueue.requeue_expired` queues them.
         """
         with self._changed:
             self._deadline = min(self._deadline, time.monotonic() + grace_seconds)

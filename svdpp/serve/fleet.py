@@ -312,7 +312,7 @@ class Fleet:
             if row["id"] != own["id"] and own.keys() <= row.keys()  # else of another version
         ]
         if time.monotonic() >= self._recover_at:
-            for job in self._queue.recover():
+            for job in self._queue.requeue_expired():
                 logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:

@@ -52,19 +52,19 @@ if TYPE_CHECKING:
 AGEING_SECONDS = 600.0
 
 #: The claims of one job that may end because nobody renews them; with the last one it has failed.
-MAX_LOST = 5
+MAX_EXPIRED_LEASES = 5
 
 # A server that can make few of the jobs looks for them now and then, as it has other things to do.
-_MAX_TRIES, _MAX_PASSED = 20, 1000
+_MAX_TRIES, _MAX_INCOMPATIBLE = 20, 1000
 # Of the claims that have ended, which other servers look at, too: so renewals are not late.
-_MAX_RECOVERED = 100
+_MAX_REQUEUED = 100
 #: What a server says when there is a new job; the id of one is to be cancelled.
 QUEUED = "queued"
 # Until then the list has a server that says nothing.
-_FORGET_SECONDS = 86400
+_SERVER_RETENTION_SECONDS = 86400
 
 
-def _any_of(states: Iterable[JobState]) -> str:
+def _state_in(states: Iterable[JobState]) -> str:
     return f"state IN ({', '.join(repr(str(state)) for state in states)})"
 
 
@@ -74,12 +74,12 @@ _START = "CASE WHEN clock() < created_at THEN created_at ELSE clock() END"
 _BEGIN = "coalesce(started_at, created_at)"
 _END = f"CASE WHEN clock() < {_BEGIN} THEN {_BEGIN} ELSE clock() END"
 _SAMPLING = COLUMNS.index("sampling")
-_FINAL = _any_of(state for state in JobState if state.is_final)
+_FINAL = _state_in(state for state in JobState if state.is_final)
 
 # --- the transitions that depend on more than the state -------------------------------------------
 
 _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
-_KIND = "coalesce(nullif(weights, ''), model)"
+_MODEL_KEY = "coalesce(nullif(weights, ''), model)"
 # The first of the jobs that each owner has: an index has them, so that a long queue takes no time.
 # PostgreSQL compares the state once more when it has locked the row: it may be cancelled by then.
 _NEXT = """
@@ -96,14 +96,14 @@ UPDATE jobs SET state = 'in_progress', started_at = {_START}, server = ?, token 
 WHERE id = ({{}}) RETURNING {_COLUMNS}
 """
 _NEW_OWNER = "INSERT INTO owners VALUES (?, 0) ON CONFLICT (owner) DO NOTHING"
-_SPEND_TURN = """
+_ADVANCE_TURN = """
 INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 _EXPIRED = "coalesce(lease_until, 0) <= clock()"
 # After the last of the claims that nobody renewed it fails.
-_IS_LAST = f"lost + {{lost}} >= {MAX_LOST}"
-_PUT_BACK = f"""
+_IS_LAST = f"lost + {{lost}} >= {MAX_EXPIRED_LEASES}"
+_REQUEUE = f"""
 UPDATE jobs SET
     state = CASE WHEN cancel_asked THEN 'cancelled' WHEN {_IS_LAST} THEN 'failed' ELSE 'queued' END,
     error = CASE WHEN {_IS_LAST} AND NOT cancel_asked THEN ? ELSE error END,
@@ -115,10 +115,10 @@ UPDATE jobs SET
 WHERE id = ? AND state = 'in_progress' AND token = ? AND {{and_}}
 RETURNING state, turn, owner
 """
-_LOST = RankError(
-    f"{MAX_LOST} servers died, hung or lost the queue while they had this clip",
+_TOO_MANY_EXPIRED = RankError(
+    f"{MAX_EXPIRED_LEASES} servers died, hung or lost the queue while they had this clip",
     "their logs say why; request it again if the clip is not what ended them",
-    details={"lost_claims": MAX_LOST},
+    details={"lost_claims": MAX_EXPIRED_LEASES},
 )
 # One statement each, because every server asks them all the time.
 _RENEW = """
@@ -132,9 +132,9 @@ WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
 INSERT INTO servers VALUES (?, ?, clock())
 ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
 """
-_RETURN_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
+_RESTORE_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
 # The first jobs of all owners in the order of their turns, then the second jobs, and so on.
-_IN_TURN = """
+_ROUND_ROBIN = """
 SELECT id, sampling FROM (
     SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
         first_value(due) OVER own AS first_due, first_value(seq) OVER own AS first_seq
@@ -143,7 +143,7 @@ SELECT id, sampling FROM (
 ) AS waiting ORDER BY place, turn, first_due, first_seq
 """
 # A try that ends without `set_callback`, because its server was killed, is due again later.
-_TAKE_CALLBACK = f"""
+_CLAIM_CALLBACK = f"""
 UPDATE jobs SET callback_due = clock() + ?, callback_attempts = callback_attempts + 1
 WHERE callback_due <= clock() AND id = (
     SELECT id FROM jobs WHERE callback_url IS NOT NULL AND callback_due <= clock()
@@ -163,7 +163,7 @@ class QueueFullError(SvdppError):
     """
 
 
-class _CannotMakeError(Exception):
+class _IncompatibleJobError(Exception):
     """Job that this server's ranks cannot make; the argument is the `sampling` of its row."""
 
 
@@ -214,9 +214,9 @@ class JobQueue:
         # Ids and tokens of what this server has claimed and does not end now.
         self._claims: set[tuple[str, int]] = set()
         # The parameters, as the rows have them, that its ranks cannot make.
-        self._passed = deque[str](maxlen=_MAX_PASSED)
+        self._incompatible = deque[str](maxlen=_MAX_INCOMPATIBLE)
         # Ids of rows that a newer svdpp has written.
-        self._unreadable = deque[str](maxlen=_MAX_PASSED)
+        self._unreadable = deque[str](maxlen=_MAX_INCOMPATIBLE)
 
     def _check_rows(self) -> None:
         """Refuse a folder whose clips have lost their rows, as when SQLite's log was lost.
@@ -268,7 +268,7 @@ class JobQueue:
         """Number of jobs that this svdpp has skipped because a newer one has written them."""
         return len(self._unreadable)
 
-    def _skip(self, error: UnreadableJobError) -> None:
+    def _skip_unreadable(self, error: UnreadableJobError) -> None:
         """Count a row that this svdpp cannot read, and report it the first time."""
         id = error.details["id"]
         if id not in self._unreadable:
@@ -282,24 +282,24 @@ class JobQueue:
             try:
                 yield job_of(row)
             except UnreadableJobError as error:
-                self._skip(error)
+                self._skip_unreadable(error)
 
     @property
-    def _own(self) -> tuple[str, list[str]]:
+    def _runnable(self) -> tuple[str, list[str]]:
         """SQL condition of the jobs that this server can make, and its values.
 
         All others are held: they keep their places, and wait for a server that can make them.
         """
-        passed = set(self._passed.copy())
-        own = "true" if self.kind is None else f"{_KIND} = ?"
-        own += f" AND sampling NOT IN ({_marks(passed)})" if passed else ""
-        return own, [*([] if self.kind is None else [self.kind]), *passed]
+        incompatible = set(self._incompatible.copy())
+        runnable = "true" if self.kind is None else f"{_MODEL_KEY} = ?"
+        runnable += f" AND sampling NOT IN ({_placeholders(incompatible)})" if incompatible else ""
+        return runnable, [*([] if self.kind is None else [self.kind]), *incompatible]
 
     @property
     def _open(self) -> tuple[str, list[str]]:
         """SQL condition of the jobs in progress or waiting for this server, and its values."""
-        own, values = self._own
-        return f"(state = 'in_progress' OR state = 'queued' AND {own})", values
+        runnable, values = self._runnable
+        return f"(state = 'in_progress' OR state = 'queued' AND {runnable})", values
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -326,15 +326,17 @@ class JobQueue:
             UnreadableJobError: A newer svdpp has stored the job of that idempotency key.
             OutputError: It is later than `until`, or the queue cannot be used.
         """
-        known = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
+        find_existing = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.backend.transaction(advisory_lock="add") as connection:
-            for row in connection.execute(known, (job.owner, job.idempotency_key)).fetchall():
+            for row in connection.execute(
+                find_existing, (job.owner, job.idempotency_key)
+            ).fetchall():
                 return _same_request(job_of(row), job)
             self._check_limits(connection, job.owner, max_open, max_open_of_owner)
             if uptime() > until:
                 raise OutputError("the server was stopped for too long during a request")
-            _insert(connection, job)
-            self._tell(connection, QUEUED)
+            _insert_job(connection, job)
+            self._notify(connection, QUEUED)
         return job
 
     def _check_limits(
@@ -347,14 +349,14 @@ class JobQueue:
         is_open, values = self._open
         query = f"SELECT owner, count(*) FROM jobs WHERE {is_open} GROUP BY owner"
         open_jobs = dict(connection.execute(query, values).fetchall())
-        total, own = sum(open_jobs.values()), open_jobs.get(owner, 0)
+        total, owner_open = sum(open_jobs.values()), open_jobs.get(owner, 0)
         if limit is not None and total >= limit:
             raise QueueFullError("the queue is full", details={"open": total, "limit": limit})
-        if limit_of_owner is not None and own >= limit_of_owner:
-            details = {"open": own, "limit": limit_of_owner, "owner": owner}
+        if limit_of_owner is not None and owner_open >= limit_of_owner:
+            details = {"open": owner_open, "limit": limit_of_owner, "owner": owner}
             raise QueueFullError(f"the queue of the key {owner!r} is full", details=details)
 
-    def take_next(self, *, large: bool = True) -> Job | None:
+    def claim(self, *, large: bool = True) -> Job | None:
         """Claim the next job that this server can make: QUEUED to IN_PROGRESS.
 
         Args:
@@ -364,40 +366,40 @@ class JobQueue:
             The job with the token of this claim; None if there is none.
         """
         for _ in range(_MAX_TRIES):
-            own, known = self._own
-            following = _NEXT.format(own if large else f"{own} AND NOT {_LARGE}")
-            if not self.backend.fetch_all(following, *known):
+            runnable, values = self._runnable
+            next_id = _NEXT.format(runnable if large else f"{runnable} AND NOT {_LARGE}")
+            if not self.backend.fetch_all(next_id, *values):
                 return None
             try:
                 for lock, advisory_lock in self.backend.claim_locks:
-                    if job := self._take(f"{following} {lock}", known, advisory_lock):
+                    if job := self._try_claim(f"{next_id} {lock}", values, advisory_lock):
                         return job
-            except _CannotMakeError as passed_job:
-                self._passed.append(passed_job.args[0])
+            except _IncompatibleJobError as passed_job:
+                self._incompatible.append(passed_job.args[0])
         return None
 
-    def _take(self, following: str, values: Sequence[Any], advisory_lock: str) -> Job | None:
+    def _try_claim(self, next_id: str, values: Sequence[Any], advisory_lock: str) -> Job | None:
         claim = self.server, int(self.is_shared), self.lease_seconds
         with self.backend.transaction(advisory_lock) as connection:
-            rows = connection.execute(_CLAIM.format(following), (*claim, *values)).fetchall()
+            rows = connection.execute(_CLAIM.format(next_id), (*claim, *values)).fetchall()
             if not rows:
                 return None
             try:
                 job = job_of(rows[0])
             except UnreadableJobError as error:
-                self._skip(error)
-                raise _CannotMakeError(rows[0][_SAMPLING]) from error
+                self._skip_unreadable(error)
+                raise _IncompatibleJobError(rows[0][_SAMPLING]) from error
             if self.incompatible_reason(job.sampling) is not None:
-                raise _CannotMakeError(rows[0][_SAMPLING])
-            connection.execute(_SPEND_TURN, (job.owner,))
+                raise _IncompatibleJobError(rows[0][_SAMPLING])
+            connection.execute(_ADVANCE_TURN, (job.owner,))
         self._claims.add((job.id, job.token))
         return job
 
     # Each end of a claim names the claim's `token`, so that what a server does with a job that it
     # has lost changes nothing, also if it has claimed the job again.
 
-    def put_back(
-        self, id: str, token: int = 0, *, counts: bool = False, is_lost: bool = False
+    def requeue(
+        self, id: str, token: int = 0, *, counts: bool = False, is_expired: bool = False
     ) -> bool:
         """Put a claimed job back: IN_PROGRESS to QUEUED, at the place that it had.
 
@@ -407,34 +409,34 @@ class JobQueue:
             id: Id of the job.
             token: Token of the claim; with another one, nothing changes.
             counts: Whether ranks died during it, which counts as an attempt.
-            is_lost: Whether nobody has renewed the claim; nothing changes if somebody has.
+            is_expired: Whether nobody has renewed the claim; nothing changes if somebody has.
 
         Returns:
             Whether the job was changed.
         """
-        condition = _EXPIRED if is_lost else "true"
-        statement = _PUT_BACK.format(lost=int(is_lost and self.is_shared), and_=condition)
-        values = to_json(error_to_dict(_LOST)), int(counts), id, token
+        condition = _EXPIRED if is_expired else "true"
+        statement = _REQUEUE.format(lost=int(is_expired and self.is_shared), and_=condition)
+        values = to_json(error_to_dict(_TOO_MANY_EXPIRED)), int(counts), id, token
         self._claims.discard((id, token))
         with self.backend.transaction() as connection:
             rows = connection.execute(statement, values).fetchall()
             for state, turn, owner in rows:
                 if state == JobState.QUEUED:
-                    connection.execute(_RETURN_TURN, (turn, owner, turn))
-                    self._tell(connection, QUEUED)
+                    connection.execute(_RESTORE_TURN, (turn, owner, turn))
+                    self._notify(connection, QUEUED)
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
         """Complete a claimed job with the clip's JSON; return whether this claim still had it."""
-        return self._end(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
+        return self._finish(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
     def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
         """Fail a claimed job with an error; return whether this claim still had it."""
-        return self._end(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
+        return self._finish(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
 
     def cancel_waiting(self, id: str) -> bool:
         """Cancel a job that is queued; return whether it was."""
-        return self._change(id, [JobState.QUEUED], state=JobState.CANCELLED)
+        return self._update(id, [JobState.QUEUED], state=JobState.CANCELLED)
 
     def request_cancel(self, id: str, *, removes: bool = False) -> bool:
         """Mark a job in progress to be cancelled, also for the next start of the server.
@@ -450,50 +452,50 @@ class JobQueue:
         if removes:  # the owner may use its idempotency key again
             marks += ", remove_asked = true, idempotency_key = NULL"
         with self.backend.transaction() as connection:
-            self._tell(connection, id)
+            self._notify(connection, id)
             mark = f"UPDATE jobs SET {marks} WHERE id = ? AND state = 'in_progress'"
             return connection.execute(mark, (id,)).rowcount == 1
 
-    def to_remove(self) -> list[str]:
+    def pending_removals(self) -> list[str]:
         """Return the ids of ended jobs that their owners removed while ranks worked on them."""
         return self._ids(f"remove_asked AND {_FINAL} ORDER BY seq")
 
-    def cancelled(self, id: str, token: int = 0) -> bool:
+    def mark_cancelled(self, id: str, token: int = 0) -> bool:
         """Cancel a claimed job that the ranks have let go of; return whether this claim had it."""
-        return self._end(id, token, JobState.CANCELLED)
+        return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
         self, id: str, proof: VerificationStatus, reason: str | None = None
     ) -> bool:
         """Set the proof of a completed job, and its reason; return whether there is such a job."""
-        return self._change(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
+        return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
     def set_promise(self, id: str, seconds: float) -> bool:
         """Set the ETA in seconds that the client was given; return whether there is such a job."""
-        return self._change(id, JobState, promised_seconds=seconds)
+        return self._update(id, JobState, promised_seconds=seconds)
 
-    def take_callback(self, seconds: float) -> Job | None:
+    def claim_callback(self, seconds: float) -> Job | None:
         """Return the next job whose webhook is due, and make it due again after so many seconds.
 
         Rows that this svdpp cannot read stay as they are. None: nothing is due.
         """
         for _ in range(_MAX_TRIES):
             skipped = list(self._unreadable)
-            others = f"id NOT IN ({_marks(skipped)})" if skipped else "true"
+            others = f"id NOT IN ({_placeholders(skipped)})" if skipped else "true"
             try:
                 with self.backend.transaction() as connection:
-                    change = _TAKE_CALLBACK.format(others=others)
+                    change = _CLAIM_CALLBACK.format(others=others)
                     rows = connection.execute(change, (seconds, *skipped)).fetchall()
                     return job_of(rows[0]) if rows else None
             except UnreadableJobError as error:  # the row is as before
-                self._skip(error)
+                self._skip_unreadable(error)
         return None
 
     def set_callback(self, job: Job, seconds: float | None, error: str | None) -> bool:
         """Store the outcome of a try to send a webhook.
 
         Args:
-            job: The job as `take_callback` returned it.
+            job: The job as `claim_callback` returned it.
             seconds: Time until the next try. None: there is none.
             error: Reason of the failure. None: it was delivered.
 
@@ -501,35 +503,37 @@ class JobQueue:
             Whether it was stored; False once a later try has begun.
         """
         values = seconds, error, job.id, job.callback_attempts
-        return bool(self._rows_of(_SET_CALLBACK, *values))
+        return bool(self._fetch_changed(_SET_CALLBACK, *values))
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; return whether there was one.
 
         `store.remove_job` also removes its files.
         """
-        return bool(self._rows_of(f"DELETE FROM jobs WHERE id = ? AND {_FINAL} RETURNING id", id))
+        return bool(
+            self._fetch_changed(f"DELETE FROM jobs WHERE id = ? AND {_FINAL} RETURNING id", id)
+        )
 
-    def recover(self) -> list[Job]:
+    def requeue_expired(self) -> list[Job]:
         """Put back and return the jobs in progress whose claims have ended, as they are now.
 
         In a queue that is not shared, those are what an earlier server has left.
         """
-        most = f"LIMIT {_MAX_RECOVERED}" if self.is_shared else ""
+        most = f"LIMIT {_MAX_REQUEUED}" if self.is_shared else ""
         ended = self.backend.fetch_all(
             f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED} "
             f"ORDER BY started_at, turn, seq {most}"
         )
         # Its server may have renewed it since.
-        ids = [id for id, token in ended if self.put_back(id, token, is_lost=True)]
+        ids = [id for id, token in ended if self.requeue(id, token, is_expired=True)]
         return [job for id in ids if (job := self.get(id)) is not None]
 
-    def _end(self, id: str, token: int, state: JobState, **values: Any) -> bool:
+    def _finish(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """End a job in progress that this server has claimed; return whether it has."""
         self._claims.discard((id, token))  # before it ends: a renewal must not take it for lost
-        return self._change(id, [JobState.IN_PROGRESS], token, state=state, **values)
+        return self._update(id, [JobState.IN_PROGRESS], token, state=state, **values)
 
-    def _change(
+    def _update(
         self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
     ) -> bool:
         """Set columns of a row if its state is one of `states`, and its token `token`."""
@@ -537,11 +541,11 @@ class JobQueue:
         if (state := values.get("state")) is not None and JobState(state).is_final:
             columns += f", finished_at = {_END}"
         has_token = "true" if token is None else f"token = {token}"
-        query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_any_of(states)} AND {has_token}"
+        query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_state_in(states)} AND {has_token}"
         with self.backend.transaction() as connection:
             return connection.execute(query, (*values.values(), id)).rowcount == 1
 
-    def _rows_of(self, change: str, *values: Any) -> list[Any]:
+    def _fetch_changed(self, change: str, *values: Any) -> list[Any]:
         with self.backend.transaction() as connection:
             return connection.execute(change, values).fetchall()
 
@@ -562,31 +566,36 @@ class JobQueue:
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
         rows = self.backend.fetch_all(_RENEW, self.lease_seconds, *map(list, columns))
         # Only now: if the database goes away before, they are found again.
-        lost = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
-        self._claims -= lost
-        return list(lost), [id for id, _, is_cancelled in rows if is_cancelled]
+        unrenewed = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
+        self._claims -= unrenewed
+        return list(unrenewed), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
         """Put back all claims of this server, and remove it from the list, as it ends."""
         for job in self.claimed():  # also claims whose answers were lost with a connection
-            self.put_back(job.id, job.token)
-        self._rows_of("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
+            self.requeue(job.id, job.token)
+        self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
-    def register(self, about: Mapping[str, Any]) -> None:
+    def register(self, description: Mapping[str, Any]) -> None:
         """Store that this server lives, with what it says of itself: JSON values."""
-        self.backend.fetch_all(_REGISTER, _FORGET_SECONDS, self.server, json.dumps(about))
+        self.backend.fetch_all(
+            _REGISTER, _SERVER_RETENTION_SECONDS, self.server, json.dumps(description)
+        )
 
     def servers(self) -> list[dict[str, Any]]:
         """Return what each server has said of itself, with its `id` and `seen_seconds`."""
         rows = self.backend.fetch_all(
             "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"
         )
-        return [{**json.loads(about), "id": id, "seen_seconds": seen} for id, about, seen in rows]
+        return [
+            {**json.loads(description), "id": id, "seen_seconds": seen}
+            for id, description, seen in rows
+        ]
 
-    def _tell(self, connection: DatabaseConnection, what: str) -> None:
+    def _notify(self, connection: DatabaseConnection, payload: str) -> None:
         """Notify all servers, if the transaction succeeds."""
         if self.is_shared:
-            connection.execute("SELECT pg_notify('svdpp', ?)", (what,))
+            connection.execute("SELECT pg_notify('svdpp', ?)", (payload,))
 
     # --- reads ------------------------------------------------------------------------------------
 
@@ -613,7 +622,7 @@ class JobQueue:
 
         Jobs that their owner has removed are left out.
         """
-        states_are = _any_of(states) if states else "true"
+        states_are = _state_in(states) if states else "true"
         where, values = f"owner = ? AND NOT remove_asked AND {states_are}", [owner]
         if after is not None:
             beyond = ">" if order == "asc" else "<"
@@ -633,10 +642,10 @@ class JobQueue:
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Return id and parameters of the jobs that wait for this server, in their order."""
-        own, values = self._own
+        runnable, values = self._runnable
         waiting = []
-        for id, text in self.backend.fetch_all(_IN_TURN.format(own), *values):
-            with contextlib.suppress(ValueError, TypeError, LookupError):  # `take_next` counts it
+        for id, text in self.backend.fetch_all(_ROUND_ROBIN.format(runnable), *values):
+            with contextlib.suppress(ValueError, TypeError, LookupError):  # `claim` counts it
                 waiting.append((id, sampling_of(text)))
         return waiting
 
@@ -646,18 +655,20 @@ class JobQueue:
 
     def claimed(self) -> list[Job]:
         """Return the jobs in progress that this server has claimed, in that order."""
-        own = "WHERE state = 'in_progress' AND server = ? ORDER BY started_at, turn, seq"
-        return self._jobs(own, self.server)
+        tail = "WHERE state = 'in_progress' AND server = ? ORDER BY started_at, turn, seq"
+        return self._jobs(tail, self.server)
 
     def has_unfinished(self) -> bool:
         """Whether a job has not ended, perhaps one that this server cannot make."""
-        unfinished = _any_of(state for state in JobState if not state.is_final)
+        unfinished = _state_in(state for state in JobState if not state.is_final)
         return bool(self.backend.fetch_all(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs by state, without queued ones that this server cannot make."""
-        own, values = self._own
-        query = f"SELECT state, count(*) FROM jobs WHERE state != 'queued' OR {own} GROUP BY state"
+        runnable, values = self._runnable
+        query = (
+            f"SELECT state, count(*) FROM jobs WHERE state != 'queued' OR {runnable} GROUP BY state"
+        )
         numbers = dict(self.backend.fetch_all(query, *values))
         return {state: numbers.get(str(state), 0) for state in JobState}
 
@@ -670,21 +681,21 @@ class JobQueue:
 
     def oldest_waiting(self) -> float | None:
         """Return the unix time of the oldest request that waits for this server; None: none."""
-        own, values = self._own
-        query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {own}"
+        runnable, values = self._runnable
+        query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {runnable}"
         ((oldest,),) = self.backend.fetch_all(query, *values)
         return None if oldest is None else float(oldest)
 
     def pending_verifications(self) -> list[str]:
         """Return the ids of the jobs whose proof is `running`, or was when a server ended."""
-        own, values = self._verifiable
-        return self._ids(f"{own} AND proof = 'running' ORDER BY seq", *values)
+        condition, values = self._verifiable
+        return self._ids(f"{condition} AND proof = 'running' ORDER BY seq", *values)
 
     def unverified(self) -> list[str]:
         """Return the ids of the completed clips with files that are not verified, newest first."""
         has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
-        own, values = self._verifiable
-        unverified = f"{own} AND state = 'completed' AND proof = 'none' AND {has_file}"
+        condition, values = self._verifiable
+        unverified = f"{condition} AND state = 'completed' AND proof = 'none' AND {has_file}"
         return self._ids(f"{unverified} ORDER BY seq DESC", *values)
 
     @property
@@ -692,7 +703,7 @@ class JobQueue:
         """SQL condition of the jobs that this server can verify, and its values."""
         if not self.is_shared or self.kind is None:
             return "true", []
-        return f"{_KIND} = ?", [self.kind]
+        return f"{_MODEL_KEY} = ?", [self.kind]
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
         """Return the unix times at which jobs ended, by id, the first one first.
@@ -718,18 +729,18 @@ class JobQueue:
         return [*self._read(self.backend.fetch_all(f"SELECT {_COLUMNS} FROM jobs {tail}", *values))]
 
 
-def _marks(values: Iterable[Any]) -> str:
+def _placeholders(values: Iterable[Any]) -> str:
     return ", ".join("?" for _ in values)
 
 
-def _insert(connection: DatabaseConnection, job: Job) -> None:
+def _insert_job(connection: DatabaseConnection, job: Job) -> None:
     values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
-    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_marks(values)})"
+    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_placeholders(values)})"
     connection.execute(query, tuple(values.values()))
     connection.execute(_NEW_OWNER, (job.owner,))
 
 
-def _same_request(known: Job, job: Job) -> Job:
+def _same_request(existing: Job, job: Job) -> Job:
     """Return `known` if `job` asks for the same clip.
 
     Raises:
@@ -737,11 +748,11 @@ def _same_request(known: Job, job: Job) -> Job:
     """
     names = ("photo_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
     for name in (*names, "callback_url"):
-        if getattr(known, name) != getattr(job, name):
+        if getattr(existing, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
                 f"with another {name.removesuffix('_sha256').rstrip('s').replace('_', ' ')}",
                 "use a new key for a new request",
-                details={"id": known.id, "field": name},
+                details={"id": existing.id, "field": name},
             )
-    return known
+    return existing

@@ -89,7 +89,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     try:
         service = Service(settings, queue)
         if not queue.is_shared:
-            queue.recover()
+            queue.requeue_expired()
         set_strangers_aside(queue)
     except BaseException:
         queue.close()

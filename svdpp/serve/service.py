@@ -185,7 +185,7 @@ class Service:
             self.removal.wake()
 
     def _remove_ended(self) -> None:
-        for id in self.queue.to_remove():
+        for id in self.queue.pending_removals():
             remove_job(self.queue, id)
 
     # --- requests -------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Webhooks:
         end = time.monotonic() + _LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
-            while len(jobs) < AT_ONCE and (job := self._queue.take_callback(_LEASE_SECONDS)):
+            while len(jobs) < AT_ONCE and (job := self._queue.claim_callback(_LEASE_SECONDS)):
                 jobs.append(job)
             if not jobs:
                 return

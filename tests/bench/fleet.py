@@ -40,7 +40,7 @@ import psycopg
 
 from svdpp.serve import fleet
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.queue import JobQueue, _insert
+from svdpp.serve.queue import JobQueue, _insert_job
 from tests.bench.options import options
 from tests.serve.backends import Postgres, postgres_server
 from tests.serve.engines import SAMPLING, add, dummy_job, new_job
@@ -98,14 +98,14 @@ class Simulation:
                 "request",
                 lambda: add(queue, owner=owner, created_at=time.time(), model="svd", **_JOB),
             )
-        self._jobs[number] = self._timed("claim", queue.take_next)
+        self._jobs[number] = self._timed("claim", queue.claim)
 
     def _turn(self, number: int) -> None:
         queue = self._queues[number]
         self._timed("renew", lambda: queue.renew(lambda _: 1))
         self._timed("register", lambda: queue.register(_ABOUT))
         if random.random() * self._all < fleet._MAX_LOOKING:
-            self._timed("look", lambda: (queue.servers(), queue.recover()))
+            self._timed("look", lambda: (queue.servers(), queue.requeue_expired()))
 
     def _timed(self, name: str, what: Any) -> Any:
         begin = time.perf_counter()
@@ -135,7 +135,9 @@ def _fleet_queues(
             queue.kind = "svd"
         with queues[0].backend.transaction() as connection:
             for index in range(queued):
-                _insert(connection, new_job(model="svd", owner=f"owner{index % _OWNERS}", **_JOB))
+                _insert_job(
+                    connection, new_job(model="svd", owner=f"owner{index % _OWNERS}", **_JOB)
+                )
         server.execute("ANALYZE")
         yield server.url, queues
 
@@ -218,7 +220,7 @@ def _run_servers(asked: argparse.Namespace) -> None:
         idle = _statements(database, asked.seconds) / asked.seconds
         with queue.backend.transaction() as connection:
             for seed in range(jobs):
-                _insert(connection, dummy_job(seed, model="dummy", sampling=sampling))
+                _insert_job(connection, dummy_job(seed, model="dummy", sampling=sampling))
         alone = _rate(queue, 1, asked.seconds)
         for _ in range(1, asked.real):
             start_server()

@@ -60,7 +60,7 @@ def job_of(store: JobQueue, id: str) -> Job:
 
 def taken(store: JobQueue) -> Job:
     """The next job, of which there is one."""
-    job = store.take_next()
+    job = store.claim()
     assert job is not None
     return job
 
@@ -75,14 +75,14 @@ def in_state(store: JobQueue, state: JobState, **values: Any) -> str:
         case JobState.FAILED:
             store.fail(id, RequestError("no"), token)
         case JobState.CANCELLED:
-            store.cancelled(id, token)
+            store.mark_cancelled(id, token)
     assert job_of(store, id).state is state
     return id
 
 
 def take_all(store: JobQueue) -> list[str]:
     """The ids of all queued jobs, in the order in which they are taken."""
-    return [job.id for job in iter(store.take_next, None)]
+    return [job.id for job in iter(store.claim, None)]
 
 
 def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
@@ -202,7 +202,7 @@ def serving(
         engine = Engine(config, store, on_changed=note)
         if observer is not None:
             engine.observe(observer)
-        store.recover()
+        store.requeue_expired()
         engine.start()
         try:
             yield Serving(store, engine, ended, folder)

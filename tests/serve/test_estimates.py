@@ -222,7 +222,7 @@ def test_others_go_before_a_large_image(
     store: JobQueue, estimates: Callable[..., Estimates]
 ) -> None:
     jobs = [store.add(dummy_job(seed), max_open=None) for seed in range(4)]
-    large = store.take_next()
+    large = store.claim()
     assert large is not None
     prepared_at = time.monotonic() + 100
     preparing = replace(_clip(0, None), job=large, prepared_at=prepared_at)

@@ -221,7 +221,7 @@ def lapsed(tmp_path: Path, database: str) -> Iterator[tuple[Serving, JobQueue, s
         (id,) = own.store_jobs(demo_job(tmp_path, 1))
         own.wait_for_step(id, 2)
         own.store.lease_seconds = 3000.0
-        wait(lambda: other.recover())
+        wait(lambda: other.requeue_expired())
         yield own, other, id
 
 

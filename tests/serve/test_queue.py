@@ -104,12 +104,12 @@ def test_a_failure_is_kept_with_details_that_json_does_not_have(store: JobQueue)
 
 def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
     return {
-        "put_back": lambda id: store.put_back(id, job_of(store, id).token, counts=True),
+        "requeue": lambda id: store.requeue(id, job_of(store, id).token, counts=True),
         "complete": lambda id: store.complete(id, {"late": True}, job_of(store, id).token),
         "fail": lambda id: store.fail(id, RequestError("late"), job_of(store, id).token),
         "cancel_waiting": store.cancel_waiting,
         "request_cancel": store.request_cancel,
-        "cancelled": lambda id: store.cancelled(id, job_of(store, id).token),
+        "mark_cancelled": lambda id: store.mark_cancelled(id, job_of(store, id).token),
         "set_verification": lambda id: store.set_verification(id, "equal"),
         "remove": store.remove,
     }
@@ -117,7 +117,7 @@ def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
 
 ALLOWED = {
     JobState.QUEUED: {"cancel_waiting"},
-    JobState.IN_PROGRESS: {"put_back", "complete", "fail", "request_cancel", "cancelled"},
+    JobState.IN_PROGRESS: {"requeue", "complete", "fail", "request_cancel", "mark_cancelled"},
     JobState.COMPLETED: {"set_verification", "remove"},
     JobState.FAILED: {"remove"},
     JobState.CANCELLED: {"remove"},
@@ -137,7 +137,7 @@ def test_what_a_state_does_not_allow_changes_nothing(store: JobQueue, state: Job
 
 
 def test_only_one_of_many_threads_ends_a_job(store: JobQueue) -> None:
-    ends = ("complete", "fail", "cancelled", "put_back") * 2
+    ends = ("complete", "fail", "mark_cancelled", "requeue") * 2
     for _ in range(20):
         id = in_state(store, JobState.IN_PROGRESS)
         store.request_cancel(id)
@@ -161,13 +161,13 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
     store = JobQueue(tmp_path / "data")
     ids = [add(store, created_at=float(index)) for index in range(4)]
     for _ in range(3):
-        store.take_next()
+        store.claim()
     store.complete(ids[0], {}, job_of(store, ids[0]).token)
     store.set_verification(ids[0], "running")
     store.request_cancel(ids[1])
     store.close()
     with contextlib.closing(JobQueue(tmp_path / "data")) as again:
-        assert [(job.id, job.state) for job in again.recover()] == [
+        assert [(job.id, job.state) for job in again.requeue_expired()] == [
             (ids[1], JobState.CANCELLED),
             (ids[2], JobState.QUEUED),
         ]
@@ -176,26 +176,26 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
         assert (back.started_at, back.attempts) == (None, 0)
         assert (done.state, done.proof) == (JobState.COMPLETED, "running")
         assert again.pending_verifications() == [ids[0]]
-        assert again.recover() == []
+        assert again.requeue_expired() == []
 
 
 def test_putting_back_counts_attempts_and_cancels_what_was_to_be_cancelled(store: JobQueue) -> None:
     id = add(store)
     for counts, attempts in ((True, 1), (False, 1), (True, 2)):
-        store.take_next()
-        assert store.put_back(id, job_of(store, id).token, counts=counts)
+        store.claim()
+        assert store.requeue(id, job_of(store, id).token, counts=counts)
         assert job_of(store, id).attempts == attempts
-    store.take_next()
+    store.claim()
     assert store.request_cancel(id)
-    assert store.put_back(id, job_of(store, id).token, counts=True)
+    assert store.requeue(id, job_of(store, id).token, counts=True)
     assert job_of(store, id).state is JobState.CANCELLED
     assert job_of(store, id).finished_at is not None
-    assert store.take_next() is None
+    assert store.claim() is None
 
 
 def test_a_full_queue_refuses(store: JobQueue) -> None:
     ids = [store.add(new_job(owner="a"), max_open=2).id for _ in range(2)]
-    store.take_next()  # a job in progress is open, too
+    store.claim()  # a job in progress is open, too
     with pytest.raises(QueueFullError) as full:
         store.add(new_job(), max_open=2)
     assert full.value.details == {"open": 2, "limit": 2}
@@ -211,7 +211,7 @@ def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     first = store.add(new_job(idempotency_key="k"), max_open=1)
     again = new_job(idempotency_key="k", photo_name="renamed.png", created_at=2000.0)
     assert store.add(again, max_open=1) == first  # also if the queue is full meanwhile
-    store.take_next()
+    store.claim()
     store.complete(first.id, {}, job_of(store, first.id).token)
     assert store.add(again, max_open=1).state is JobState.COMPLETED
     assert store.add(replace(again, owner="other"), max_open=1).id == again.id
@@ -298,13 +298,13 @@ def test_the_order_that_is_shown_is_the_order_that_is_taken(store: JobQueue, see
         owner, age = chance.choice("abcd"), chance.uniform(0, 5000)
         add(store, owner=owner, created_at=age, priority=chance.randint(0, 9))
     order = waiting(store)
-    taken = [job.id for _ in range(5) if (job := store.take_next())]
+    taken = [job.id for _ in range(5) if (job := store.claim())]
     assert taken == order[:5]
     assert [job.id for job in store.running()] == taken
     for id in chance.sample(taken, len(taken)):
-        store.put_back(id, job_of(store, id).token, counts=False)
+        store.requeue(id, job_of(store, id).token, counts=False)
     assert waiting(store) == order
-    store.take_next()
+    store.claim()
     add(store, owner="a", created_at=1.0, priority=chance.randint(0, 9))
     expected = waiting(store)
     assert take_all(store) == expected

@@ -73,7 +73,7 @@ def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> 
     failed = in_state(store, JobState.FAILED)
     done = finished(store, folder, 1.0)
     running, waiting = add(store, created_at=0.0), add(store, created_at=1.0)
-    store.take_next()
+    store.claim()
     for id in (waiting, running):
         put_files(folder, id, 10_000)
     assert sweep(store, 1e12, 1.0, 1) == [done, failed]

@@ -60,10 +60,10 @@ def test_webhooks_of_newer_rows_keep_their_attempts(each_store: JobQueue) -> Non
         in_state(queue, JobState.COMPLETED, callback_url="http://example.org") for _ in range(2)
     )
     make_newer(queue, newer)
-    job = queue.take_callback(60.0)
+    job = queue.claim_callback(60.0)
     assert job is not None
     assert job.id == own
-    assert queue.take_callback(60.0) is None
+    assert queue.claim_callback(60.0) is None
     query = "SELECT callback_attempts, callback_due FROM jobs WHERE id = ?"
     assert queue.backend.fetch_all(query, newer) == [(0, 0.0)]
 

@@ -343,7 +343,7 @@ def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
         assert server.err.count("ERROR") == 2, server.err
     (tmp_path / "gone").rename(tmp_path / "data")
     with contextlib.closing(JobQueue(tmp_path / "data")) as store:
-        assert running in [job.id for job in store.recover()]
+        assert running in [job.id for job in store.requeue_expired()]
 
 
 @pytest.mark.long

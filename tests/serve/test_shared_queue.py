@@ -21,7 +21,7 @@ from svdpp.serve.clock import uptime
 from svdpp.serve.fleet import Fleet
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.queue import MAX_LOST, JobQueue
+from svdpp.serve.queue import MAX_EXPIRED_LEASES, JobQueue
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
 from svdpp.serve.verifier import Verifier
@@ -76,7 +76,7 @@ def lost_answers(queue: JobQueue) -> Iterator[None]:
 def recovered(queue: JobQueue) -> list[Job]:
     """What the lost leases of another server were of."""
     found: list[Job] = []
-    wait_until(lambda: found.extend(queue.recover()) or found, 30, "no lease ends")
+    wait_until(lambda: found.extend(queue.requeue_expired()) or found, 30, "no lease ends")
     return found
 
 
@@ -98,7 +98,7 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
     ]
 
     def ends_nothing() -> None:
-        assert not slow.cancelled(id, 1)
+        assert not slow.mark_cancelled(id, 1)
         assert not slow.complete(id, {"stale": True}, 1)
         assert not slow.fail(id, RequestError("stale"), 1)
 
@@ -107,7 +107,7 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
     assert (now.id, now.token, now.server) == (id, 2, other.server)
     ends_nothing()
     assert other.renew(lambda _: 3) == ([], [])
-    assert not slow.put_back(id, 1, counts=True)
+    assert not slow.requeue(id, 1, counts=True)
     assert [job.step for job in slow.running()] == [3]
     assert other.complete(id, {"own": True}, 2)
     done = job_of(slow, id)
@@ -119,17 +119,17 @@ def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
     """What a server hands back does not count."""
     dying, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
     id = add(other)
-    for _ in range(MAX_LOST):
+    for _ in range(MAX_EXPIRED_LEASES):
         taken(other)
         other.release()
-    for _ in range(MAX_LOST - 1):
+    for _ in range(MAX_EXPIRED_LEASES - 1):
         taken(dying)
         assert [job.state for job in recovered(other)] == [JobState.QUEUED]
     assert taken(dying).id == id
     (failed,) = recovered(other)
     assert failed.state is JobState.FAILED
     assert failed.error is not None
-    assert f"{MAX_LOST} servers died" in failed.error["message"]
+    assert f"{MAX_EXPIRED_LEASES} servers died" in failed.error["message"]
     assert take_all(other) == []
 
 
@@ -188,7 +188,7 @@ def test_a_leaving_server_hands_back_claims_that_it_does_not_know_of(opened: Ope
     leaving, other = opened(), opened()
     id = add(leaving)
     with lost_answers(leaving), pytest.raises(OutputError):
-        leaving.take_next()
+        leaving.claim()
     assert leaving.renew(lambda _: 0) == ([], [])
     leaving.release()
     assert take_all(other) == [id]
@@ -228,11 +228,11 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
     short = add(svd, model="wan", sampling=_SHORT)
     assert [id for id, _ in wan.waiting()] == [short]
     wan.incompatible_reason = lambda sampling: "too few steps" if sampling == _SHORT else None
-    assert wan.take_next() is None
+    assert wan.claim() is None
     second = add(wan, model="wan")
     for queue, id in ((wan, second), (svd, first)):
         assert queue.complete(id, {"file_sha256": "0"}, taken(queue).token)
-        assert queue.take_next() is None
+        assert queue.claim() is None
         assert queue.unverified() == [id]
         queue.set_verification(id, "running")
     assert [queue.pending_verifications() for queue in (svd, wan)] == [[first], [second]]

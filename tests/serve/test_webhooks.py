@@ -217,27 +217,27 @@ def test_the_retries_take_twenty_hours_until_the_webhook_is_given_up(
     assert callback(store, id)["attempts"] == webhooks.MAX_ATTEMPTS == len(expected) + 1
     assert told == [f"{id}: its webhook is given up: {error}"]
     assert "sends no webhooks to" in error
-    assert store.take_callback(0) is None
+    assert store.claim_callback(0) is None
     assert round(sum(expected) / 3600) == 20
 
 
 def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(each_store: JobQueue) -> None:
     store = each_store
     add(store, callback_url="http://a/")
-    assert store.take_callback(60) is None, "it waits"
+    assert store.claim_callback(60) is None, "it waits"
     job = taken(store)
-    assert store.take_callback(60) is None, "it is in progress"
+    assert store.claim_callback(60) is None, "it is in progress"
     store.complete(job.id, {}, job.token)
-    first = store.take_callback(0.01)
+    first = store.claim_callback(0.01)
     assert first is not None
     assert (first.id, first.callback_attempts) == (job.id, 1)
     again: list[Any] = []
-    wait(lambda: again.append(store.take_callback(60)) or again[-1] is not None)
+    wait(lambda: again.append(store.claim_callback(60)) or again[-1] is not None)
     assert again[-1].callback_attempts == 2
-    assert store.take_callback(60) is None
+    assert store.claim_callback(60) is None
     assert not store.set_callback(first, None, None), "its second try has begun"
     assert store.set_callback(again[-1], None, None)
-    assert store.take_callback(0) is None
+    assert store.claim_callback(0) is None
 
 
 def test_a_slow_receiver_holds_back_no_other(
