@@ -203,7 +203,7 @@ class ToRequest:
 
         Files that only the store has are fetched.
         """
-        for path in job.uploads_in(self.folder):
+        for path in job.upload_paths(self.folder):
             self._store.fetch(path)
         metadata, key = self._metadata_and_key(job)
         self._fetch_latents(job, key)
@@ -239,7 +239,7 @@ class ToRequest:
             self._published.discard((key, step))
 
     def _fetch_latents(self, job: Job, key: str) -> None:
-        if not (self._store.is_remote and job.token > 1):
+        if not (self._store.is_remote and job.fencing_token > 1):
             return
         names = self._store.objects(LATENTS_FOLDER)
         all_steps = range(1, job.sampling.num_inference_steps + 1)
@@ -258,13 +258,13 @@ class ToRequest:
     def _made_from(self, job: Job) -> ClipInput:
         if self._checkpoint is None:
             return ClipInput()
-        path, videos = job.photo_in(self.folder), job.videos_in(self.folder).items()
-        photo = None if path is None else MediaFile(path, job.photo_sha256, 0, 0)
+        path, videos = job.input_path(self.folder), job.video_paths(self.folder).items()
+        photo = None if path is None else MediaFile(path, job.input_sha256, 0, 0)
         further = tuple((name, MediaFile(file, job.videos[name], 0, 0)) for name, file in videos)
         return ClipInput(photo, job.prompt, job.negative_prompt, further)
 
     def _output(self, job: Job) -> OutputConfig:
-        return OutputConfig(path=str(job.clip_in(self.folder)))
+        return OutputConfig(path=str(job.clip_path(self.folder)))
 
     def _metadata_and_key(self, job: Job) -> tuple[dict[str, Any], str]:
         """The clip's metadata, and the key of its latent checkpoints.

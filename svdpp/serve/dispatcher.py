@@ -98,7 +98,7 @@ class Dispatcher:
         """Stop the work of claims that have ended, by id and token; keep nothing of it."""
         for id, token in claims:
             clip = self.get(id)
-            if clip is not None and clip.job.token == token:
+            if clip is not None and clip.job.fencing_token == token:
                 clip.is_revoked = True
                 logger.warning("{} was not renewed in time: another server makes it", id)
                 self.request_cancel(id)
@@ -117,7 +117,7 @@ class Dispatcher:
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
-            self._seconds_per_pixel = event.seconds / clip.job.photo_pixels
+            self._seconds_per_pixel = event.seconds / clip.job.input_pixels
             self.wake()
 
     @property
@@ -214,7 +214,7 @@ class Dispatcher:
     def _start(self, pipeline: Pipeline, job: Job) -> None:
         """Give a job that was claimed to the ranks, perhaps after they have prepared its image."""
         if (running := self.get(job.id)) is not None:  # of a claim that ended without being noticed
-            self.revoke([(job.id, running.job.token)])
+            self.revoke([(job.id, running.job.fencing_token)])
             self._requeue(job)
             return
         try:
@@ -234,7 +234,7 @@ class Dispatcher:
         if self.preparing is not None or not clip.job.has_large_image or clip.request.done_steps:
             return False
         clip.ranks_left = self._num_encoders
-        clip.prepared_at = time.monotonic() + self._seconds_per_pixel * clip.job.photo_pixels
+        clip.prepared_at = time.monotonic() + self._seconds_per_pixel * clip.job.input_pixels
         self.preparing = clip  # before the ranks can say that it is prepared
         try:
             pipeline.prepare_image(clip.request)
@@ -307,7 +307,7 @@ class Dispatcher:
         self._remove(job_id)
 
     def _record_cancelled(self, job: Job) -> None:
-        if self._apply(job, lambda: self._queue.mark_cancelled(job.id, job.token)):
+        if self._apply(job, lambda: self._queue.mark_cancelled(job.id, job.fencing_token)):
             self._to_request.forget(job)
 
     def _record_failure(self, clip: RunningClip, error: BaseException) -> None:
@@ -355,7 +355,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def _record_completed(self, job: Job, metadata: dict[str, Any]) -> None:
-        clip = job.clip_in(self._to_request.folder)
+        clip = job.clip_path(self._to_request.folder)
         for path in (clip, Path(f"{clip}.json")):
             self._retry_while_unavailable(functools.partial(self._queue.store.put, path))
         if "file_sha256" in metadata and not clip.exists():
@@ -364,14 +364,14 @@ class Dispatcher:
             self._requeue(job)
             return
         # If another server has the job, what is written here is a leftover.
-        self._apply(job, lambda: self._queue.complete(job.id, metadata, job.token))
+        self._apply(job, lambda: self._queue.complete(job.id, metadata, job.fencing_token))
 
     def _record_failed(self, job: Job, error: BaseException) -> bool:
         logger.warning("{} failed: {}", job.id, error)
-        return self._apply(job, lambda: self._queue.fail(job.id, error, job.token))
+        return self._apply(job, lambda: self._queue.fail(job.id, error, job.fencing_token))
 
     def _requeue(self, job: Job, *, counts: bool = False) -> None:
-        self._apply(job, lambda: self._queue.requeue(job.id, job.token, counts=counts))
+        self._apply(job, lambda: self._queue.requeue(job.id, job.fencing_token, counts=counts))
         self._is_queue_empty = False
 
     def _apply(self, job: Job, change: Callable[[], bool]) -> bool:

@@ -115,7 +115,7 @@ class Engine:
         while not self._queue.request_cancel(job_id, removes=removes):
             if self._queue.cancel_waiting(job_id):
                 job = self.dispatcher.notify(job_id)
-                if job is not None and self._queue.kind in (None, job.kind):
+                if job is not None and self._queue.model_key in (None, job.model_key):
                     self.to_request.forget(job)
                 self.dispatcher.wake()
                 return True

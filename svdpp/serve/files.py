@@ -98,11 +98,11 @@ def clip_name(job: Job) -> str:
 
 def input_name(job: Job, path: Path) -> str:
     """Return the readable name of an input; its suffix is that of the stored file."""
-    return f"{_stem(job)}{path.suffix}" if path.name == job.photo else f"{path.suffix[1:]}.mp4"
+    return f"{_stem(job)}{path.suffix}" if path.name == job.input_file else f"{path.suffix[1:]}.mp4"
 
 
 def _stem(job: Job) -> str:
-    return re.sub(r"\.\w+$", "", job.photo_name) or "clip"
+    return re.sub(r"\.\w+$", "", job.input_name) or "clip"
 
 
 def _disposition(name: str) -> str:

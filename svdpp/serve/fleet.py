@@ -128,7 +128,7 @@ class Estimates:
         """Return the estimate of an open job; None if it is not open."""
         return self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
 
-    def elsewhere(self, job: Job) -> float | None:
+    def remote_eta(self, job: Job) -> float | None:
         """Return the seconds until a clip of another server is finished. None: unknown yet."""
         pace = self._pace()
         return None if pace is None else pace.left(job.sampling, job.step)
@@ -224,7 +224,7 @@ class Fleet:
         self._renew_at = 0.0
         self._is_away = False
         self._has_skew = False
-        self.estimates = Estimates(queue, engine, lambda: 1 + len(self.others_of(queue.kind)))
+        self.estimates = Estimates(queue, engine, lambda: 1 + len(self.peers_for(queue.model_key)))
         """Places and ETAs of the open jobs."""
         engine.observe(self.estimates)
         # After an outage all leases may have ended: those who hold them are to renew them first.
@@ -237,10 +237,10 @@ class Fleet:
         """Return this server, then the others as each has described itself `seen_seconds` ago."""
         return [self._own(), *self._others]
 
-    def others_of(self, kind: str | None) -> list[dict[str, Any]]:
-        """Return the other live servers that make the clips of a kind (`Job.kind`)."""
+    def peers_for(self, model_key: str | None) -> list[dict[str, Any]]:
+        """Return the other live servers that make the clips of a model (`Job.model_key`)."""
         live = (other for other in self._others if other["is_live"])
-        return [other for other in live if (other["weights"] or other["model"]) == kind]
+        return [other for other in live if (other["weights"] or other["model"]) == model_key]
 
     def _own(self) -> dict[str, Any]:
         dispatcher, state = self._engine.dispatcher, self._engine.state
@@ -321,6 +321,6 @@ class Fleet:
             if said != QUEUED:
                 dispatcher.request_cancel(said)
                 continue
-            num_free = sum(other["free"] > 0 for other in self.others_of(self._queue.kind))
+            num_free = sum(other["free"] > 0 for other in self.peers_for(self._queue.model_key))
             if not dispatcher.num_free_slots or random.random() * num_free < _MAX_WOKEN:
                 dispatcher.wake()

@@ -251,8 +251,8 @@ class Capabilities:
         )
 
     @property
-    def kind(self) -> str:
-        """Kind of the jobs that the model makes; see `Job.kind`."""
+    def model_key(self) -> str:
+        """Key of the jobs that the model makes; see `Job.model_key`."""
         return self.weights or self.model
 
     @property

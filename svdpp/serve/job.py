@@ -52,19 +52,19 @@ class Job:
         model: that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
         sampling: resolved, so that the frame count is known.
-        photo: name of the file in the folder of images; empty for a clip from text alone.
-        photo_name: the file name that the client gave, for people only.
-        photo_pixels: width times height; 0 without an image.
+        input_file: name of the file in the folder of images; empty for a clip from text alone.
+        input_name: the file name that the client gave, for people only.
+        input_pixels: width times height; 0 without an image.
         videos: SHA-256 of the further videos that the family takes, by name.
         server: id of the server that has claimed it, or has ended it.
-        token: counts the claims, if servers share the queue; else 0.
+        fencing_token: counts the claims, if servers share the queue; else 0.
         step: how many steps are done, as its server said last.
         attempts: how often ranks have died during this clip.
-        remove_asked: whether its owner has removed it while ranks worked on it: clients do not see
-            it any more, and it is removed once it has ended.
+        remove_requested: whether its owner has removed it while ranks worked on it: clients do not
+            see it any more, and it is removed once it has ended.
         promised_seconds: the ETA that the client was given, from `created_at`.
         error: why it failed; see `errors.error_to_dict`.
-        proof: whether the clip was compared with one device; `failed`: it could not be.
+        verification: whether the clip was compared with one device; `failed`: it could not be.
         callback_due: when to try its webhook next; None once it is delivered or given up.
         callback_error: of the last try; None if that delivered it.
     """
@@ -75,10 +75,10 @@ class Job:
     weights: str = ""
     seed: int
     sampling: SamplingConfig
-    photo: str = ""
-    photo_name: str = ""
-    photo_sha256: str = ""
-    photo_pixels: int = 0
+    input_file: str = ""
+    input_name: str = ""
+    input_sha256: str = ""
+    input_pixels: int = 0
     videos: dict[str, str] = field(default_factory=dict)
     prompt: str | None = None
     negative_prompt: str | None = None
@@ -87,74 +87,93 @@ class Job:
     idempotency_key: str | None = None
     state: JobState = JobState.QUEUED
     server: str | None = None
-    token: int = 0
+    fencing_token: int = 0
     step: int = 0
     started_at: float | None = None
     finished_at: float | None = None
     attempts: int = 0
-    cancel_asked: bool = False
-    remove_asked: bool = False
+    cancel_requested: bool = False
+    remove_requested: bool = False
     promised_seconds: float | None = None
     error: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    proof: VerificationStatus = "none"
-    proof_reason: str | None = None
+    verification: VerificationStatus = "none"
+    verification_reason: str | None = None
     callback_url: str | None = None
     callback_due: float | None = 0.0
     callback_attempts: int = 0
     callback_error: str | None = None
 
     @property
-    def kind(self) -> str:
+    def model_key(self) -> str:
         """Key that is equal for jobs that the same servers can make."""
         return self.weights or self.model
 
     @property
     def has_large_image(self) -> bool:
         """Whether other jobs go first while its image is prepared."""
-        return self.photo_pixels > LARGE_MEGAPIXELS * 10**6
+        return self.input_pixels > LARGE_MEGAPIXELS * 10**6
 
-    def clip_in(self, folder: Path) -> Path:
+    def clip_path(self, folder: Path) -> Path:
         """Return the mp4 in a data folder that its claim writes; its JSON has the suffix `.json`.
 
         So the transaction that completes the job also publishes the file, which is on the disk by
         then.
         """
-        name = f"{self.id}-{self.token}.mp4" if self.token else f"{self.id}.mp4"
+        name = f"{self.id}-{self.fencing_token}.mp4" if self.fencing_token else f"{self.id}.mp4"
         return folder / CLIPS_FOLDER / name
 
-    def photo_in(self, folder: Path) -> Path | None:
+    def input_path(self, folder: Path) -> Path | None:
         """Return the image's file in a data folder, which may not exist; None: from text alone."""
-        return folder / UPLOADS_FOLDER / self.photo if self.photo else None
+        return folder / UPLOADS_FOLDER / self.input_file if self.input_file else None
 
-    def videos_in(self, folder: Path) -> dict[str, Path]:
+    def video_paths(self, folder: Path) -> dict[str, Path]:
         """Return the files of its further videos in a data folder, by name."""
         return {name: folder / UPLOADS_FOLDER / f"{self.id}.{name}" for name in self.videos}
 
-    def uploads_in(self, folder: Path) -> list[Path]:
+    def upload_paths(self, folder: Path) -> list[Path]:
         """Return the files of image and videos in a data folder."""
-        photo = self.photo_in(folder)
-        return [*([photo] if photo else []), *self.videos_in(folder).values()]
+        photo = self.input_path(folder)
+        return [*([photo] if photo else []), *self.video_paths(folder).values()]
 
 
-#: The columns of a row, in order.
-COLUMNS = tuple(column.name for column in fields(Job))
+#: Columns whose names differ from those of their fields. Columns are never renamed, because servers
+#: of two versions may share a database.
+_COLUMN_NAMES = {
+    "input_file": "photo",
+    "input_name": "photo_name",
+    "input_sha256": "photo_sha256",
+    "input_pixels": "photo_pixels",
+    "fencing_token": "token",
+    "cancel_requested": "cancel_asked",
+    "remove_requested": "remove_asked",
+    "verification": "proof",
+    "verification_reason": "proof_reason",
+}
+_FIELDS = tuple(field.name for field in fields(Job))
+#: The columns of a row, in the order of the fields of `Job`.
+COLUMNS = tuple(_COLUMN_NAMES.get(name, name) for name in _FIELDS)
 
 
-def row_of(job: Job) -> dict[str, Any]:
+def column_of(field_name: str) -> str:
+    """Return the column that stores a field of `Job`."""
+    return _COLUMN_NAMES.get(field_name, field_name)
+
+
+def job_to_row(job: Job) -> dict[str, Any]:
     """Return the columns of a job, by name."""
-    values = {name: getattr(job, name) for name in COLUMNS}
+    values = {column: getattr(job, name) for column, name in zip(COLUMNS, _FIELDS, strict=True)}
     values |= {name: to_json(values[name]) for name in ("error", "metadata", "videos")}
     return {**values, "sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
 
 
-def job_of(row: tuple[Any, ...]) -> Job:
+def job_from_row(row: tuple[Any, ...]) -> Job:
     """Return the job of a row, whose values are those of `COLUMNS`.
 
     Raises:
         UnreadableJobError: A newer svdpp has written it.
     """
-    values = dict(zip(COLUMNS, row, strict=True))
+    values = dict(zip(_FIELDS, row, strict=True))
     try:
         values |= {name: _of_json(values[name]) for name in ("error", "metadata", "videos")}
         values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
@@ -164,7 +183,7 @@ def job_of(row: tuple[Any, ...]) -> Job:
             "a newer svdpp has accepted it: upgrade this server",
             details={"id": values["id"], "reason": str(error)},
         ) from error
-    values |= {name: bool(values[name]) for name in ("cancel_asked", "remove_asked")}
+    values |= {name: bool(values[name]) for name in ("cancel_requested", "remove_requested")}
     return Job(**values)
 
 

@@ -32,8 +32,9 @@ from svdpp.serve.job import (
     JobState,
     UnreadableJobError,
     VerificationStatus,
-    job_of,
-    row_of,
+    column_of,
+    job_from_row,
+    job_to_row,
     sampling_of,
     to_json,
 )
@@ -207,8 +208,8 @@ class JobQueue:
         self.lease_seconds = lease_seconds if self.is_shared else 0.0
         self.server = secrets.token_hex(8)
         """Random id of this server."""
-        self.kind: str | None = None
-        """Kind of the jobs that this server takes (`Job.kind`). None: it takes all."""
+        self.model_key: str | None = None
+        """Key of the jobs that this server takes (`Job.model_key`). None: it takes all."""
         self.incompatible_reason: Callable[[SamplingConfig], str | None] = lambda _: None
         """Reason why the ranks cannot make a job with these parameters. None: they can."""
         # Ids and tokens of what this server has claimed and does not end now.
@@ -280,7 +281,7 @@ class JobQueue:
         """Yield the jobs of the rows that this svdpp can read."""
         for row in rows:
             try:
-                yield job_of(row)
+                yield job_from_row(row)
             except UnreadableJobError as error:
                 self._skip_unreadable(error)
 
@@ -291,9 +292,9 @@ class JobQueue:
         All others are held: they keep their places, and wait for a server that can make them.
         """
         incompatible = set(self._incompatible.copy())
-        runnable = "true" if self.kind is None else f"{_MODEL_KEY} = ?"
+        runnable = "true" if self.model_key is None else f"{_MODEL_KEY} = ?"
         runnable += f" AND sampling NOT IN ({_placeholders(incompatible)})" if incompatible else ""
-        return runnable, [*([] if self.kind is None else [self.kind]), *incompatible]
+        return runnable, [*([] if self.model_key is None else [self.model_key]), *incompatible]
 
     @property
     def _open(self) -> tuple[str, list[str]]:
@@ -331,7 +332,7 @@ class JobQueue:
             for row in connection.execute(
                 find_existing, (job.owner, job.idempotency_key)
             ).fetchall():
-                return _same_request(job_of(row), job)
+                return _same_request(job_from_row(row), job)
             self._check_limits(connection, job.owner, max_open, max_open_of_owner)
             if uptime() > until:
                 raise OutputError("the server was stopped for too long during a request")
@@ -385,14 +386,14 @@ class JobQueue:
             if not rows:
                 return None
             try:
-                job = job_of(rows[0])
+                job = job_from_row(rows[0])
             except UnreadableJobError as error:
                 self._skip_unreadable(error)
                 raise _IncompatibleJobError(rows[0][_SAMPLING]) from error
             if self.incompatible_reason(job.sampling) is not None:
                 raise _IncompatibleJobError(rows[0][_SAMPLING])
             connection.execute(_ADVANCE_TURN, (job.owner,))
-        self._claims.add((job.id, job.token))
+        self._claims.add((job.id, job.fencing_token))
         return job
 
     # Each end of a claim names the claim's `token`, so that what a server does with a job that it
@@ -486,7 +487,7 @@ class JobQueue:
                 with self.backend.transaction() as connection:
                     change = _CLAIM_CALLBACK.format(others=others)
                     rows = connection.execute(change, (seconds, *skipped)).fetchall()
-                    return job_of(rows[0]) if rows else None
+                    return job_from_row(rows[0]) if rows else None
             except UnreadableJobError as error:  # the row is as before
                 self._skip_unreadable(error)
         return None
@@ -573,7 +574,7 @@ class JobQueue:
     def release(self) -> None:
         """Put back all claims of this server, and remove it from the list, as it ends."""
         for job in self.claimed():  # also claims whose answers were lost with a connection
-            self.requeue(job.id, job.token)
+            self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
     def register(self, description: Mapping[str, Any]) -> None:
@@ -701,9 +702,9 @@ class JobQueue:
     @property
     def _verifiable(self) -> tuple[str, list[str]]:
         """SQL condition of the jobs that this server can verify, and its values."""
-        if not self.is_shared or self.kind is None:
+        if not self.is_shared or self.model_key is None:
             return "true", []
-        return f"{_MODEL_KEY} = ?", [self.kind]
+        return f"{_MODEL_KEY} = ?", [self.model_key]
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
         """Return the unix times at which jobs ended, by id, the first one first.
@@ -734,7 +735,7 @@ def _placeholders(values: Iterable[Any]) -> str:
 
 
 def _insert_job(connection: DatabaseConnection, job: Job) -> None:
-    values = {**row_of(job), "due": job.created_at - job.priority * AGEING_SECONDS}
+    values = {**job_to_row(job), "due": job.created_at - job.priority * AGEING_SECONDS}
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_placeholders(values)})"
     connection.execute(query, tuple(values.values()))
     connection.execute(_NEW_OWNER, (job.owner,))
@@ -746,13 +747,13 @@ def _same_request(existing: Job, job: Job) -> Job:
     Raises:
         RequestError: It asks for another one.
     """
-    names = ("photo_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
+    names = ("input_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
     for name in (*names, "callback_url"):
         if getattr(existing, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "
                 f"with another {name.removesuffix('_sha256').rstrip('s').replace('_', ' ')}",
                 "use a new key for a new request",
-                details={"id": existing.id, "field": name},
+                details={"id": existing.id, "field": column_of(name)},
             )
     return existing

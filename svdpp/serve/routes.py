@@ -295,7 +295,7 @@ def get_content(
 ) -> Response:
     """Send the clip as mp4; takes Range requests."""
     job = service.completed(id, owner)
-    path = _fetched(service, job.clip_in(service.folder), "no_content")
+    path = _fetched(service, job.clip_path(service.folder), "no_content")
     sha256 = job.metadata.get("file_sha256", "")
     return PrivateFile(path, clip_name(job), sha256, job.finished_at or 0.0)
 
@@ -304,9 +304,9 @@ def get_content(
 def get_input(id: str, service: Served, owner: Owned, field: str = IMAGE_FIELD) -> Response:
     """Send the image, or the video of another field, as the client sent it."""
     job, folder = service.job(id, owner), service.folder
-    paths = {IMAGE_FIELD: job.photo_in(folder), **job.videos_in(folder)}
+    paths = {IMAGE_FIELD: job.input_path(folder), **job.video_paths(folder)}
     path = _fetched(service, paths.get(field), "no_input")
-    sha256 = job.videos.get(field, job.photo_sha256)
+    sha256 = job.videos.get(field, job.input_sha256)
     return PrivateFile(path, input_name(job, path), sha256, job.created_at)
 
 
@@ -376,7 +376,7 @@ async def follow_video(
             is_last = service.followers.is_closed  # before the look, which then finds the end
             try:
                 job = await run_in_threadpool(service.queue.get, id)
-                if job is None or job.remove_asked:
+                if job is None or job.remove_requested:
                     yield _deleted_event(id, status)
                     return
                 status = job.state if job.state.is_final else JobState.CANCELLED

@@ -154,8 +154,8 @@ class Service:
             max_frames=settings.max_frames,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
-        queue.kind, queue.incompatible_reason = (
-            self.capabilities.kind,
+        queue.model_key, queue.incompatible_reason = (
+            self.capabilities.model_key,
             self.admission.no_route_reason,
         )
         self.fleet = Fleet(queue, self.engine, self.capabilities)
@@ -181,7 +181,7 @@ class Service:
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.count_final_job(job)
             self.webhooks.background.wake()
-        if job.state.is_final and job.remove_asked:
+        if job.state.is_final and job.remove_requested:
             self.removal.wake()
 
     def _remove_ended(self) -> None:
@@ -313,8 +313,8 @@ class Service:
             uploads.callback(self.queue.store.discard, photo.path)
             self.queue.store.put(photo.path)
             if is_image:
-                about |= {"photo": photo.path.name, "photo_name": name}
-                about |= {"photo_sha256": photo.sha256, "photo_pixels": photo.width * photo.height}
+                about |= {"input_file": photo.path.name, "input_name": name}
+                about |= {"input_sha256": photo.sha256, "input_pixels": photo.width * photo.height}
             else:
                 about["videos"][where] = photo.sha256
         return about
@@ -357,7 +357,7 @@ class Service:
         if not (job.state.is_final or self.engine.cancel(id, removes=True)):
             return DeletedVideo(id=id, status=JobState.CANCELLED), False
         job = self.queue.get(id) or job
-        if job.proof == "running":
+        if job.verification == "running":
             self.verifier.cancel(id)
         remove_job(self.queue, id)
         return DeletedVideo(id=id, status=job.state), True
@@ -399,7 +399,7 @@ class Service:
         if job is None and self.queue.is_unreadable(id, owner.name):
             text = "a newer server has accepted this video, and this one cannot read it"
             raise ApiError(503, "newer_video", text, "try again: another server may", retry=10)
-        if job is None or job.owner != owner.name or job.remove_asked:
+        if job is None or job.owner != owner.name or job.remove_requested:
             raise ApiError(404, "video_not_found", f"there is no video {id[:60]!r}")
         return job
 
@@ -410,10 +410,14 @@ class Service:
             expires_at = None if kept is None else (job.finished_at or 0.0) + kept
             return video_of(job, expires_at=expires_at)
         if job.state is JobState.IN_PROGRESS and job.server != self.queue.server:
-            eta = self.fleet.estimates.elsewhere(job) if job.kind == self.queue.kind else None
+            eta = (
+                self.fleet.estimates.remote_eta(job)
+                if job.model_key == self.queue.model_key
+                else None
+            )
             return video_of(job, eta_seconds=eta, step=job.step)
         if (reason := self._incompatible_reason(job)) is not None:
-            return video_of(job, held=None if self.fleet.others_of(job.kind) else reason)
+            return video_of(job, held=None if self.fleet.peers_for(job.model_key) else reason)
         estimate = self.fleet.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.dispatcher.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
@@ -426,7 +430,7 @@ class Service:
 
     def _incompatible_reason(self, job: Job) -> str | None:
         """Why this server cannot make the job; None if it can."""
-        if job.kind == self.queue.kind:
+        if job.model_key == self.queue.model_key:
             return self.queue.incompatible_reason(job.sampling)
         own = self.capabilities.model
         other = "other weights of it" if job.model == own else own

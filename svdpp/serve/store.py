@@ -389,10 +389,10 @@ def remove_job(queue: JobQueue, id: str) -> bool:
         return False
     store, folder = queue.store, queue.store.folder
     # Also the clips of servers that have lost it.
-    tokens = range(min(job.token, 1), job.token + 1)
-    clips = [replace(job, token=token).clip_in(folder) for token in tokens]
+    tokens = range(min(job.fencing_token, 1), job.fencing_token + 1)
+    clips = [replace(job, fencing_token=token).clip_path(folder) for token in tokens]
     with store.errors():
-        for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.uploads_in(folder)):
+        for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.upload_paths(folder)):
             store.remove(path)
     store.check()  # a file is missing also where the disk has gone meanwhile
     if is_removed := queue.remove(id):

@@ -103,7 +103,7 @@ class Verifier:
         with self._queue.backend.lock(id) as is_held:
             job = self._queue.get(id) if is_held else None
             is_wanted = ("running", "none") if self._when_idle else ("running",)
-            if job is None or job.proof not in is_wanted:
+            if job is None or job.verification not in is_wanted:
                 return False
             self._cancelled, self.running = None, id
             try:
@@ -132,10 +132,10 @@ class Verifier:
 
     def _missing_files(self, job: Job) -> str:
         """Which file the verification lacks, also after a look in the store; empty if none."""
-        clip = job.clip_in(self._folder)
+        clip = job.clip_path(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
-        needed |= {"image": photo} if (photo := job.photo_in(self._folder)) else {}
-        needed |= job.videos_in(self._folder)
+        needed |= {"image": photo} if (photo := job.input_path(self._folder)) else {}
+        needed |= job.video_paths(self._folder)
         for path in needed.values():
             self._queue.store.fetch(path)
         missing = [name for name, path in needed.items() if not path.is_file()]
@@ -157,7 +157,7 @@ class Verifier:
     @contextlib.contextmanager
     def _start_process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
         """The process, which ends with those that it started."""
-        clip, photo = job.clip_in(self._folder), job.photo_in(self._folder)
+        clip, photo = job.clip_path(self._folder), job.input_path(self._folder)
         process = start_helper(
             "svdpp.serve.verifier",
             *(f"{clip}.json", photo or "", os.getpid()),

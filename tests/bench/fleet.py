@@ -91,7 +91,7 @@ class Simulation:
     def _clip(self, number: int) -> None:
         queue = self._queues[number]
         if (job := self._jobs[number]) is not None:
-            self._timed("complete", lambda: queue.complete(job.id, _METADATA, job.token))
+            self._timed("complete", lambda: queue.complete(job.id, _METADATA, job.fencing_token))
         if job is not None and self._requests:
             owner = f"owner{random.randrange(_OWNERS)}"
             self._timed(
@@ -132,7 +132,7 @@ def _fleet_queues(
         open_one = partial(JobQueue, folder, url=server.url)
         queues = [opened.enter_context(closing(open_one())) for _ in range(number)]
         for queue in queues:
-            queue.kind = "svd"
+            queue.model_key = "svd"
         with queues[0].backend.transaction() as connection:
             for index in range(queued):
                 _insert_job(

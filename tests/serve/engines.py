@@ -37,9 +37,9 @@ def new_job(**values: Any) -> Job:
     about = {
         "seed": 1,
         "sampling": SAMPLING,
-        "photo": f"{id}.png",
-        "photo_name": "cat.png",
-        "photo_sha256": "0" * 64,
+        "input_file": f"{id}.png",
+        "input_name": "cat.png",
+        "input_sha256": "0" * 64,
         "created_at": 1000.0,
         **values,
     }
@@ -68,7 +68,7 @@ def taken(store: JobQueue) -> Job:
 def in_state(store: JobQueue, state: JobState, **values: Any) -> str:
     """The id of a new job, once it has that state."""
     id = add(store, **values)
-    token = 0 if state is JobState.QUEUED else taken(store).token
+    token = 0 if state is JobState.QUEUED else taken(store).fencing_token
     match state:
         case JobState.COMPLETED:
             store.complete(id, {}, token)
@@ -105,7 +105,7 @@ def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any)
 
 
 def dummy_job(seed: int, **values: Any) -> Job:
-    about = {"sampling": SAMPLING, "photo": "none.png", "created_at": time.time(), **values}
+    about = {"sampling": SAMPLING, "input_file": "none.png", "created_at": time.time(), **values}
     return new_job(seed=seed, **about)
 
 
@@ -236,7 +236,7 @@ def demo_job(folder: Path, seed: int, photo: Path | None = None) -> Job:
         seed,
         id=job_id,
         sampling=DEMO_SAMPLING,
-        photo=f"{job_id}.jpg",
-        photo_name="photo.jpg",
-        photo_sha256=hashlib.sha256(content).hexdigest(),
+        input_file=f"{job_id}.jpg",
+        input_name="photo.jpg",
+        input_sha256=hashlib.sha256(content).hexdigest(),
     )

@@ -60,7 +60,7 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", metadata.json()["latents_sha256"])
     assert isinstance(server, ServerHere)
     stored = job_of(server.service.queue, video["id"])
-    assert stored.photo_pixels == math.prod(Image.open(io.BytesIO(PHOTO)).size)
+    assert stored.input_pixels == math.prod(Image.open(io.BytesIO(PHOTO)).size)
     # The dummy model makes no file.
     error_of(server.client.get(f"/v1/videos/{video['id']}/content"), 404, "no_content")
 

@@ -119,7 +119,7 @@ def photo_24mp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _large_job(folder: Path, seed: int, photo: Path) -> Job:
-    return replace(demo_job(folder, seed, photo), photo_pixels=24_000_000)
+    return replace(demo_job(folder, seed, photo), input_pixels=24_000_000)
 
 
 def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
@@ -136,7 +136,7 @@ def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
         service.wait(lambda: service.engine.is_idle, "it is not idle")
 
         large = [_large_job(tmp_path, seed, photo_24mp) for seed in (1, 2, 4)]
-        (tmp_path / "photos" / large[2].photo).unlink()
+        (tmp_path / "photos" / large[2].input_file).unlink()
         done = service.made(*large[:2], demo_job(tmp_path, 3), large[2])
         lost = done.pop()
         # No rank has waited for the large images.

@@ -43,7 +43,7 @@ def test_a_clock_that_jumps_ages_nothing(
     queue = each_store
     before = in_state(queue, JobState.COMPLETED, created_at=queue.now())
     running = add(queue, created_at=queue.now())
-    token = taken(queue).token
+    token = taken(queue).fencing_token
     with clock_ahead(monkeypatch, days * _DAYS):
         assert abs(queue.now() - time.time()) > _DAYS
         queue.complete(running, {}, token)
@@ -116,7 +116,7 @@ def test_nothing_is_removed_while_its_disk_is_not_mounted(
     """Not the row either, so that the files go later."""
     queue, folder = each_store, tmp_path / "data"
     id = in_state(queue, JobState.COMPLETED)
-    clip = job_of(queue, id).clip_in(folder)
+    clip = job_of(queue, id).clip_path(folder)
     clip.parent.mkdir()
     clip.touch()
     seen = remove_leftovers(queue, set())

@@ -104,7 +104,7 @@ def test_what_is_held_says_why(tmp_path: Path) -> None:
 
 def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
     id = add(store, model="b", created_at=1.0)
-    store.kind = "a"
+    store.model_key = "a"
     assert store.oldest_waiting() is None
     store.add(new_job(model="a", created_at=2.0), max_open=1, max_open_of_owner=1)
     with pytest.raises(QueueFullError):
@@ -237,10 +237,10 @@ def test_before_a_step_is_measured_there_are_places_alone(
 ) -> None:
     job = store.add(dummy_job(1), max_open=None)
     own = estimates()
-    assert own.elsewhere(replace(job, step=5)) == pytest.approx(2 * (STEPS - 5) + 4)
+    assert own.remote_eta(replace(job, step=5)) == pytest.approx(2 * (STEPS - 5) + 4)
     own._samples["step"].clear()
     assert own.of(job.id) == Estimate(0, None)
-    assert own.elsewhere(job) is None
+    assert own.remote_eta(job) is None
     assert own.seconds_until_room() == 5.0
 
 

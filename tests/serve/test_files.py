@@ -97,10 +97,12 @@ def test_a_file_has_a_readable_name(file: PrivateFile) -> None:
     assert answer_of(file).headers["content-disposition"] == (
         "inline; filename=\"Gr__e 2-seed7.mp4\"; filename*=UTF-8''Gr%C3%B6%C3%9Fe%202-seed7.mp4"
     )
-    assert clip_name(new_job(seed=7, photo_name="chelsea.png")) == "chelsea-seed7.mp4"
-    job = new_job(seed=1, photo="", photo_name="", prompt='The "sea", at\nnight: 夜の海')
+    assert clip_name(new_job(seed=7, input_name="chelsea.png")) == "chelsea-seed7.mp4"
+    job = new_job(seed=1, input_file="", input_name="", prompt='The "sea", at\nnight: 夜の海')
     assert clip_name(job) == "the-sea-at-night-夜の海-seed1.mp4"
-    assert clip_name(new_job(photo="", photo_name="", prompt="...")) == "clip-seed1.mp4"
-    job = new_job(id="video_1", photo="video_1.gif", photo_name="sea.html", videos={"pose": "0"})
+    assert clip_name(new_job(input_file="", input_name="", prompt="...")) == "clip-seed1.mp4"
+    job = new_job(
+        id="video_1", input_file="video_1.gif", input_name="sea.html", videos={"pose": "0"}
+    )
     assert input_name(job, Path("/photos/video_1.gif")) == "sea.gif"
     assert input_name(job, Path("/photos/video_1.pose")) == "pose.mp4"

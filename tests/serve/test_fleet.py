@@ -237,7 +237,7 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
     own.go_on()
     own.wait(lambda: not own.engine.dispatcher.clips(), "the clip stays")
     now = own.job(id)
-    assert (now.state, now.token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
+    assert (now.state, now.fencing_token, now.server) == (JobState.IN_PROGRESS, 2, other.server)
     remove_leftovers_now(other)
     assert list(own.folder.glob("clips/*.mp4*")) == []
     assert other.complete(id, {"own": True}, 2)
@@ -255,8 +255,8 @@ def test_a_server_does_not_make_a_clip_twice_at_once(
     assert done.state is JobState.COMPLETED
     remove_leftovers_now(other)
     clips = {path.name for path in own.folder.glob("clips/*.mp4*")}
-    assert clips == {f"{id}-{done.token}.mp4", f"{id}-{done.token}.mp4.json"}
-    assert done.token > 2
+    assert clips == {f"{id}-{done.fencing_token}.mp4", f"{id}-{done.fencing_token}.mp4.json"}
+    assert done.fencing_token > 2
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ import pytest
 
 from svdpp.errors import RankError, RequestError
 from svdpp.serve import job, postgres, sqlite
-from svdpp.serve.job import JobState, new_id
+from svdpp.serve.job import JobState, column_of, new_id
 from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
 from tests.serve.engines import SAMPLING, add, in_state, job_of, new_job, take_all, taken
 
@@ -35,7 +35,7 @@ def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path, queue_url: st
         owner="ann",
         seed=2**63 - 1,
         sampling=replace(SAMPLING, fps=9, fit="crop", min_guidance_scale=0.1 + 0.2),
-        photo_name="Füße 猫 '; DROP TABLE jobs; --.png",
+        input_name="Füße 猫 '; DROP TABLE jobs; --.png",
         created_at=1763812345.678901,
         priority=9,
         idempotency_key="a key",
@@ -80,7 +80,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert before <= (begun.started_at or 0) <= time.time()
     assert (store.waiting(), store.running()) == ([], [begun])
     metadata = {"file_sha256": "ab", "psnr": None}
-    assert store.complete(id, metadata, job_of(store, id).token)
+    assert store.complete(id, metadata, job_of(store, id).fencing_token)
     done = job_of(store, id)
     ended = {"state": JobState.COMPLETED, "finished_at": done.finished_at, "metadata": metadata}
     assert done == replace(begun, **ended)
@@ -97,19 +97,19 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
 def test_a_failure_is_kept_with_details_that_json_does_not_have(store: JobQueue) -> None:
     id = in_state(store, JobState.IN_PROGRESS)
     error = RankError("rank 1 died", "look", details={"x": float("nan"), "p": Path("x"), 3: [1]})
-    assert store.fail(id, error, job_of(store, id).token)
+    assert store.fail(id, error, job_of(store, id).fencing_token)
     about = {"type": "RankError", "message": "rank 1 died", "hint": "look"}
     assert job_of(store, id).error == {**about, "details": {"x": None, "p": "x", "3": [1]}}
 
 
 def _changes(store: JobQueue) -> dict[str, Callable[[str], bool]]:
     return {
-        "requeue": lambda id: store.requeue(id, job_of(store, id).token, counts=True),
-        "complete": lambda id: store.complete(id, {"late": True}, job_of(store, id).token),
-        "fail": lambda id: store.fail(id, RequestError("late"), job_of(store, id).token),
+        "requeue": lambda id: store.requeue(id, job_of(store, id).fencing_token, counts=True),
+        "complete": lambda id: store.complete(id, {"late": True}, job_of(store, id).fencing_token),
+        "fail": lambda id: store.fail(id, RequestError("late"), job_of(store, id).fencing_token),
         "cancel_waiting": store.cancel_waiting,
         "request_cancel": store.request_cancel,
-        "mark_cancelled": lambda id: store.mark_cancelled(id, job_of(store, id).token),
+        "mark_cancelled": lambda id: store.mark_cancelled(id, job_of(store, id).fencing_token),
         "set_verification": lambda id: store.set_verification(id, "equal"),
         "remove": store.remove,
     }
@@ -162,7 +162,7 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
     ids = [add(store, created_at=float(index)) for index in range(4)]
     for _ in range(3):
         store.claim()
-    store.complete(ids[0], {}, job_of(store, ids[0]).token)
+    store.complete(ids[0], {}, job_of(store, ids[0]).fencing_token)
     store.set_verification(ids[0], "running")
     store.request_cancel(ids[1])
     store.close()
@@ -183,11 +183,11 @@ def test_putting_back_counts_attempts_and_cancels_what_was_to_be_cancelled(store
     id = add(store)
     for counts, attempts in ((True, 1), (False, 1), (True, 2)):
         store.claim()
-        assert store.requeue(id, job_of(store, id).token, counts=counts)
+        assert store.requeue(id, job_of(store, id).fencing_token, counts=counts)
         assert job_of(store, id).attempts == attempts
     store.claim()
     assert store.request_cancel(id)
-    assert store.requeue(id, job_of(store, id).token, counts=True)
+    assert store.requeue(id, job_of(store, id).fencing_token, counts=True)
     assert job_of(store, id).state is JobState.CANCELLED
     assert job_of(store, id).finished_at is not None
     assert store.claim() is None
@@ -203,16 +203,16 @@ def test_a_full_queue_refuses(store: JobQueue) -> None:
         store.add(new_job(owner="a"), max_open=10, max_open_of_owner=2)
     assert full.value.details == {"open": 2, "limit": 2, "owner": "a"}
     store.add(new_job(owner="b"), max_open=10, max_open_of_owner=2)
-    store.complete(ids[0], {}, job_of(store, ids[0]).token)
+    store.complete(ids[0], {}, job_of(store, ids[0]).fencing_token)
     store.add(new_job(owner="a"), max_open=3)
 
 
 def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     first = store.add(new_job(idempotency_key="k"), max_open=1)
-    again = new_job(idempotency_key="k", photo_name="renamed.png", created_at=2000.0)
+    again = new_job(idempotency_key="k", input_name="renamed.png", created_at=2000.0)
     assert store.add(again, max_open=1) == first  # also if the queue is full meanwhile
     store.claim()
-    store.complete(first.id, {}, job_of(store, first.id).token)
+    store.complete(first.id, {}, job_of(store, first.id).fencing_token)
     assert store.add(again, max_open=1).state is JobState.COMPLETED
     assert store.add(replace(again, owner="other"), max_open=1).id == again.id
     store.remove(first.id)
@@ -222,12 +222,12 @@ def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
 def test_a_used_key_refuses_another_request(store: JobQueue) -> None:
     first = add(store, idempotency_key="k")
     for field, value in {
-        **{"seed": 2, "priority": 1, "photo_sha256": "1" * 64, "prompt": "a cat"},
+        **{"seed": 2, "priority": 1, "input_sha256": "1" * 64, "prompt": "a cat"},
         **{"sampling": replace(SAMPLING, fps=8), "callback_url": "http://a/"},
     }.items():
         with pytest.raises(RequestError) as refused:
             add(store, idempotency_key="k", **{field: value})
-        assert refused.value.details == {"id": first, "field": field}
+        assert refused.value.details == {"id": first, "field": column_of(field)}
     assert sum(store.counts().values()) == 1
 
 
@@ -302,7 +302,7 @@ def test_the_order_that_is_shown_is_the_order_that_is_taken(store: JobQueue, see
     assert taken == order[:5]
     assert [job.id for job in store.running()] == taken
     for id in chance.sample(taken, len(taken)):
-        store.requeue(id, job_of(store, id).token, counts=False)
+        store.requeue(id, job_of(store, id).fencing_token, counts=False)
     assert waiting(store) == order
     store.claim()
     add(store, owner="a", created_at=1.0, priority=chance.randint(0, 9))

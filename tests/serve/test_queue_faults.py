@@ -58,7 +58,7 @@ def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
 def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path) -> None:
     """Those that no query of the start reads."""
     for _ in range(200):
-        add(store, photo_name="x" * 1000)
+        add(store, input_name="x" * 1000)
     store.close()
     path = tmp_path / "data" / "queue.sqlite3"
     content = bytearray(path.read_bytes())

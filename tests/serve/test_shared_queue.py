@@ -84,7 +84,7 @@ def fleet_of(queue: JobQueue) -> Fleet:
     """A server of the fleet, whose ranks have nothing to do."""
     dispatcher = Mock(num_free_slots=1, clips=list)
     engine = Mock(dispatcher=dispatcher, state="ready", config=Mock(world_size=2, cfg_parallel=1))
-    queue.kind = "demo"
+    queue.model_key = "demo"
     return Fleet(queue, engine, Capabilities(model="demo", sampling=SAMPLING, sizes=()))
 
 
@@ -92,8 +92,8 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
     """Whatever the server does that was stopped for too long."""
     slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
     id = add(slow)
-    assert taken(slow).token == 1
-    assert [(job.id, job.state, job.token) for job in recovered(other)] == [
+    assert taken(slow).fencing_token == 1
+    assert [(job.id, job.state, job.fencing_token) for job in recovered(other)] == [
         (id, JobState.QUEUED, 1)
     ]
 
@@ -104,15 +104,15 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
 
     ends_nothing()
     now = taken(other)
-    assert (now.id, now.token, now.server) == (id, 2, other.server)
+    assert (now.id, now.fencing_token, now.server) == (id, 2, other.server)
     ends_nothing()
     assert other.renew(lambda _: 3) == ([], [])
     assert not slow.requeue(id, 1, counts=True)
     assert [job.step for job in slow.running()] == [3]
     assert other.complete(id, {"own": True}, 2)
     done = job_of(slow, id)
-    assert (done.state, done.metadata, done.token) == (JobState.COMPLETED, {"own": True}, 2)
-    assert done.clip_in(Path("data")) == Path(f"data/clips/{id}-2.mp4")
+    assert (done.state, done.metadata, done.fencing_token) == (JobState.COMPLETED, {"own": True}, 2)
+    assert done.clip_path(Path("data")) == Path(f"data/clips/{id}-2.mp4")
 
 
 def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
@@ -153,7 +153,7 @@ def test_a_server_renews_all_its_claims(opened: Open) -> None:
 def test_a_completion_whose_answer_is_lost_is_one(opened: Open) -> None:
     queue = opened()
     id = add(queue)
-    token = taken(queue).token
+    token = taken(queue).fencing_token
     with lost_answers(queue), pytest.raises(OutputError):
         queue.complete(id, {}, token)
     assert queue.renew(lambda _: 0) == ([], [])
@@ -222,7 +222,7 @@ def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away
 def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None:
     """By its weights, and by its ranks, for which some numbers of steps are too few."""
     svd, wan = opened(), opened()
-    svd.kind, wan.kind = "weights of svd", "wan"
+    svd.model_key, wan.model_key = "weights of svd", "wan"
     first = add(svd, model="svd", weights="weights of svd")
     other = add(svd, model="svd", weights="newer weights")
     short = add(svd, model="wan", sampling=_SHORT)
@@ -231,7 +231,7 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
     assert wan.claim() is None
     second = add(wan, model="wan")
     for queue, id in ((wan, second), (svd, first)):
-        assert queue.complete(id, {"file_sha256": "0"}, taken(queue).token)
+        assert queue.complete(id, {"file_sha256": "0"}, taken(queue).fencing_token)
         assert queue.claim() is None
         assert queue.unverified() == [id]
         queue.set_verification(id, "running")
@@ -272,14 +272,14 @@ def test_two_servers_do_not_verify_the_same_clip(opened: Open) -> None:
     own, other = opened(), opened()
     verifier = Verifier(own, lambda: True)
     id = add(own, model="demo")
-    own.complete(id, {"file_sha256": "0"}, taken(own).token)
+    own.complete(id, {"file_sha256": "0"}, taken(own).fencing_token)
     assert verifier.request(id)
     with other.backend.lock(id) as is_held:
         assert is_held
         assert not verifier._verify(id)
     assert verifier._verify(id)
     assert not verifier._verify(id)
-    assert (job_of(own, id).proof_reason or "").startswith("file missing")
+    assert (job_of(own, id).verification_reason or "").startswith("file missing")
     with other.backend.lock(id) as is_held:
         assert is_held  # nobody holds it any more
 

@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_fetched_is_not_removed_meanwhile(
     store = FileStore(tmp_path, f"memory://{new_id()}")
     to_request = ToRequest(dummy_config(1), None, store)
     to_request.latents_folder.mkdir()
-    job = dummy_job(1, photo="", token=2)
+    job = dummy_job(1, input_file="", fencing_token=2)
     key = to_request(job).request.latents_key
     assert key is not None
     for step in (2, 4):

@@ -56,7 +56,7 @@ class Proving:
         return [job.proof for id in self.ids if (job := self.store.get(id))]
 
     def reasons(self) -> list[str | None]:
-        return [job.proof_reason for id in self.ids if (job := self.store.get(id))]
+        return [job.verification_reason for id in self.ids if (job := self.store.get(id))]
 
     def wait_for(self, *proofs: str) -> None:
         wait_until(lambda: self.proofs() == [*proofs], HANG_SECONDS, lambda: str(self.proofs()))

@@ -227,7 +227,7 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(each_store:
     assert store.claim_callback(60) is None, "it waits"
     job = taken(store)
     assert store.claim_callback(60) is None, "it is in progress"
-    store.complete(job.id, {}, job.token)
+    store.complete(job.id, {}, job.fencing_token)
     first = store.claim_callback(0.01)
     assert first is not None
     assert (first.id, first.callback_attempts) == (job.id, 1)

@@ -199,10 +199,10 @@ class FaultyServers:
         expected = (
             {"queue.sqlite3", "lock", RESERVE_FILE} if self._database is None else {"queue.id"}
         )
-        expected |= {f"photos/{job.photo}" for job in jobs}
+        expected |= {f"photos/{job.input_file}" for job in jobs}
         for job in jobs:
             if job.state == "completed":
-                clip = f"clips/{job.clip_in(self.data).name}"
+                clip = f"clips/{job.clip_path(self.data).name}"
                 expected |= {clip, f"{clip}.json"}
         files = (path for path in self.data.rglob("*") if not path.is_dir())
         found = {str(path.relative_to(self.data)) for path in files}
@@ -268,7 +268,7 @@ def _summary(
         "clips_compared": len(done),
         "clips_resumed": sum(job.metadata.get("resumed_from_step", 0) > 0 for job in jobs),
         "faults": dict(faulty.faults),
-        "jobs_begun_again": sum(job.token > 1 or job.attempts > 0 for job in jobs),
+        "jobs_begun_again": sum(job.fencing_token > 1 or job.attempts > 0 for job in jobs),
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "load": [round(load, 1) for load in os.getloadavg()],
         "wrong": {name: found[:_SHOWN] for name, found in wrong.items() if found},
@@ -341,7 +341,7 @@ def _wrong_clips(asked: list[Request], data: Path, done: list[Job]) -> list[str]
     expected = _reference([by_id[job.id] for job in done])
     wrong = []
     for job in done:
-        request, path = by_id[job.id], job.clip_in(data)
+        request, path = by_id[job.id], job.clip_path(data)
         if job.metadata["latents_sha256"] != expected[_kind(request)]:
             wrong.append(f"{request.key}: wrong latents")
         if job.metadata["file_sha256"] != file_sha256(path):
