@@ -20,12 +20,12 @@ from loguru import logger
 from svdpp import __version__
 from svdpp.config import SamplingConfig
 from svdpp.plan.actions import Kind
-from svdpp.serve.background import Background
 from svdpp.serve.clips import RunningClip
 from svdpp.serve.clock import ClockError
 from svdpp.serve.engine import Engine
 from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
+from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import QUEUED, JobQueue
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.views import size_of
@@ -229,8 +229,10 @@ class Fleet:
         engine.observe(self.estimates)
         # After an outage all leases may have ended: those who hold them are to renew them first.
         self._recover_at = time.monotonic() + queue.lease_seconds
-        failure = "the server cannot look after its claims"
-        self.background = Background("fleet", self._turn, 0.0, failure=failure, last=queue.release)
+        error_message = "the server cannot look after its claims"
+        self.thread = PeriodicThread(
+            "fleet", self._run_once, 0.0, error_message=error_message, on_close=queue.release
+        )
         """Thread that renews the claims, and at its end hands back what is not finished."""
 
     def servers(self) -> list[dict[str, Any]]:
@@ -261,7 +263,7 @@ class Fleet:
 
     # --- the fleet's thread -----------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         try:
             if time.monotonic() >= self._renew_at:
                 self._renew()

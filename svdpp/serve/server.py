@@ -33,8 +33,8 @@ from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.serve import routes
 from svdpp.serve.auth import Keys
-from svdpp.serve.background import Background
 from svdpp.serve.middleware import AuthMiddleware
+from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.routes import Owned, Served
 from svdpp.serve.service import ServerSettings, Service
@@ -121,19 +121,23 @@ class Server:
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._http = _Http(app)
-        why = "old files cannot be removed"
-        retention = Background("retention", self._sweep, _SWEEP_SECONDS, failure=why)
-        leftovers = Background("leftovers", service.remove_leftovers, LOOK_SECONDS, failure=why)
-        self._threads = [service.verifier.background, service.removal, retention, leftovers]
+        error_message = "old files cannot be removed"
+        retention = PeriodicThread(
+            "retention", self._sweep, _SWEEP_SECONDS, error_message=error_message
+        )
+        leftovers = PeriodicThread(
+            "leftovers", service.remove_leftovers, LOOK_SECONDS, error_message=error_message
+        )
+        self._threads = [service.verifier.thread, service.removal, retention, leftovers]
         if service.settings.callback_hosts:
-            self._threads.append(service.webhooks.background)
+            self._threads.append(service.webhooks.thread)
         if service.queue.is_shared:
             # First: the other servers go on with its clips.
-            self._threads.insert(0, service.fleet.background)
+            self._threads.insert(0, service.fleet.thread)
         if service.queue.store.is_remote:
-            why = "latent checkpoints are not put into the store"
+            error_message = "latent checkpoints are not put into the store"
             publish = service.engine.to_request.publish
-            self._threads.append(Background("store", publish, 1.0, failure=why))
+            self._threads.append(PeriodicThread("store", publish, 1.0, error_message=error_message))
 
     def run(self) -> None:
         """Serve until a signal, or until the engine gives up.
@@ -150,8 +154,8 @@ class Server:
         gc.freeze()
         self._catch_signals()
         self._service.engine.start()
-        for background in self._threads:
-            background.start()
+        for thread in self._threads:
+            thread.start()
         watch = threading.Thread(target=self._watch, name="watch", daemon=True)
         watch.start()
         try:
@@ -188,8 +192,8 @@ class Server:
             grace = self._grace if self._service.queue.backend.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)
-            for background in self._threads:
-                background.close(_END_SECONDS)
+            for thread in self._threads:
+                thread.close(_END_SECONDS)
             self._service.followers.is_closed = True
         finally:
             self._http.should_exit = True

@@ -23,7 +23,6 @@ from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.media.inputs import MAX_PIXELS
 from svdpp.serve.auth import Owner
-from svdpp.serve.background import Background
 from svdpp.serve.clips import Admission
 from svdpp.serve.clock import uptime
 from svdpp.serve.engine import Engine
@@ -40,6 +39,7 @@ from svdpp.serve.job import (
 )
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
+from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
@@ -172,15 +172,17 @@ class Service:
         self.webhooks = Webhooks(
             queue, settings.callback_hosts, settings.callback_secrets, self.video
         )
-        why = "removed clips keep their files"
-        self.removal = Background("removal", self._remove_ended, _REMOVAL_SECONDS, failure=why)
+        error_message = "removed clips keep their files"
+        self.removal = PeriodicThread(
+            "removal", self._remove_ended, _REMOVAL_SECONDS, error_message=error_message
+        )
         """The thread that removes clips which ranks worked on when their owners removed them."""
 
     def _on_changed(self, job: Job) -> None:
         # What another server has ended it counts itself; a clip cancelled in the queue has none.
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.count_final_job(job)
-            self.webhooks.background.wake()
+            self.webhooks.thread.wake()
         if job.state.is_final and job.remove_requested:
             self.removal.wake()
 

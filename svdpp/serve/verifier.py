@@ -28,8 +28,8 @@ from svdpp.launch.process_lifetime import (
     start_helper,
     tune_gc,
 )
-from svdpp.serve.background import Background
 from svdpp.serve.job import Job, JobState, VerificationStatus
+from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 
 _POLL_SECONDS = 0.05
@@ -64,8 +64,10 @@ class Verifier:
         """The id of the job that is being verified."""
         self._cancelled: str | None = None
         seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
-        failure = "the verification of a clip failed"
-        self.background = Background("verifier", self._run_once, seconds, failure=failure)
+        error_message = "the verification of a clip failed"
+        self.thread = PeriodicThread(
+            "verifier", self._run_once, seconds, error_message=error_message
+        )
         """The thread, which also answers the requests to earlier servers."""
 
     def request(self, id: str) -> bool:
@@ -74,7 +76,7 @@ class Verifier:
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False
         is_taken = self._queue.set_verification(id, "running")
-        self.background.wake()
+        self.thread.wake()
         return is_taken
 
     def cancel(self, id: str) -> None:
@@ -85,7 +87,7 @@ class Verifier:
     # --- the verifier's thread --------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        while not self.background.is_closing and any(map(self._verify, self._candidates())):
+        while not self.thread.is_closing and any(map(self._verify, self._candidates())):
             pass
 
     def _candidates(self) -> list[str]:
@@ -150,7 +152,7 @@ class Verifier:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=_POLL_SECONDS)
                     return _parse_result(output, process.returncode)
-                is_cancelled = self._cancelled == job.id or self.background.is_closing
+                is_cancelled = self._cancelled == job.id or self.thread.is_closing
                 if is_cancelled or not self._is_idle():
                     return None
 

@@ -25,9 +25,9 @@ import httpx2
 from loguru import logger
 
 from svdpp.errors import OutputError, RequestError
-from svdpp.serve.background import Background
 from svdpp.serve.job import Job
 from svdpp.serve.middleware import HOST_PATTERN
+from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.views import ApiError, Video
 
@@ -74,8 +74,12 @@ class Webhooks:
         # How many threads look up each name now.
         self._lookups = Counter[str]()
         self._counting = threading.Lock()
-        self.background = Background(
-            "webhooks", self._send_due, _POLL_SECONDS, failure="webhooks wait", last=self._send_due
+        self.thread = PeriodicThread(
+            "webhooks",
+            self._send_due,
+            _POLL_SECONDS,
+            error_message="webhooks wait",
+            on_close=self._send_due,
         )
         """Thread that sends what is due; at its end each once."""
 

@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from svdpp.errors import ClosedError, OutputError, RequestError
-from svdpp.serve import background
+from svdpp.serve import periodic_thread
 from svdpp.serve import sqlite as sqlite_module
-from svdpp.serve.background import Background
 from svdpp.serve.job import JobState
+from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import RESERVE_FILE, BackendUnavailableError, StorageUnavailableError
 from svdpp.serve.store import FileStore
@@ -133,7 +133,7 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     """And not at all that the queue is away, which is logged where it is noticed."""
-    monkeypatch.setattr(background, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(periodic_thread, "_RETRY_SECONDS", 0.0)
     failed, away = PermissionError("no links here"), BackendUnavailableError("away")
     refused = OutputError("not now")
     turns = iter([away, failed, failed, away, None, failed, None, refused, ClosedError("closed")])
@@ -142,7 +142,7 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
         if (error := next(turns)) is not None:
             raise error
 
-    thread = Background("test", turn, 0.0, failure="it fails")
+    thread = PeriodicThread("test", turn, 0.0, error_message="it fails")
     thread.start()
     thread._thread.join(HANG_SECONDS)
     assert [line.partition("\n")[0] for line in told] == [

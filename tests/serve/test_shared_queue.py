@@ -172,8 +172,8 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     fleet._recover_at = 0.0  # as after some time
     with pytest.MonkeyPatch.context() as patch, pytest.raises(BackendUnavailableError):
         patch.setattr(other.backend, "fetch_all", Mock(side_effect=BackendUnavailableError("away")))
-        fleet._turn()
-    fleet._turn()
+        fleet._run_once()
+    fleet._run_once()
     assert len(holder.running()) == 1
 
     def is_recovered() -> bool:

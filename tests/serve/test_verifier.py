@@ -71,11 +71,11 @@ def _proving(
     store, idle = JobQueue(folder), threading.Event()
     verdicts: list[str] = []
     verifier = Verifier(store, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
-    verifier.background.start()
+    verifier.thread.start()
     try:
         yield Proving(store, verifier, made[1], idle, verdicts)
     finally:
-        verifier.background.close()
+        verifier.thread.close()
         store.close()
         assert _temporary_files() == before
 

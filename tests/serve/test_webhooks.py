@@ -111,11 +111,11 @@ def after(event: threading.Event) -> Answer:
 @contextmanager
 def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
     sender = Webhooks(store, hosts, SECRETS, video_of)
-    sender.background.start()
+    sender.thread.start()
     try:
         yield sender
     finally:
-        sender.background.close()
+        sender.thread.close()
 
 
 def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str:
@@ -182,7 +182,7 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
         cancelled = made(store, receiver.url, JobState.CANCELLED)
         without = in_state(store, JobState.COMPLETED)
         last = made(store, receiver.url)
-        sender.background.wake()
+        sender.thread.wake()
         after_a_try(store, last)
         assert [request.verified(NEW)["data"]["id"] for request in receiver.requests] == [last]
     for id in (cancelled, without):
@@ -251,7 +251,7 @@ def test_a_slow_receiver_holds_back_no_other(
         sending(store, slow.host, other.host) as sender,
     ):
         ids = [made(store, slow.url) for _ in range(3)] + [made(store, other.url)]
-        sender.background.wake()
+        sender.thread.wake()
         assert after_a_try(store, ids[-1])["status"] == "delivered"
         shown = after_a_try(store, ids[0])
         assert (shown["status"], shown["error"]) == ("pending", "no answer within 3 s")
