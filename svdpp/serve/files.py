@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Receive, Scope, Send
 
 from svdpp.serve.job import Job
-from svdpp.serve.views import ApiError, error_answer
+from svdpp.serve.schemas import ApiError, error_response
 
 # Longer numbers are of no file.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
@@ -66,7 +66,7 @@ class PrivateFile(FileResponse):
                 error = f"the file has {size} bytes, and the range {text[:60]!r} none of them"
                 more = {"Content-Range": f"bytes */{size}"}
                 refusal = ApiError(416, "range_not_satisfiable", error, headers=more, bytes=size)
-                await error_answer(refusal)(scope, receive, send)
+                await error_response(refusal)(scope, receive, send)
                 return
             scope = {**scope, "headers": list(scope["headers"])}
             if ranges is None:

@@ -23,12 +23,12 @@ from svdpp.plan.actions import Kind
 from svdpp.serve.clips import RunningClip
 from svdpp.serve.clock import ClockError
 from svdpp.serve.engine import Engine
-from svdpp.serve.form import Capabilities
 from svdpp.serve.job import Job
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import QUEUED, JobQueue
+from svdpp.serve.request_schema import Capabilities
+from svdpp.serve.schemas import format_size
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.views import size_of
 from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
 # Two renewals can be late before a claim ends.
@@ -252,7 +252,7 @@ class Fleet:
             "version": __version__,
             "model": self._capabilities.model,
             "weights": self._capabilities.weights,
-            "sizes": [size_of(*size) for size in self._capabilities.sizes],
+            "sizes": [format_size(*size) for size in self._capabilities.sizes],
             "ranks": self._engine.config.world_size,
             "state": state,
             "free": dispatcher.num_free_slots if state == "ready" else 0,

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.views import ApiError, error_answer
+from svdpp.serve.schemas import ApiError, error_response
 
 #: The routes whose body has an image.
 _UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
@@ -87,7 +87,7 @@ class AuthMiddleware:
                     upload.callback(self._uploads.subtract, [owner.name])
                 body = self._body(headers, receive, is_upload=is_upload)
             except ApiError as error:
-                await error_answer(error)(scope, receive, response)
+                await error_response(error)(scope, receive, response)
             else:
                 # HEAD is answered as GET, of which uvicorn then leaves out the body; that of events
                 # has no end.

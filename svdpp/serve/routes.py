@@ -28,11 +28,11 @@ from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
 from svdpp.serve.auth import Owner
 from svdpp.serve.files import PrivateFile, clip_name, input_name
-from svdpp.serve.form import VideoRequest
 from svdpp.serve.job import JobState
 from svdpp.serve.middleware import JSON_MEDIA_TYPE, MAX_JSON_BYTES
+from svdpp.serve.request_schema import VideoRequest
+from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 from svdpp.serve.service import Service
-from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 
 #: Event streams that are open at the same time, and of these, those of one key.
 MAX_STREAMS = 1000
@@ -182,7 +182,7 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
             raise ValueError("it is JSON, but no object")
     except ValueError as error:
         raise _malformed("invalid_json", str(error)) from None
-    return service.submit(service.capabilities.checked(given), owner, key)
+    return service.submit(service.capabilities.validate(given), owner, key)
 
 
 async def _wait(request: Request, service: Service, id: str, owner: Owner) -> None:

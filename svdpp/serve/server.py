@@ -37,9 +37,9 @@ from svdpp.serve.middleware import AuthMiddleware
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.routes import Owned, Served
+from svdpp.serve.schemas import ErrorResponse, install_error_handlers
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import LOOK_SECONDS, FileStore, set_strangers_aside, sweep
-from svdpp.serve.views import ErrorAnswer, install_error_handlers
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
@@ -267,11 +267,11 @@ def create_app(service: Service, keys: Keys | None) -> ASGIApp:
         docs_url=None,  # their scripts come from another host
         redoc_url=None,
         redirect_slashes=False,
-        responses={statuses: {"model": ErrorAnswer} for statuses in ("4XX", "5XX")},
+        responses={statuses: {"model": ErrorResponse} for statuses in ("4XX", "5XX")},
     )
     app.state.service = service
     install_error_handlers(app)
-    for router in (routes.create_routes(service.capabilities.form), routes.routes, server):
+    for router in (routes.create_routes(service.capabilities.request_model), routes.routes, server):
         app.include_router(router, dependencies=[] if keys is None else [Depends(_bearer)])
     app.include_router(public)
     app.mount("/page", StaticFiles(directory=_PAGE))

@@ -27,7 +27,6 @@ from svdpp.serve.clips import Admission
 from svdpp.serve.clock import uptime
 from svdpp.serve.engine import Engine
 from svdpp.serve.fleet import Estimate, Fleet
-from svdpp.serve.form import Capabilities, VideoRequest
 from svdpp.serve.job import (
     CLIPS_FOLDER,
     LATENTS_FOLDER,
@@ -41,11 +40,12 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.request_schema import Capabilities, VideoRequest
+from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_from_job
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
 from svdpp.serve.uploads import UploadStore, sanitize_filename
 from svdpp.serve.verifier import Verifier
-from svdpp.serve.views import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_of
 from svdpp.serve.webhooks import Webhooks
 
 # A client that waits longer may find many places free.
@@ -270,7 +270,7 @@ class Service:
         try:
             return self.video(self.queue.get(stored.id) or stored)
         except OutputError:  # the queue is away since it has stored the job
-            return video_of(stored)
+            return video_from_job(stored)
 
     def _find_stored(self, job: Job) -> Job | None:
         """Return the job if the queue has it, and answers."""
@@ -410,25 +410,25 @@ class Service:
         if job.state.is_final:
             kept = self.settings.keep_seconds
             expires_at = None if kept is None else (job.finished_at or 0.0) + kept
-            return video_of(job, expires_at=expires_at)
+            return video_from_job(job, expires_at=expires_at)
         if job.state is JobState.IN_PROGRESS and job.server != self.queue.server:
             eta = (
                 self.fleet.estimates.remote_eta(job)
                 if job.model_key == self.queue.model_key
                 else None
             )
-            return video_of(job, eta_seconds=eta, step=job.step)
+            return video_from_job(job, eta_seconds=eta, step=job.step)
         if (reason := self._incompatible_reason(job)) is not None:
-            return video_of(job, held=None if self.fleet.peers_for(job.model_key) else reason)
+            return video_from_job(job, held=None if self.fleet.peers_for(job.model_key) else reason)
         estimate = self.fleet.estimates.of(job.id) or Estimate(0, None)
         clip, eta = self.engine.dispatcher.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
-            return video_of(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
+            return video_from_job(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
         # Of a clip that goes back to the queue, they are those of ranks that have ended.
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
-        return video_of(job, eta_seconds=eta, place=estimate.place or 0, step=step)
+        return video_from_job(job, eta_seconds=eta, place=estimate.place or 0, step=step)
 
     def _incompatible_reason(self, job: Job) -> str | None:
         """Why this server cannot make the job; None if it can."""

@@ -29,7 +29,7 @@ from svdpp.serve.job import Job
 from svdpp.serve.middleware import HOST_PATTERN
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.views import ApiError, Video
+from svdpp.serve.schemas import ApiError, Video
 
 #: The tries after which a webhook is given up: 20 hours after the first one.
 MAX_ATTEMPTS = 10

@@ -22,7 +22,7 @@ from svdpp.driver.clip_metadata import (
 from svdpp.errors import InputError, RequestError
 from svdpp.media.inputs import ClipInput, read_image
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.serve.form import Capabilities
+from svdpp.serve.request_schema import Capabilities
 from tests.cli.shell import PHOTO, assert_error, svdpp_here
 from tests.models.builders import save_tiny_checkpoint, save_tiny_lora
 from tests.models.tiny_families import save_tiny_wan

@@ -28,9 +28,9 @@ from svdpp.serve.fleet import Estimate, Estimates
 from svdpp.serve.job import JobState
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.schemas import to_api_error
 from svdpp.serve.server import build
 from svdpp.serve.service import ServerSettings, Service
-from svdpp.serve.views import as_api_error
 from svdpp.worker.messages import ActionDone, ClipDone, Heartbeat, Joined, RankStats, StepDone
 from tests.serve.engines import (
     SAMPLING,
@@ -51,7 +51,7 @@ def test_steps_that_need_a_rank_without_weights() -> None:
     few, many = (replace(SAMPLING, num_inference_steps=steps) for steps in (2, 25))
     with pytest.raises(RequestError, match="started with --steps 2") as caught:
         Admission(dummy_config(4, split="alternating", sampling=few), None).check(many)
-    error = as_api_error(caught.value)
+    error = to_api_error(caught.value)
     assert error.hint == "use 2 steps"
     assert error.details["field"] == "steps"
     Admission(dummy_config(4, split="alternating", sampling=many), None).check(many)

@@ -29,8 +29,8 @@ from svdpp.errors import (
 from svdpp.serve import middleware as middleware_module
 from svdpp.serve.auth import Owner, new_key, read_keys
 from svdpp.serve.middleware import AuthMiddleware
+from svdpp.serve.schemas import error_body, error_response, install_error_handlers, to_api_error
 from svdpp.serve.uploads import DecoderBusyError
-from svdpp.serve.views import as_api_error, error_answer, error_body, install_error_handlers
 from tests.serve.http_server import error_of
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
@@ -262,7 +262,7 @@ def test_a_wrong_file_is_refused_and_no_key_is_shown(
     ],
 )
 def test_status_and_code(kind: type[SvdppError], status: int, code: str) -> None:
-    found = as_api_error(kind("x"))
+    found = to_api_error(kind("x"))
     assert (found.status, found.code) == (status, code)
     assert ("Retry-After" in found.headers) == (status == 503)
 
@@ -281,16 +281,16 @@ def test_an_error_names_no_folder_of_the_server_and_no_secret(
     assert body.hint == "see log"
     assert body.details == {"path": "video_1.png", "steps": [3, "a.mp4"]}
     monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-hub")
-    error = as_api_error(RankError(record["message"], details={"why": "a-secret-of-the-hub"}))
-    answer = json.loads(bytes(error_answer(error).body))["error"]
+    error = to_api_error(RankError(record["message"], details={"why": "a-secret-of-the-hub"}))
+    answer = json.loads(bytes(error_response(error).body))["error"]
     assert (answer["message"], answer["details"]) == (body.message, {"why": "***"})
-    away = as_api_error(OutputError("the queue '/srv/data/queue.sqlite3' cannot be used"))
+    away = to_api_error(OutputError("the queue '/srv/data/queue.sqlite3' cannot be used"))
     assert away.message == "the server cannot store its data"
 
 
 def test_messages_name_fields_of_requests_and_no_options() -> None:
     numbers = {"flow_shift": 0, "steps": 7}
-    error = as_api_error(RequestError("--param flow_shift is 0", "use --steps 4", details=numbers))
+    error = to_api_error(RequestError("--param flow_shift is 0", "use --steps 4", details=numbers))
     assert (error.message, error.hint) == ("flow_shift is 0", "use steps 4")
     # What only whoever starts the server can do.
-    assert as_api_error(RequestError("7 steps", "use --split balanced", details=numbers)).hint == ""
+    assert to_api_error(RequestError("7 steps", "use --split balanced", details=numbers)).hint == ""

@@ -18,10 +18,10 @@ from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, WanSampling
 from svdpp.errors import InputError
 from svdpp.media.inputs import example_images
 from svdpp.media.video import frames_sha256
-from svdpp.serve.form import Capabilities
 from svdpp.serve.job import new_id
+from svdpp.serve.request_schema import Capabilities
+from svdpp.serve.schemas import FIELDS, ApiError
 from svdpp.serve.uploads import UploadStore
-from svdpp.serve.views import FIELDS, ApiError
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.test_family_commands import save_video
 from tests.models.builders import save_tiny_lora
@@ -248,7 +248,10 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
 
 
 def test_the_fields_that_errors_know_are_those_of_all_forms() -> None:
-    forms = [_wan(sampling=kind(), photo="needed").form for kind in SAMPLING_CLASSES.values()]
+    forms = [
+        _wan(sampling=kind(), image_use="needed").request_model
+        for kind in SAMPLING_CLASSES.values()
+    ]
     assert {name for form in forms for name in form.model_fields} == FIELDS
 
 
@@ -258,15 +261,15 @@ def _wan(**changes: Any) -> Capabilities:
 
 
 def test_an_image_can_be_optional() -> None:
-    assert _wan(photo="optional").form(prompt=PROMPT).files == {}
+    assert _wan(image_use="optional").request_model(prompt=PROMPT).files == {}
     with pytest.raises(ValidationError, match="input_reference"):
-        _wan(photo="needed").form(prompt=PROMPT)
+        _wan(image_use="needed").request_model(prompt=PROMPT)
 
 
 def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:
     own = _wan(sampling=WanSampling(num_frames=81))
     for seconds, frames in ((0.01, 1), (1, 17), (1.25, 21), (5, 81)):
-        request = own.form(prompt=PROMPT, seconds=seconds)
+        request = own.request_model(prompt=PROMPT, seconds=seconds)
         assert own.sampling_of(request).num_frames == frames
 
 
@@ -276,9 +279,9 @@ def test_a_server_has_limits_of_its_own_for_steps_and_frames() -> None:
     about = own.to_json()
     assert [about["fields"][name]["maximum"] for name in ("steps", "frames")] == [8, 33]
     assert [about["limits"][name] for name in ("max_steps", "max_frames")] == [8, 33]
-    own.sampling_of(own.form(prompt=PROMPT, steps=8, frames=33))
+    own.sampling_of(own.request_model(prompt=PROMPT, steps=8, frames=33))
     for beyond in ({"steps": 9}, {"num_frames": 37}):
         with pytest.raises(ValidationError, match="less than or equal to"):
-            own.form(prompt=PROMPT, **beyond)
+            own.request_model(prompt=PROMPT, **beyond)
     with pytest.raises(ApiError, match="81 frames, and this server makes 33 at most"):
-        own.sampling_of(own.form(prompt=PROMPT, seconds=5))
+        own.sampling_of(own.request_model(prompt=PROMPT, seconds=5))

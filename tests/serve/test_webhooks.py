@@ -27,7 +27,7 @@ from svdpp.errors import RequestError
 from svdpp.serve import webhooks
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.views import ApiError, video_of
+from svdpp.serve.schemas import ApiError, video_from_job
 from svdpp.serve.webhooks import Webhooks
 from tests.serve.engines import add, in_state, job_of, taken
 from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, ServerHere, error_of, wait
@@ -110,7 +110,7 @@ def after(event: threading.Event) -> Answer:
 
 @contextmanager
 def sending(store: JobQueue, *hosts: str) -> Iterator[Webhooks]:
-    sender = Webhooks(store, hosts, SECRETS, video_of)
+    sender = Webhooks(store, hosts, SECRETS, video_from_job)
     sender.thread.start()
     try:
         yield sender
@@ -123,7 +123,7 @@ def made(store: JobQueue, url: str, state: JobState = JobState.COMPLETED) -> str
 
 
 def callback(store: JobQueue, id: str) -> dict[str, Any]:
-    shown = video_of(job_of(store, id)).callback
+    shown = video_from_job(job_of(store, id)).callback
     assert shown is not None
     return shown
 
@@ -174,7 +174,7 @@ def test_a_webhook_has_the_video_and_a_signature_of_each_secret(
         "created_at": int(job.finished_at or 0),
     }
     assert data.pop("callback")["status"] == "pending"
-    assert data == video_of(job).model_dump(mode="json", exclude={"callback"})
+    assert data == video_from_job(job).model_dump(mode="json", exclude={"callback"})
 
 
 def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None:
@@ -186,7 +186,7 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
         after_a_try(store, last)
         assert [request.verified(NEW)["data"]["id"] for request in receiver.requests] == [last]
     for id in (cancelled, without):
-        assert video_of(job_of(store, id)).callback is None
+        assert video_from_job(job_of(store, id)).callback is None
 
 
 def test_the_retries_take_twenty_hours_until_the_webhook_is_given_up(
@@ -270,11 +270,11 @@ def test_a_slow_receiver_holds_back_no_other(
     ],
 )
 def test_a_host_that_is_not_allowed_is_refused(store: JobQueue, url: str) -> None:
-    sender = Webhooks(store, ["hooks.example", "127.0.0.1:8080"], SECRETS, video_of)
+    sender = Webhooks(store, ["hooks.example", "127.0.0.1:8080"], SECRETS, video_from_job)
     for allowed in ("https://Hooks.example/a?b", "http://127.0.0.1:8080"):
         sender.check(allowed)
     with pytest.raises(RequestError, match="takes hosts such as"):
-        Webhooks(store, ["https://hooks.example/"], SECRETS, video_of)
+        Webhooks(store, ["https://hooks.example/"], SECRETS, video_from_job)
     with pytest.raises(ApiError, match="sends no webhooks to") as refused:
         sender.check(url)
     assert (refused.value.status, refused.value.code) == (422, "callback_refused")

@@ -31,13 +31,13 @@ from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX
 from svdpp.config.sampling import as_whole
 from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, InputUse
-from svdpp.serve.views import (
+from svdpp.serve.schemas import (
     IMAGE_FIELD,
     ApiError,
+    format_size,
     invalid_request,
     params_by_field,
-    params_view,
-    size_of,
+    params_to_json,
 )
 
 #: Fields of vLLM-Omni's clients that have no effect here, and what has one instead.
@@ -58,7 +58,7 @@ _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
 _IMAGE_NAMES = AliasChoices(IMAGE_FIELD, "image_reference", f"{IMAGE_FIELD}[image_url]")
 
 
-def _photo_of(value: Any) -> Any:
+def _parse_upload(value: Any) -> Any:
     """Return the image as a file, also if it is text: base64, a data URL, or one as `image_url`.
 
     Args:
@@ -77,11 +77,11 @@ def _photo_of(value: Any) -> Any:
             value = value[name]
     if not isinstance(value, str):
         raise ValueError('send a file, base64, a data URL, or {"image_url": "data:..."}')
-    content = _content_of(value)
+    content = _decode_text(value)
     return UploadFile(io.BytesIO(content), size=len(content))
 
 
-def _content_of(text: str) -> bytes:
+def _decode_text(text: str) -> bytes:
     if not text.isascii():
         # A file as a part without `filename` (curl's `<`): bytes that are no UTF-8 come as latin-1.
         try:
@@ -100,7 +100,7 @@ def _content_of(text: str) -> bytes:
         raise ValueError(text) from None
 
 
-def _no_bool(value: Any) -> Any:
+def _reject_bool(value: Any) -> Any:
     """Refuse true and false, which Python would take for the numbers 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"it must be a number, got {str(value).lower()}")
@@ -108,10 +108,10 @@ def _no_bool(value: Any) -> Any:
 
 
 # Stands behind the bounds of a field: pydantic would apply bounds that follow it to null as well.
-_NUMBER = BeforeValidator(_no_bool)
+_NUMBER = BeforeValidator(_reject_bool)
 
 
-_PhotoFile = Annotated[UploadFile, BeforeValidator(_photo_of)]
+_Upload = Annotated[UploadFile, BeforeValidator(_parse_upload)]
 
 
 class VideoRequest(BaseModel):
@@ -125,9 +125,9 @@ class VideoRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_empty(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _without_empty(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """Leave out empty fields, as of a browser's form, and make width and height the size."""
-        named = {name: value for name, value in given.items() if value != ""}
+        named = {name: value for name, value in fields.items() if value != ""}
         if named.keys() & {"width", "height"} and "size" not in named:
             named["size"] = f"{named.pop('width', '')}x{named.pop('height', '')}"
         return named
@@ -171,23 +171,23 @@ class VideoRequest(BaseModel):
 _VIDEO = "MP4, MOV, WebM or Matroska; an image stands still"
 
 
-def _photo_fields(use: InputUse, *, videos: bool = False) -> dict[str, Any]:
+def _input_fields(use: InputUse, *, videos: bool = False) -> dict[str, Any]:
     if use == "refused":
         return {}
     formats = "PNG, JPEG, WebP, BMP, TIFF, GIF or AVIF"
     text = f"The video: {_VIDEO}" if videos else f"The image: {formats}"
     if use == "needed":
-        photo: Any = (_PhotoFile, Field(validation_alias=_IMAGE_NAMES, description=f"{text}."))
+        photo: Any = (_Upload, Field(validation_alias=_IMAGE_NAMES, description=f"{text}."))
     else:
         text += "; without it the clip is made from text alone."
-        photo = (_PhotoFile | None, Field(None, validation_alias=_IMAGE_NAMES, description=text))
+        photo = (_Upload | None, Field(None, validation_alias=_IMAGE_NAMES, description=text))
     fit = Field(None, description="How an image of another shape becomes the frame.")
     return {IMAGE_FIELD: photo, "fit": (Fit | None, fit)}
 
 
 def _video_fields(names: Iterable[str]) -> dict[str, Any]:
     about = {name: f"The {name.replace('_', ' ')}: {_VIDEO}." for name in names}
-    return {name: (_PhotoFile, Field(description=text)) for name, text in about.items()}
+    return {name: (_Upload, Field(description=text)) for name, text in about.items()}
 
 
 def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
@@ -222,8 +222,8 @@ class Capabilities:
     """Width and height of the frames that clients may choose."""
     weights: str = ""
     """Fingerprint or commit of the model's weights; empty if they never change."""
-    photo: InputUse = "needed"
-    prompt: InputUse = "refused"
+    image_use: InputUse = "needed"
+    prompt_use: InputUse = "refused"
     """A negative prompt is optional wherever there is a prompt."""
     unused: tuple[str, ...] = ()
     """Parameters of the family that have no effect on the model."""
@@ -244,8 +244,8 @@ class Capabilities:
         return cls(
             model=model,
             weights=".".join(filter(None, (weights, *loras))),
-            photo=checkpoint.image_use,
-            prompt=checkpoint.prompt_use,
+            image_use=checkpoint.image_use,
+            prompt_use=checkpoint.prompt_use,
             unused=checkpoint.unused_parameters,
             **settings,
         )
@@ -260,7 +260,7 @@ class Capabilities:
         return params_by_field(type(self.sampling))
 
     @cached_property
-    def form(self) -> type[VideoRequest]:
+    def request_model(self) -> type[VideoRequest]:
         """Form of a request."""
         kind = type(self.sampling)
         highest = {"steps": self.max_steps, "frames": self.max_frames}
@@ -268,7 +268,7 @@ class Capabilities:
             "VideoRequest",
             __base__=VideoRequest,
             __doc__=VideoRequest.__doc__,
-            **_photo_fields(self.photo, videos=kind.from_video),
+            **_input_fields(self.image_use, videos=kind.from_video),
             **_video_fields(kind.videos),
             **_prompt_fields(kind),
             **{
@@ -280,15 +280,15 @@ class Capabilities:
     def to_json(self, **limits: Any) -> dict[str, Any]:
         """Return the model as `/v1/models` lists it, with what a request may have."""
         inputs: dict[str, InputUse] = {
-            IMAGE_FIELD: self.photo,
-            "prompt": self.prompt,
-            "negative_prompt": "refused" if self.prompt == "refused" else "optional",
+            IMAGE_FIELD: self.image_use,
+            "prompt": self.prompt_use,
+            "negative_prompt": "refused" if self.prompt_use == "refused" else "optional",
             **dict.fromkeys(self.sampling.videos, "needed"),
         }
         left_out = {"model", "user", *inputs, *self.unused}
-        schemas = self.form.model_json_schema()["properties"]
+        schemas = self.request_model.model_json_schema()["properties"]
         fields = {name: _field(each) for name, each in schemas.items() if name not in left_out}
-        defaults = params_view(self.sampling)
+        defaults = params_to_json(self.sampling)
         return {
             "id": self.model,
             "object": "model",
@@ -297,7 +297,7 @@ class Capabilities:
             "input_kind": "video" if self.sampling.from_video else "image",
             "fields": fields,
             "defaults": {name: value for name, value in defaults.items() if name in fields},
-            "sizes": [size_of(*size) for size in self.sizes],
+            "sizes": [format_size(*size) for size in self.sizes],
             "limits": {
                 "max_frames": self.max_frames,
                 "max_steps": self.max_steps,
@@ -317,25 +317,28 @@ class Capabilities:
             text = f"this server runs {self.model!r}, not {str(id)[:100]!r}"
             raise ApiError(404, "model_not_found", text, field="model", model=self.model)
 
-    def checked(self, given: Mapping[str, Any]) -> VideoRequest:
+    def validate(self, fields: Mapping[str, Any]) -> VideoRequest:
         """Return the fields of a request.
 
         Args:
-            given: fields of a form or of a JSON object, by name.
+            fields: fields of a form or of a JSON object, by name.
 
         Raises:
             ApiError: a field is unknown, missing or wrong; the hint names the nearest known one.
         """
         try:
-            return self.form.model_validate(given)
+            return self.request_model.model_validate(fields)
         except ValidationError as error:
-            faults = error.errors(include_url=False)
-            unknown = [str(each["loc"][0]) for each in faults if each["type"] == "extra_forbidden"]
-            known = {*self.form.model_fields, *(param.name for param in self._params.values())}
+            errors = error.errors(include_url=False)
+            unknown = [str(each["loc"][0]) for each in errors if each["type"] == "extra_forbidden"]
+            field_names = {
+                *self.request_model.model_fields,
+                *(param.name for param in self._params.values()),
+            }
             hint = ""
             if unknown:
-                hint = _UNSUPPORTED.get(unknown[0]) or nearest(unknown[0], known)
-            raise invalid_request(faults, hint) from None
+                hint = _UNSUPPORTED.get(unknown[0]) or nearest(unknown[0], field_names)
+            raise invalid_request(errors, hint) from None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
         """Return the parameters of the requested clip.
@@ -345,31 +348,37 @@ class Capabilities:
             RequestError: a parameter does not fit the model.
         """
         self.check_model(request.model)
-        if self.prompt == "refused" and request.value("prompt"):
+        if self.prompt_use == "refused" and request.value("prompt"):
             text = "Stable Video Diffusion takes no prompt"
             raise ApiError(422, "no_prompt", text, "leave prompt empty", field="prompt")
         params = self._params
-        given = {param.name: request.value(field) for field, param in params.items()}
-        given["fit"] = request.value("fit")
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        requested = {param.name: request.value(field) for field, param in params.items()}
+        requested["fit"] = request.value("fit")
+        arguments: dict[str, Any] = {
+            name: value for name, value in requested.items() if value is not None
+        }
         if request.size is not None:
-            chosen["width"], chosen["height"] = self._size(request.size)
-        chosen["num_frames"] = self._frames(request)
+            arguments["width"], arguments["height"] = self._size(request.size)
+        arguments["num_frames"] = self._frames(request)
         if self.sampling.decode_chunk_size is not None:
-            chosen["decode_chunk_size"] = min(self.sampling.decode_chunk_size, chosen["num_frames"])
+            arguments["decode_chunk_size"] = min(
+                self.sampling.decode_chunk_size, arguments["num_frames"]
+            )
         if isinstance(self.sampling, PromptedSampling):
-            chosen["from_image"] = IMAGE_FIELD in request.files
-        return replace(self.sampling, **chosen)
+            arguments["from_image"] = IMAGE_FIELD in request.files
+        return replace(self.sampling, **arguments)
 
     def _size(self, text: str) -> tuple[int, int]:
-        known = {size_of(*size): size for size in self.sizes}
-        if text not in known:
-            why = f"this server makes clips of {', '.join(known)}, not {text}"
+        sizes = {format_size(*size): size for size in self.sizes}
+        if text not in sizes:
+            message = f"this server makes clips of {', '.join(sizes)}, not {text}"
             width, height = map(int, text.split("x"))
             near = min(self.sizes, key=lambda size: abs(size[0] - width) + abs(size[1] - height))
-            hint = f"nearest: {size_of(*near)}"
-            raise ApiError(422, "wrong_size", why, hint, field="size", size=text, sizes=[*known])
-        return known[text]
+            hint = f"nearest: {format_size(*near)}"
+            raise ApiError(
+                422, "wrong_size", message, hint, field="size", size=text, sizes=[*sizes]
+            )
+        return sizes[text]
 
     def _frames(self, request: VideoRequest) -> int:
         frames: int | None = request.value("frames")

@@ -11,9 +11,9 @@ from starlette.datastructures import FormData
 
 from svdpp.config import WanSampling
 from svdpp.media.inputs import example_images
-from svdpp.serve.form import Capabilities
+from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.routes import _fields, _parsed
-from svdpp.serve.views import ApiError, as_api_error, params_view
+from svdpp.serve.schemas import ApiError, params_to_json, to_api_error
 
 PHOTO = example_images()[0].read_bytes()
 BASE64 = b64encode(PHOTO).decode()
@@ -23,15 +23,15 @@ WAN = Capabilities(
     model="wan",
     sampling=WanSampling(num_frames=81, height=480, width=832),
     sizes=((832, 480), (480, 832)),
-    photo="optional",
-    prompt="needed",
+    image_use="optional",
+    prompt_use="needed",
 )
 
 
 def refusal(**fields: Any) -> ApiError:
     with pytest.raises(Exception) as refused:  # noqa: PT011  # RequestError, too
-        WAN.sampling_of(WAN.checked({"prompt": "the sea", **fields}))
-    return as_api_error(refused.value)  # type: ignore[arg-type]
+        WAN.sampling_of(WAN.validate({"prompt": "the sea", **fields}))
+    return to_api_error(refused.value)  # type: ignore[arg-type]
 
 
 def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> None:
@@ -53,20 +53,20 @@ def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> N
 
 def test_frames_per_second_may_be_a_fraction() -> None:
     def sampling(**fields: Any) -> Any:
-        return WAN.sampling_of(WAN.checked({"prompt": "the sea", **fields}))
+        return WAN.sampling_of(WAN.validate({"prompt": "the sea", **fields}))
 
     assert repr(sampling(fps="24").fps) == repr(sampling(fps=24.0).fps) == "24"
     film = sampling(fps="23.976", seconds="2")
     assert (film.fps, film.frames) == (23.976, 49)
-    assert params_view(film)["seconds"] == "2.04"
+    assert params_to_json(film)["seconds"] == "2.04"
     assert WAN.to_json()["fields"]["fps"]["type"] == "number"
     assert refusal(fps="24", seconds="1000").message.startswith("1000 seconds of 24 frames are")
     assert refusal(fps="0.5").details["faults"][0]["field"] == "fps"
 
 
 def test_a_user_is_ignored() -> None:
-    sampling = WAN.sampling_of(WAN.checked({"prompt": "the sea", "user": "ann"}))
-    assert sampling == WAN.sampling_of(WAN.checked({"prompt": "the sea"}))
+    sampling = WAN.sampling_of(WAN.validate({"prompt": "the sea", "user": "ann"}))
+    assert sampling == WAN.sampling_of(WAN.validate({"prompt": "the sea"}))
     assert "user" not in WAN.to_json()["fields"]
 
 
@@ -82,7 +82,7 @@ def test_a_user_is_ignored() -> None:
     ids=["object", "text of an object", "wrapped", "wrapped data URL", "no filename"],
 )
 def test_an_image_is_understood_as_people_send_it(image: Any) -> None:
-    request = WAN.checked({"prompt": "the sea", "input_reference": image})
+    request = WAN.validate({"prompt": "the sea", "input_reference": image})
     assert request.files["input_reference"].file.read() == PHOTO
 
 
@@ -102,8 +102,8 @@ def test_true_is_no_number(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["seed", "steps", "seconds", "guidance_scale", "fps"])
 def test_null_stands_for_the_default(name: str) -> None:
-    default = WAN.sampling_of(WAN.checked({"prompt": "the sea"}))
-    assert WAN.sampling_of(WAN.checked({"prompt": "the sea", name: None})) == default
+    default = WAN.sampling_of(WAN.validate({"prompt": "the sea"}))
+    assert WAN.sampling_of(WAN.validate({"prompt": "the sea", name: None})) == default
     assert refusal(**{name: -1}).details["faults"][0]["field"] == name
 
 

@@ -32,7 +32,7 @@ _TYPES: Mapping[int, str] = {
     503: "unavailable_error",
 }
 #: Status and code of what other layers raise; the first type that fits.
-_RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
+_STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
     (errors.RequestError, 422, "invalid_request"),
@@ -44,19 +44,19 @@ _RAISED: Sequence[tuple[type[SvdppError], int, str]] = (
     (SvdppError, 500, "internal_error"),
 )
 #: Answers that are no faults: a client that tries again must not fill the log.
-_REFUSALS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
+_EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
 #: An option of the command line.
 _OPTION = re.compile(r"--(?:param )?([a-z][a-z0-9_-]*)")
 
 #: Parameters that requests name in another way, or not at all.
-_NOT_IN_FORMS = ("height", "width", "decode_chunk_size")
+_NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
 
 
 def params_by_field(kind: Any) -> dict[str, Param]:
     """Return the parameters of a sampling class by their names in requests."""
     params = params_of(kind)
-    return {param.field: param for name, param in params.items() if name not in _NOT_IN_FORMS}
+    return {param.field: param for name, param in params.items() if name not in _NOT_IN_REQUESTS}
 
 
 #: The field of the image, or of the video in its place.
@@ -117,23 +117,23 @@ class Video(BaseModel):
     callback: Annotated[dict[str, Any] | None, Field(description="Its webhook.")]
 
 
-def params_view(sampling: SamplingConfig) -> dict[str, Any]:
+def params_to_json(sampling: SamplingConfig) -> dict[str, Any]:
     """Return the parameters of a clip, or a model's defaults, by the names of the API."""
     params = params_by_field(type(sampling))
     return {
         **{field: getattr(sampling, param.name) for field, param in params.items()},
-        "size": size_of(sampling.width, sampling.height),
+        "size": format_size(sampling.width, sampling.height),
         "seconds": f"{sampling.frames / sampling.fps:.2f}",  # text, as in OpenAI's API
         "fit": sampling.fit,
     }
 
 
-def size_of(width: int, height: int) -> str:
+def format_size(width: int, height: int) -> str:
     """Return a size in pixels as the API writes it, such as `832x480`."""
     return f"{width}x{height}"
 
 
-def video_of(
+def video_from_job(
     job: Job,
     *,
     step: int = 0,
@@ -149,7 +149,7 @@ def video_of(
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
     step = steps if is_done else min(step, steps)
-    values = params_view(job.sampling) | more
+    values = params_to_json(job.sampling) | more
     if job.videos:
         values["videos"] = {name: {"sha256": sha256} for name, sha256 in job.videos.items()}
     if isinstance(job.sampling, PromptedSampling):
@@ -160,9 +160,9 @@ def video_of(
         status=job.state,
         progress=100 if is_done else min(99, 100 * step // steps),
         created_at=int(job.created_at),
-        started_at=_whole(job.started_at),
-        completed_at=_whole(job.finished_at) if is_done else None,
-        expires_at=_whole(expires_at),
+        started_at=_to_int(job.started_at),
+        completed_at=_to_int(job.finished_at) if is_done else None,
+        expires_at=_to_int(expires_at),
         **values,
         input={"name": job.input_name, "sha256": job.input_sha256} if job.input_file else None,
         seed=job.seed,
@@ -173,15 +173,15 @@ def video_of(
         error=None if job.error is None else error_body(job.error),
         proof=job.verification,
         proof_reason=job.verification_reason,
-        callback=_callback_of(job),
+        callback=_callback_status(job),
     )
 
 
-def _whole(seconds: float | None) -> int | None:
+def _to_int(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds)
 
 
-def _callback_of(job: Job) -> dict[str, Any] | None:
+def _callback_status(job: Job) -> dict[str, Any] | None:
     if job.callback_url is None or job.state is JobState.CANCELLED:
         return None
     settled = "failed" if job.callback_error else "delivered"
@@ -227,7 +227,7 @@ class TypedError(ErrorBody):
     type: str
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     """Body of every answer of 400 and above."""
 
     error: TypedError
@@ -259,7 +259,7 @@ class ApiError(SvdppError):
             self.headers["Retry-After"] = str(retry)
 
 
-def error_answer(error: ApiError) -> JSONResponse:
+def error_response(error: ApiError) -> JSONResponse:
     """Return the answer for `error`."""
     otherwise = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {
@@ -272,11 +272,13 @@ def error_answer(error: ApiError) -> JSONResponse:
     return JSONResponse({"error": redact_all(body)}, error.status, headers=error.headers)
 
 
-def as_api_error(error: SvdppError) -> ApiError:
+def to_api_error(error: SvdppError) -> ApiError:
     """Return an error of another layer by the names of the API."""
     if isinstance(error, ApiError):
         return error
-    status, code = next((status, code) for kind, status, code in _RAISED if isinstance(error, kind))
+    status, code = next(
+        (status, code) for kind, status, code in _STATUS_BY_ERROR if isinstance(error, kind)
+    )
     message, hint = without_folders(error.message), without_folders(error.hint)
     details = error.details
     if code == "storage_failed":  # the message names files of the server: only for the log
@@ -284,33 +286,33 @@ def as_api_error(error: SvdppError) -> ApiError:
     if code == "storage_unavailable":
         message, hint, details = "the server cannot reach its files", "try again later", {}
     if status == 422:
-        details = {**_field_at_fault(error), **details}
+        details = {**_find_field(error), **details}
         # What only whoever starts the server can do is no help.
-        hint = hint if _KNOWN.issuperset(_options_in(hint)) else ""
-        message, hint = _without_options(message), _without_options(hint)
+        hint = hint if _REQUEST_FIELDS.issuperset(_find_options(hint)) else ""
+        message, hint = _options_to_fields(message), _options_to_fields(hint)
     retry = _RETRY_SECONDS if status == 503 else None
     return ApiError(status, code, message, hint, retry=retry, **details)
 
 
-_KNOWN = FIELDS | {"height", "width"}
+_REQUEST_FIELDS = FIELDS | {"height", "width"}
 
 
-def _options_in(text: str) -> list[str]:
+def _find_options(text: str) -> list[str]:
     return [name.replace("-", "_") for name in _OPTION.findall(text)]
 
 
-def _without_options(text: str) -> str:
+def _options_to_fields(text: str) -> str:
     """`text` with the fields of requests in place of the options that they are."""
     text = _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
     return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
 
 
-def _field_at_fault(error: SvdppError) -> dict[str, str]:
+def _find_field(error: SvdppError) -> dict[str, str]:
     """The first field of the form that `error` names as an option; empty if it names none."""
     if isinstance(error, errors.InputError):
         return {"field": IMAGE_FIELD}
-    for name in _options_in(f"{error.message} {error.hint}"):
-        if name in _KNOWN:
+    for name in _find_options(f"{error.message} {error.hint}"):
+        if name in _REQUEST_FIELDS:
             return {"field": "size" if name in ("width", "height") else name}
     return {}
 
@@ -322,16 +324,16 @@ def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiE
         faults: entries of pydantic's `errors()`.
         hint: the fix, if there is one.
     """
-    told = [
+    reported = [
         {"field": ".".join(map(str, fault["loc"])) or "body", "reason": describe_fault(fault)}
         for fault in faults
     ]
-    message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in told[:5])
-    return ApiError(422, "invalid_request", message, hint, faults=told[:20])
+    message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in reported[:5])
+    return ApiError(422, "invalid_request", message, hint, faults=reported[:20])
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have `app` answer every error by `error_answer`."""
+    """Have `app` answer every error by `error_response`."""
     app.add_exception_handler(SvdppError, _on_svdpp_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -340,16 +342,16 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SvdppError)
-    api_error = as_api_error(error)
-    if api_error.status >= 500 and not isinstance(error, (ApiError, *_REFUSALS)):
+    api_error = to_api_error(error)
+    if api_error.status >= 500 and not isinstance(error, (ApiError, *_EXPECTED_ERRORS)):
         logger.error("{} {}: {}", request.method, request.url.path, redact(error.message))
-    return error_answer(api_error)
+    return error_response(api_error)
 
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
     assert isinstance(error, RequestValidationError)
-    in_place = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # of "query" ...
-    return error_answer(invalid_request(in_place))
+    located = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # of "query" ...
+    return error_response(invalid_request(located))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
@@ -358,7 +360,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:  # noq
     if status < 400:
         return Response(status_code=status)
     code = re.sub("[ -]", "_", HTTPStatus(status).phrase.lower())
-    return error_answer(ApiError(status, code, error.detail, headers=error.headers))
+    return error_response(ApiError(status, code, error.detail, headers=error.headers))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
@@ -366,4 +368,6 @@ async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
     trace = "".join(traceback.format_exception(error))
     logger.error("{} {} failed: {}", request.method, request.url.path, trace)
     message = f"unexpected {type(error).__name__}"
-    return error_answer(ApiError(500, "internal_error", message, "the server's log has the reason"))
+    return error_response(
+        ApiError(500, "internal_error", message, "the server's log has the reason")
+    )
