@@ -38,7 +38,7 @@ from svdpp.serve.service import Service
 MAX_STREAMS = 1000
 MAX_STREAMS_OF_KEY = 200
 
-_MAX_KEY = 255
+_MAX_IDEMPOTENCY_KEY = 255
 # Calls what may wait for long, for a decoder or the ranks, in a thread beside the pool's.
 _in_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
@@ -50,13 +50,13 @@ async def _service(request: Request) -> Service:
 
 
 async def _owner(request: Request) -> Owner:
-    """The owner of the request's key, which the guard has checked."""
+    """The owner of the request's key, which `AuthMiddleware` has checked."""
     owner: Owner = request.scope["state"]["owner"]
     return owner
 
 
-Served = Annotated[Service, Depends(_service)]
-Owned = Annotated[Owner, Depends(_owner)]
+ServiceDep = Annotated[Service, Depends(_service)]
+OwnerDep = Annotated[Owner, Depends(_owner)]
 IdempotencyKey = Annotated[
     str | None,
     Header(alias="Idempotency-Key", description="Requests with one key make one clip."),
@@ -69,50 +69,50 @@ LastEventId = Annotated[
 # --- requests of clips, whose fields are those of the server's model ------------------------------
 
 
-def _file(kind: str) -> dict[str, Any]:
+def _file_response(kind: str) -> dict[str, Any]:
     """About a route that answers with a file, for FastAPI."""
     binary = {"schema": {"type": "string", "format": "binary"}}
     return {"response_class": FileResponse, "responses": {200: {"content": {kind: binary}}}}
 
 
-def create_routes(form_type: type[VideoRequest]) -> APIRouter:
-    """Return the routes whose body is a `form_type`."""
+def create_routes(request_model: type[VideoRequest]) -> APIRouter:
+    """Return the routes whose body is a `request_model`."""
     routes = APIRouter(tags=["videos"])
-    body = {"requestBody": _described(form_type)}
+    body = {"requestBody": _request_body(request_model)}
 
     @routes.post("/v1/videos", status_code=202, openapi_extra=body)
     async def create_video(
         request: Request,
         response: Response,
-        service: Served,
-        owner: Owned,
+        service: ServiceDep,
+        owner: OwnerDep,
         key: IdempotencyKey = None,
     ) -> Video:
         """Request a clip. It is stored durably before the answer."""
-        video = await _requested(request, service, owner, key)
+        video = await _create_from_request(request, service, owner, key)
         response.headers["Location"] = f"/v1/videos/{video.id}"
         return video
 
-    @routes.post("/v1/videos/sync", openapi_extra=body, **_file("video/mp4"))
+    @routes.post("/v1/videos/sync", openapi_extra=body, **_file_response("video/mp4"))
     async def make_video(
-        request: Request, service: Served, owner: Owned, key: IdempotencyKey = None
+        request: Request, service: ServiceDep, owner: OwnerDep, key: IdempotencyKey = None
     ) -> Response:
         """Request a clip, wait until it is made, and send the mp4.
 
         A client that goes away does not cancel it; the list has it.
         """
         _check_streams(service, owner)
-        video = await _requested(request, service, owner, key)
+        video = await _create_from_request(request, service, owner, key)
         request.state.upload.close()  # so that others may send theirs
-        await _wait(request, service, video.id, owner)
-        return await _in_thread(_made, service, video.id, owner)
+        await _wait_until_final(request, service, video.id, owner)
+        return await _in_thread(_finished_clip, service, video.id, owner)
 
     return routes
 
 
-def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
+def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
     """The body for the OpenAPI document: a form, or JSON, in which files are text."""
-    form = form_type.model_json_schema()
+    form = request_model.model_json_schema()
     text = {"type": "string", "contentEncoding": "base64"}
     files = {IMAGE_FIELD, *(name for kind in SAMPLING_CLASSES.values() for name in kind.videos)}
     fields = form["properties"]
@@ -125,12 +125,20 @@ def _described(form_type: type[VideoRequest]) -> dict[str, Any]:
     return {"required": True, "content": kinds}
 
 
-async def _requested(request: Request, service: Service, owner: Owner, key: str | None) -> Video:
-    if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_KEY}}}", key):
-        text = f"Idempotency-Key must be 1 to {_MAX_KEY} visible ASCII characters without spaces"
+async def _create_from_request(
+    request: Request, service: Service, owner: Owner, key: str | None
+) -> Video:
+    if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_IDEMPOTENCY_KEY}}}", key):
+        longest = _MAX_IDEMPOTENCY_KEY
+        text = f"Idempotency-Key must be 1 to {longest} visible ASCII characters without spaces"
         hint = "use a UUID"
         raise ApiError(
-            400, "invalid_idempotency_key", text, hint, min_length=1, max_length=_MAX_KEY
+            400,
+            "invalid_idempotency_key",
+            text,
+            hint,
+            min_length=1,
+            max_length=_MAX_IDEMPOTENCY_KEY,
         )
     try:
         if request.headers["content-type"].lower().startswith(JSON_MEDIA_TYPE):
@@ -140,18 +148,18 @@ async def _requested(request: Request, service: Service, owner: Owner, key: str 
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone") from None
     except HTTPException as error:  # of the form
-        raise _malformed("invalid_form", error.detail) from None
+        raise _malformed_body("invalid_form", error.detail) from None
     except OSError as error:
         text = f"cannot store the body: {output_files.error_reason(error)}"
         raise OutputError(text, "the disk of the server may be full") from error
 
 
-def _malformed(code: str, why: str) -> ApiError:
+def _malformed_body(code: str, reason: str) -> ApiError:
     text = "the body must be a JSON object, or a form as multipart/form-data"
-    return ApiError(400, code, f"{text}: {why}", reason=why)
+    return ApiError(400, code, f"{text}: {reason}", reason=reason)
 
 
-def _fields(form: FormData) -> dict[str, Any]:
+def _form_fields(form: FormData) -> dict[str, Any]:
     """Return the fields of a form, each of which must be sent once."""
     return _without_repetition(form.multi_items())
 
@@ -177,26 +185,26 @@ def _parsed(body: bytes) -> Any:
 
 def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
     try:
-        given = _parsed(body) if isinstance(body, bytes) else _fields(body)
-        if not isinstance(given, dict):
+        fields = _parsed(body) if isinstance(body, bytes) else _form_fields(body)
+        if not isinstance(fields, dict):
             raise ValueError("it is JSON, but no object")
     except ValueError as error:
-        raise _malformed("invalid_json", str(error)) from None
-    return service.submit(service.capabilities.validate(given), owner, key)
+        raise _malformed_body("invalid_json", str(error)) from None
+    return service.submit(service.capabilities.validate(fields), owner, key)
 
 
-async def _wait(request: Request, service: Service, id: str, owner: Owner) -> None:
+async def _wait_until_final(request: Request, service: Service, id: str, owner: Owner) -> None:
     """Return once the video is final, or nobody waits for it any more."""
-    with service.followers.follow(owner.name):
-        while not (service.followers.is_closed or await request.is_disconnected()):
+    with service.subscribers.subscribe(owner.name):
+        while not (service.subscribers.is_closed or await request.is_disconnected()):
             with suppress(OutputError):  # it waits also for the queue
                 job = await _in_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
-            await service.followers.pause()
+            await service.subscribers.wait()
 
 
-def _made(service: Service, id: str, owner: Owner) -> Response:
+def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
     job = service.job(id, owner)
     if job.state is JobState.FAILED:
         assert job.error is not None
@@ -205,13 +213,13 @@ def _made(service: Service, id: str, owner: Owner) -> Response:
         text = f"the server ends before {id} is made"
         hint = "it goes on when the server starts again"
         raise ApiError(503, "closing", text, hint, retry=30, id=id)
-    answer = get_content(id, service, owner)
-    answer.headers["X-Request-Id"] = id
-    answer.headers["X-Model"] = service.capabilities.model
+    response = get_content(id, service, owner)
+    response.headers["X-Request-Id"] = id
+    response.headers["X-Model"] = service.capabilities.model
     # Of two servers of a fleet the clocks may differ.
     seconds = max(0.0, (job.finished_at or 0.0) - (job.started_at or 0.0))
-    answer.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
-    return answer
+    response.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
+    return response
 
 
 # --- requested clips ------------------------------------------------------------------------------
@@ -221,37 +229,37 @@ routes = APIRouter(tags=["videos"])
 
 @routes.get("/v1/videos")
 def list_videos(
-    service: Served,
-    owner: Owned,
+    service: ServiceDep,
+    owner: OwnerDep,
     limit: Annotated[int, Query(ge=1, le=100, description="Of the number of videos.")] = 20,
     after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
     order: Annotated[Literal["asc", "desc"], Query(description="By the time of request.")] = "desc",
     status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
 ) -> VideoPage:
     """List the videos of this key, the newest first."""
-    more = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
-    videos = more[:limit]
+    jobs_and_next = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
+    videos = jobs_and_next[:limit]
     return VideoPage(
         data=videos,
         first_id=videos[0].id if videos else None,
         last_id=videos[-1].id if videos else None,
-        has_more=len(more) > limit,
+        has_more=len(jobs_and_next) > limit,
     )
 
 
 @routes.get("/v1/videos/{id}")
-def get_video(id: str, service: Served, owner: Owned) -> Video:
+def get_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
     """Show a video's state, progress and ETA."""
     return service.video(service.job(id, owner))
 
 
-def _later(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def _accepted_response(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI description of the answer 202 of a route."""
     return {202: {"model": model, "description": "Ranks still work on the video."}}
 
 
-@routes.delete("/v1/videos/{id}", responses=_later(DeletedVideo))
-def delete_video(id: str, service: Served, owner: Owned, response: Response) -> DeletedVideo:
+@routes.delete("/v1/videos/{id}", responses=_accepted_response(DeletedVideo))
+def delete_video(id: str, service: ServiceDep, owner: OwnerDep, response: Response) -> DeletedVideo:
     """Remove a video with its files; one that is not finished is cancelled before.
 
     Its id is unknown from then on, so a repeated request gets 404. With 202 a rank still works on
@@ -262,8 +270,8 @@ def delete_video(id: str, service: Served, owner: Owned, response: Response) -> 
     return deleted
 
 
-@routes.post("/v1/videos/{id}/cancel", responses=_later(Video))
-def cancel_video(id: str, service: Served, owner: Owned, response: Response) -> Video:
+@routes.post("/v1/videos/{id}/cancel", responses=_accepted_response(Video))
+def cancel_video(id: str, service: ServiceDep, owner: OwnerDep, response: Response) -> Video:
     """Cancel a video that is not finished, and keep it; `DELETE` removes it.
 
     With 202 a rank still works on the video: `cancel_requested` is true, and its status becomes
@@ -274,7 +282,7 @@ def cancel_video(id: str, service: Served, owner: Owned, response: Response) -> 
     return video
 
 
-def _fetched(service: Service, path: Path | None, code: str) -> Path:
+def _fetch_file(service: Service, path: Path | None, code: str) -> Path:
     """Return the path of a file that is there; if there is none, raise the error `code`."""
     if path is not None:
         service.queue.store.fetch(path)
@@ -284,52 +292,52 @@ def _fetched(service: Service, path: Path | None, code: str) -> Path:
     return path
 
 
-@routes.get("/v1/videos/{id}/content", **_file("video/mp4"))
+@routes.get("/v1/videos/{id}/content", **_file_response("video/mp4"))
 def get_content(
     id: str,
-    service: Served,
-    owner: Owned,
+    service: ServiceDep,
+    owner: OwnerDep,
     variant: Annotated[  # noqa: ARG001  # others are refused by name, not answered by the mp4
         Literal["video"], Query(description="Only the clip itself: there are no thumbnails.")
     ] = "video",
 ) -> Response:
     """Send the clip as mp4; takes Range requests."""
     job = service.completed(id, owner)
-    path = _fetched(service, job.clip_path(service.folder), "no_content")
+    path = _fetch_file(service, job.clip_path(service.folder), "no_content")
     sha256 = job.metadata.get("file_sha256", "")
     return PrivateFile(path, clip_name(job), sha256, job.finished_at or 0.0)
 
 
-@routes.get("/v1/videos/{id}/input", **_file("image/*"))
-def get_input(id: str, service: Served, owner: Owned, field: str = IMAGE_FIELD) -> Response:
+@routes.get("/v1/videos/{id}/input", **_file_response("image/*"))
+def get_input(id: str, service: ServiceDep, owner: OwnerDep, field: str = IMAGE_FIELD) -> Response:
     """Send the image, or the video of another field, as the client sent it."""
     job, folder = service.job(id, owner), service.folder
     paths = {IMAGE_FIELD: job.input_path(folder), **job.video_paths(folder)}
-    path = _fetched(service, paths.get(field), "no_input")
+    path = _fetch_file(service, paths.get(field), "no_input")
     sha256 = job.videos.get(field, job.input_sha256)
     return PrivateFile(path, input_name(job, path), sha256, job.created_at)
 
 
 @routes.get("/v1/videos/{id}/metadata")
-def get_metadata(id: str, service: Served, owner: Owned) -> dict[str, Any]:
+def get_metadata(id: str, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
     """Show the clip's JSON: parameters, hashes, versions."""
     return service.completed(id, owner).metadata
 
 
 @routes.post("/v1/videos/{id}/verify", status_code=202)
-def verify_video(id: str, service: Served, owner: Owned) -> Video:
+def verify_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
     """Make the clip again on one device, once the ranks are idle, and compare it bit by bit."""
     return service.verify(id, owner)
 
 
 def _check_streams(service: Service, owner: Owner) -> None:
     """Refuse one more stream if there are too many, of all keys or of this one."""
-    followers, hint = service.followers, "GET /v1/videos/{id} says the same"
-    if owner.name and followers.of(owner.name) >= MAX_STREAMS_OF_KEY:
+    subscribers, hint = service.subscribers, "GET /v1/videos/{id} says the same"
+    if owner.name and subscribers.count(owner.name) >= MAX_STREAMS_OF_KEY:
         limit = MAX_STREAMS_OF_KEY
         text = f"{limit} clients of this key follow clips already"
         raise ApiError(429, "too_many_streams", text, hint, retry=10, limit=limit)
-    if followers.number >= MAX_STREAMS:
+    if subscribers.total >= MAX_STREAMS:
         text = f"{MAX_STREAMS} clients follow clips already"
         raise ApiError(503, "too_many_streams", text, hint, retry=10, limit=MAX_STREAMS)
 
@@ -339,7 +347,9 @@ class _Events(EventSourceResponse):
     media_type = JSON_MEDIA_TYPE
 
 
-def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = None) -> str:
+def _check_followed(
+    id: str, service: ServiceDep, owner: OwnerDep, last_id: LastEventId = None
+) -> str:
     """The id of the job, checked before the answer begins: then no error can be answered."""
     job = service.job(id, owner)
     _check_streams(service, owner)
@@ -360,20 +370,20 @@ def _followed(id: str, service: Served, owner: Owned, last_id: LastEventId = Non
     },
 )
 async def follow_video(
-    id: Annotated[str, Depends(_followed)],
-    service: Served,
-    owner: Owned,
+    id: Annotated[str, Depends(_check_followed)],
+    service: ServiceDep,
+    owner: OwnerDep,
     last_id: LastEventId = None,
 ) -> AsyncIterator[ServerSentEvent]:
     """Send the video as server-sent events, on every change, until a final state.
 
     A client that comes back with `Last-Event-ID` gets the present state if it has changed.
     """
-    with service.followers.follow(owner.name):
+    with service.subscribers.subscribe(owner.name):
         status = JobState.CANCELLED
         is_last = False
         while not is_last:
-            is_last = service.followers.is_closed  # before the look, which then finds the end
+            is_last = service.subscribers.is_closed  # before the look, which then finds the end
             try:
                 job = await run_in_threadpool(service.queue.get, id)
                 if job is None or job.remove_requested:
@@ -382,14 +392,14 @@ async def follow_video(
                 status = job.state if job.state.is_final else JobState.CANCELLED
                 event = _event(await run_in_threadpool(service.video, job))
             except OutputError:  # the stream goes on once the queue is back
-                await service.followers.pause()
+                await service.subscribers.wait()
                 continue
             if event.id != last_id:
                 yield event
                 last_id = event.id
             is_last |= job.state.is_final
             if not is_last:
-                await service.followers.pause()
+                await service.subscribers.wait()
 
 
 def _deleted_event(id: str, status: JobState) -> ServerSentEvent:

@@ -36,7 +36,7 @@ from svdpp.serve.auth import Keys
 from svdpp.serve.middleware import AuthMiddleware
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.routes import Owned, Served
+from svdpp.serve.routes import OwnerDep, ServiceDep
 from svdpp.serve.schemas import ErrorResponse, install_error_handlers
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import LOOK_SECONDS, FileStore, set_strangers_aside, sweep
@@ -194,7 +194,7 @@ class Server:
             self._service.engine.close(grace)
             for thread in self._threads:
                 thread.close(_END_SECONDS)
-            self._service.followers.is_closed = True
+            self._service.subscribers.is_closed = True
         finally:
             self._http.should_exit = True
 
@@ -280,7 +280,7 @@ def create_app(service: Service, keys: Keys | None) -> ASGIApp:
 
 
 @server.get("/v1/models")
-def list_models(service: Served) -> dict[str, Any]:
+def list_models(service: ServiceDep) -> dict[str, Any]:
     """List the model of this server, with its defaults and limits."""
     settings = service.settings
     model = service.capabilities.to_json(
@@ -293,14 +293,14 @@ def list_models(service: Served) -> dict[str, Any]:
 
 
 @server.get("/v1/models/{id:path}")
-def get_model(id: str, service: Served) -> dict[str, Any]:
+def get_model(id: str, service: ServiceDep) -> dict[str, Any]:
     """Show the model of this server, if that is its id."""
     service.capabilities.check_model(id)
     return dict(list_models(service)["data"][0])
 
 
 @server.get("/v1/engine")
-def get_engine(service: Served, owner: Owned) -> dict[str, Any]:
+def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
     """Show the ranks' work, now and in the last minute; videos of other keys are `other`."""
     engine = service.engine
 
@@ -320,19 +320,19 @@ def get_engine(service: Served, owner: Owned) -> dict[str, Any]:
 
 
 @server.get("/v1/servers")
-def list_servers(service: Served) -> dict[str, Any]:
+def list_servers(service: ServiceDep) -> dict[str, Any]:
     """List the servers that share the queue: this one first, the others as they were last seen."""
     return {"object": "list", "data": service.fleet.servers()}
 
 
 @public.get("/health", responses=_NOT_READY)
-async def get_health(service: Served) -> JSONResponse:
+async def get_health(service: ServiceDep) -> JSONResponse:
     """Whether the ranks live; 503 while they start, restart or end."""
     return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
 @public.get("/ready", responses=_NOT_READY)
-def get_ready(service: Served) -> JSONResponse:
+def get_ready(service: ServiceDep) -> JSONResponse:
     """Whether the server takes requests: the ranks live, and neither queue nor disk is full."""
     return _health(service, service.not_ready_reason())
 
@@ -350,7 +350,7 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
 
 
 @server.get("/metrics", response_class=PlainTextResponse)
-def get_metrics(service: Served) -> Response:
+def get_metrics(service: ServiceDep) -> Response:
     """Show the metrics for Prometheus."""
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return Response(service.metrics.render(), media_type=kind)

@@ -89,7 +89,7 @@ class ServerSettings:
 
 
 @dataclass
-class Followers:
+class Subscribers:
     """Clients that follow jobs: each looks at its job itself, so none delays another."""
 
     by_owner: Counter[str] = field(default_factory=Counter)
@@ -98,16 +98,16 @@ class Followers:
     """Whether the server ends: what they see then is the last."""
 
     @property
-    def number(self) -> int:
+    def total(self) -> int:
         """Number of clients that follow a job."""
         return self.by_owner.total()
 
-    def of(self, owner: str) -> int:
+    def count(self, owner: str) -> int:
         """Return the number of clients of one key."""
         return self.by_owner[owner]
 
     @contextlib.contextmanager
-    def follow(self, owner: str) -> Iterator[None]:
+    def subscribe(self, owner: str) -> Iterator[None]:
         """Count one client of a key during the block."""
         self.by_owner[owner] += 1
         try:
@@ -115,9 +115,9 @@ class Followers:
         finally:
             self.by_owner[owner] -= 1
 
-    async def pause(self) -> None:
+    async def wait(self) -> None:
         """Return once it is time for another look at the job."""
-        await asyncio.sleep(max(_LOOK_SECONDS, self.number / _LOOKS_PER_SECOND))
+        await asyncio.sleep(max(_LOOK_SECONDS, self.total / _LOOKS_PER_SECOND))
 
 
 class Service:
@@ -141,7 +141,7 @@ class Service:
             (self.folder / name).chmod(0o700)  # also where an earlier version has made it
         self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
         self._leftovers: Seen = set()
-        self.followers = Followers()
+        self.subscribers = Subscribers()
         self.engine = Engine(config, queue, on_changed=self._on_changed)
         for remark in self.engine.checkpoint.remarks if self.engine.checkpoint else ():
             logger.warning(remark)
@@ -160,7 +160,7 @@ class Service:
         )
         self.fleet = Fleet(queue, self.engine, self.capabilities)
         self.metrics = Metrics(
-            queue, self.engine, lambda: self.followers.number, self.fleet.servers
+            queue, self.engine, lambda: self.subscribers.total, self.fleet.servers
         )
         self.engine.observe(self.metrics)
         self.verifier = Verifier(
