@@ -42,8 +42,8 @@ class Admission:
         self._checkpoint = checkpoint
         # At the start, because the ranks take it.
         self._free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in visible_gpus()}
-        self._problem = functools.lru_cache(_MAX_SHAPES)(self._new_problem)
-        self._no_route = functools.lru_cache(_MAX_SHAPES)(self._new_no_route)
+        self._memory_error = functools.lru_cache(_MAX_SHAPES)(self._find_memory_error)
+        self._route_error = functools.lru_cache(_MAX_SHAPES)(self._find_route_error)
 
     def check(self, sampling: SamplingConfig) -> None:
         """Check that a clip has a route through the ranks, and memory.
@@ -52,7 +52,7 @@ class Admission:
             RequestError: no route of the ranks can make it.
             OutOfMemoryError: it needs more memory than a device has.
         """
-        if (error := self._no_route(sampling)) is not None:
+        if (error := self._route_error(sampling)) is not None:
             raise RequestError(error.message, error.hint, details=error.details)
         self._check_memory(sampling)
 
@@ -61,7 +61,7 @@ class Admission:
 
         Memory does not count: what is free at the start of a server says little of later.
         """
-        error = self._no_route(sampling)
+        error = self._route_error(sampling)
         return None if error is None else error.message
 
     def check_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
@@ -69,7 +69,7 @@ class Admission:
         if self._checkpoint is not None:
             self._checkpoint.check_request(sampling, request)
 
-    def _new_no_route(self, sampling: SamplingConfig) -> RequestError | None:
+    def _find_route_error(self, sampling: SamplingConfig) -> RequestError | None:
         scheduler = RequestScheduler(self._config, self._checkpoint)
         try:
             request = scheduler.resolve_request(ClipRequest(seed=0, sampling=sampling))
@@ -79,20 +79,20 @@ class Admission:
             for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
                 scheduler.route(clip, request)
         except RequestError as error:
-            own = self._config.sampling.num_inference_steps
-            field, hint = "steps", f"use {own} steps"
-            if sampling.num_inference_steps == own:
+            default_steps = self._config.sampling.num_inference_steps
+            field, hint = "steps", f"use {default_steps} steps"
+            if sampling.num_inference_steps == default_steps:
                 field, hint = "flow_shift", "leave flow_shift out"
             return RequestError(error.message, hint, details={**error.details, "field": field})
         return None
 
     def _check_memory(self, sampling: SamplingConfig) -> None:
-        own = self._config.sampling
+        default = self._config.sampling
         is_no_larger = (
-            sampling.width * sampling.height <= own.width * own.height
-            and sampling.frames <= own.frames
-            and (sampling.decode_chunk_size or 0) <= (own.decode_chunk_size or 0)
-            and sampling.uses_guidance <= own.uses_guidance
+            sampling.width * sampling.height <= default.width * default.height
+            and sampling.frames <= default.frames
+            and (sampling.decode_chunk_size or 0) <= (default.decode_chunk_size or 0)
+            and sampling.uses_guidance <= default.uses_guidance
         )
         if is_no_larger or self._checkpoint is None:
             return
@@ -100,10 +100,10 @@ class Admission:
             config = resolve_clip_config(sampling, self._config, self._checkpoint)
             check_memory(config, self._checkpoint, self._config.layout.roles)
             return
-        if (error := self._problem(_shape_only(sampling))) is not None:
+        if (error := self._memory_error(_shape_only(sampling))) is not None:
             raise OutOfMemoryError(error.message, error.hint, details=error.details)
 
-    def _new_problem(self, sampling: SamplingConfig) -> OutOfMemoryError | None:
+    def _find_memory_error(self, sampling: SamplingConfig) -> OutOfMemoryError | None:
         """Return why a clip does not fit on the GPUs; None if it does."""
         needs, has = memory_of_devices(
             self._config.model,
@@ -181,7 +181,7 @@ class RunningClip:
         return self.progress.rank is not None
 
 
-class ToRequest:
+class RequestBuilder:
     """Converter of jobs into requests. Any thread may call it.
 
     The dummy model has no checkpoint and writes no files.
@@ -196,7 +196,7 @@ class ToRequest:
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS_FOLDER
         # Latent checkpoints in the store, by key and step, that are of this server's clips.
-        self._published: set[tuple[str, int]] = set()
+        self._published_latents: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> RunningClip:
         """The clip of `job` for the ranks, which continues from its latest latent checkpoint.
@@ -208,7 +208,7 @@ class ToRequest:
         metadata, key = self._metadata_and_key(job)
         self._fetch_latents(job, key)
         request = replace(
-            self._made_from(job).request(job.seed),
+            self._clip_input(job).request(job.seed),
             output=None if self._checkpoint is None else self._output(job),
             latents_key=key,
             done_steps=self._steps_done(key),
@@ -216,27 +216,29 @@ class ToRequest:
         )
         return RunningClip(job, request, metadata)
 
-    def forget(self, job: Job) -> None:
+    def remove_latents(self, job: Job) -> None:
         """Remove the job's latent checkpoints."""
         with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 
-    def forget_all(self) -> None:
+    def remove_all_latents(self) -> None:
         """Remove all latent checkpoints; only if no job is unfinished."""
         for key, _ in tensor_files.list_checkpoints(self.latents_folder):
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
-    def publish(self) -> None:
+    def publish_latents(self) -> None:
         """Make the latent checkpoints of the store those of the folder, while it answers."""
         self._store.look()
-        published = self._published.copy()  # first: what is fetched meanwhile is not among it
+        # First: what is fetched meanwhile is not among it.
+        published_latents = self._published_latents.copy()
         saved = tensor_files.list_checkpoints(self.latents_folder)
-        for key, step in saved - self._published:
+        for key, step in saved - self._published_latents:
             self._store.put(tensor_files.checkpoint_path(self.latents_folder, key, step))
-            self._published.add((key, step))
-        for key, step in published - saved:  # not the files, which may be there again by now
+            self._published_latents.add((key, step))
+        # Not the files, which may be there again by now.
+        for key, step in published_latents - saved:
             self._store.remove_object(tensor_files.checkpoint_path(self.latents_folder, key, step))
-            self._published.discard((key, step))
+            self._published_latents.discard((key, step))
 
     def _fetch_latents(self, job: Job, key: str) -> None:
         if not (self._store.is_remote and job.fencing_token > 1):
@@ -249,13 +251,13 @@ class ToRequest:
         steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
-        # Only now: `publish` removes those that the folder lacks.
-        self._published |= {(key, step) for step in steps}
+        # Only now: `publish_latents` removes those that the folder lacks.
+        self._published_latents |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:
         return max(tensor_files.saved_steps(self.latents_folder, key), default=0)
 
-    def _made_from(self, job: Job) -> ClipInput:
+    def _clip_input(self, job: Job) -> ClipInput:
         if self._checkpoint is None:
             return ClipInput()
         path, videos = job.input_path(self.folder), job.video_paths(self.folder).items()
@@ -275,7 +277,7 @@ class ToRequest:
         identity = json.dumps([job.seed, asdict(job.sampling)], sort_keys=True)
         if self._checkpoint is not None:
             config = resolve_clip_config(job.sampling, self._config, self._checkpoint)
-            output, made_from = self._output(job), self._made_from(job)
-            metadata = clip_metadata(made_from, job.seed, output, config, self._checkpoint)
+            output, clip_input = self._output(job), self._clip_input(job)
+            metadata = clip_metadata(clip_input, job.seed, output, config, self._checkpoint)
             identity = latents_key(metadata, weights_identity(self._checkpoint))
         return metadata, hashlib.sha256(f"{job.id} {identity}".encode()).hexdigest()

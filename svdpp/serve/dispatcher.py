@@ -18,7 +18,7 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, InputError, OutputError, RankError, SvdppError
-from svdpp.serve.clips import RunningClip, ToRequest
+from svdpp.serve.clips import RequestBuilder, RunningClip
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import BackendUnavailableError
@@ -48,13 +48,13 @@ class Dispatcher:
         self,
         config: PipelineConfig,
         queue: JobQueue,
-        to_request: ToRequest,
+        request_builder: RequestBuilder,
         on_changed: Callable[[Job], None],
         changed: threading.Condition,
         seconds_left: Callable[[], float],
     ) -> None:
         self._queue = queue
-        self._to_request = to_request
+        self._request_builder = request_builder
         self._on_changed = on_changed
         self._changed = changed
         self._seconds_left = seconds_left
@@ -200,7 +200,7 @@ class Dispatcher:
         if self.has_latents and self._is_queue_empty and not self._clips:
             # A server that is killed soon after a clip may leave a late checkpoint of it.
             if not self._retry_while_unavailable(self._queue.has_unfinished):
-                self._to_request.forget_all()
+                self._request_builder.remove_all_latents()
             self.has_latents = False
 
     def _check_storage(self) -> None:
@@ -218,7 +218,7 @@ class Dispatcher:
             self._requeue(job)
             return
         try:
-            clip = self._to_request(job)
+            clip = self._request_builder(job)
         except BackendUnavailableError:  # another server may reach it
             self._requeue(job)
             self._check_storage()
@@ -308,13 +308,13 @@ class Dispatcher:
 
     def _record_cancelled(self, job: Job) -> None:
         if self._apply(job, lambda: self._queue.mark_cancelled(job.id, job.fencing_token)):
-            self._to_request.forget(job)
+            self._request_builder.remove_latents(job)
 
     def _record_failure(self, clip: RunningClip, error: BaseException) -> None:
         if isinstance(error, InputError) and clip.request.done_steps:
             # Perhaps its latent checkpoint does not fit: without it the clip starts again.
             logger.warning("{} starts again: {}", clip.job.id, error)
-            self._to_request.forget(clip.job)
+            self._request_builder.remove_latents(clip.job)
             self._requeue(clip.job)
         else:
             self._fail_or_requeue(clip.job, error)
@@ -326,7 +326,7 @@ class Dispatcher:
             self._requeue(job)
             self._check_storage()
         elif self._record_failed(job, error):
-            self._to_request.forget(job)
+            self._request_builder.remove_latents(job)
 
     def requeue_all(self, error: BaseException, blamed: set[str]) -> None:
         """Put the clips of ended ranks back into the queue.
@@ -343,7 +343,7 @@ class Dispatcher:
             if not (is_blamed and clip.job.attempts + 1 >= MAX_ATTEMPTS):
                 self._requeue(clip.job, counts=is_blamed)
             elif self._record_failed(clip.job, RankError(message, hint, details=details)):
-                self._to_request.forget(clip.job)
+                self._request_builder.remove_latents(clip.job)
             self._remove(clip.job.id)
         # Claimed, but not yet submitted to the ranks.
         for job in self._retry_while_unavailable(self._queue.claimed):
@@ -355,7 +355,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def _record_completed(self, job: Job, metadata: dict[str, Any]) -> None:
-        clip = job.clip_path(self._to_request.folder)
+        clip = job.clip_path(self._request_builder.folder)
         for path in (clip, Path(f"{clip}.json")):
             self._retry_while_unavailable(functools.partial(self._queue.store.put, path))
         if "file_sha256" in metadata and not clip.exists():

@@ -21,7 +21,7 @@ from svdpp.driver.supervisor import Observer
 from svdpp.errors import SvdppError, reraisable
 from svdpp.launch.world import find_world
 from svdpp.plan.actions import Action, Kind
-from svdpp.serve.clips import ToRequest
+from svdpp.serve.clips import RequestBuilder
 from svdpp.serve.dispatcher import Dispatcher
 from svdpp.serve.job import EngineState, Job
 from svdpp.serve.queue import JobQueue
@@ -29,10 +29,10 @@ from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, 
 
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
-_SHOWN = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
+_SHOWN_KINDS = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 _POLL_SECONDS = 0.25
 # Before the first restart; each further one doubles it.
-_FIRST_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
+_MIN_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
 # After the grace: the ranks are killed, and the thread ends.
 _END_SECONDS = 30.0
 
@@ -62,15 +62,15 @@ class Engine:
         self.fatal: BaseException | None = None
         """What ended the engine for good, such as ranks of a launcher that have died."""
         self._queue = queue
-        self.to_request = ToRequest(self.config, self.checkpoint, queue.store)
+        self.request_builder = RequestBuilder(self.config, self.checkpoint, queue.store)
         self._changed = threading.Condition()
         self.dispatcher = Dispatcher(
-            self.config, queue, self.to_request, on_changed, self._changed, self._seconds_left
+            self.config, queue, self.request_builder, on_changed, self._changed, self._seconds_left
         )
-        self.rank_view = RankView(config.world_size, self.dispatcher.job_id_of)
+        self.rank_monitor = RankMonitor(config.world_size, self.dispatcher.job_id_of)
         """What each rank does, and did."""
-        self._observers: list[Observer] = [self.rank_view.add, self.dispatcher.image_ready]
-        self._back_off = _FIRST_BACK_OFF
+        self._observers: list[Observer] = [self.rank_monitor.add, self.dispatcher.image_ready]
+        self._back_off = _MIN_BACK_OFF
         self._deadline = math.inf
         self._pipeline: Pipeline | None = None
         self._is_entering = False
@@ -116,7 +116,7 @@ class Engine:
             if self._queue.cancel_waiting(job_id):
                 job = self.dispatcher.notify(job_id)
                 if job is not None and self._queue.model_key in (None, job.model_key):
-                    self.to_request.forget(job)
+                    self.request_builder.remove_latents(job)
                 self.dispatcher.wake()
                 return True
             job = self._queue.get(job_id)
@@ -144,21 +144,21 @@ class Engine:
         try:
             while not self._is_closing():
                 try:
-                    self._serve()
+                    self._run_pipeline()
                 except Exception as error:
                     if not self._is_closing():
-                        self._recover(error)
+                        self._restart_after(error)
         except Exception as error:
             self.fatal = error
             logger.opt(exception=error).error("the engine ended: {}", error)
 
-    def _recover(self, error: Exception) -> None:
+    def _restart_after(self, error: Exception) -> None:
         """Puts the clips back and waits for the restart; a launcher starts ranks only once."""
-        self._become("restarting")
-        self.dispatcher.requeue_all(error, self._blamed(error))
+        self._set_state("restarting")
+        self.dispatcher.requeue_all(error, self._find_blamed(error))
         if self._is_launched:
             raise error
-        self.rank_view.reset()
+        self.rank_monitor.reset()
         self.restarts += 1
         seconds, self._back_off = self._back_off, min(2 * self._back_off, _MAX_BACK_OFF)
         reason = re.sub(r"\bclip (\d+)", lambda found: self.name_of(int(found[1])), str(error))
@@ -166,41 +166,41 @@ class Engine:
         with self._changed:
             self._changed.wait_for(self._is_closing, seconds)
 
-    def _serve(self) -> None:
+    def _run_pipeline(self) -> None:
         # Nothing reads the pipeline's trace, so it keeps as little as it can.
         pipeline = Pipeline(
             self.config,
-            latents_folder=str(self.to_request.latents_folder),
+            latents_folder=str(self.request_builder.latents_folder),
             history_clips=1,
             ranks_ignore_signals=True,
         )
-        pipeline.observe(self._observe)
+        pipeline.observe(self._notify_observers)
         self.dispatcher.reset()
         self._pipeline, self._is_entering = pipeline, True
         try:
             with pipeline:
                 self._is_entering = False
-                self._become("ready")
-                self._work(pipeline)
+                self._set_state("ready")
+                self._dispatch_until_closed(pipeline)
                 # At the end of the grace some may run.
                 pipeline.close(drain=not self.dispatcher.clips())
         finally:
             self._pipeline, self._is_entering = None, False
             self.dispatcher.record_results()
 
-    def _work(self, pipeline: Pipeline) -> None:
+    def _dispatch_until_closed(self, pipeline: Pipeline) -> None:
         num_completed = self.dispatcher.num_completed
         while not self._is_closing() or (self.dispatcher.clips() and self._seconds_left() > 0):
             if pipeline.run_error is not None:
                 raise reraisable(pipeline.run_error)
             self.dispatcher.run_once(pipeline)
             if self.dispatcher.num_completed > num_completed:
-                self._back_off = _FIRST_BACK_OFF
+                self._back_off = _MIN_BACK_OFF
             timeout = max(0.0, min(_POLL_SECONDS, self._seconds_left()))
             with self._changed:
                 self._changed.wait_for(lambda: self.dispatcher.has_work, timeout)
 
-    def _observe(self, rank: int, event: Event) -> None:
+    def _notify_observers(self, rank: int, event: Event) -> None:
         """Called in the pipeline's thread."""
         for observer in self._observers:
             try:
@@ -208,10 +208,12 @@ class Engine:
             except Exception:
                 logger.exception("an observer failed")
 
-    def _blamed(self, error: BaseException) -> set[str]:
+    def _find_blamed(self, error: BaseException) -> set[str]:
         """The job during which a rank died; if that is unknown, all that have begun."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
-        job_id = None if rank is None else self.dispatcher.job_id_of(self.rank_view.clip_of(rank))
+        job_id = (
+            None if rank is None else self.dispatcher.job_id_of(self.rank_monitor.clip_of(rank))
+        )
         begun = {clip.job.id: clip.has_started for clip in self.dispatcher.clips()}
         return {job_id} if job_id in begun else {id for id, has_begun in begun.items() if has_begun}
 
@@ -221,7 +223,7 @@ class Engine:
     def _seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _become(self, state: EngineState) -> None:
+    def _set_state(self, state: EngineState) -> None:
         with self._changed:
             if not self._is_closing():
                 self.state = state
@@ -231,7 +233,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankSnapshot:
     """Present work of a rank."""
 
     rank: int
@@ -261,7 +263,7 @@ class RankSpan:
 
 
 @dataclass
-class _State:
+class _RankState:
     device: str = ""
     clock_ahead: float = 0.0
     action: Action | None = None
@@ -271,7 +273,7 @@ class _State:
     stats: dict[str, float | int | None] | None = None
 
 
-class RankView:
+class RankMonitor:
     """Collector of the ranks' events. One thread adds them, any thread reads.
 
     `job_id_of` gives the id of the job of a clip.
@@ -280,40 +282,44 @@ class RankView:
     def __init__(self, world_size: int, job_id_of: Callable[[int], str | None]) -> None:
         self._job_id_of = job_id_of
         self._lock = threading.Lock()
-        self._ranks = [_State() for _ in range(world_size)]
+        self._ranks = [_RankState() for _ in range(world_size)]
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
 
     def reset(self) -> None:
         """Forget the ranks' present work, because they have ended; keep the spans."""
         with self._lock:
-            self._ranks = [_State() for _ in self._ranks]
+            self._ranks = [_RankState() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
         """Take one event."""
         with self._lock:
-            at = self._ranks[rank]
+            state = self._ranks[rank]
             match event:
                 case Joined():
-                    at.device, at.clock_ahead = event.device, event.clock_ahead
+                    state.device, state.clock_ahead = event.device, event.clock_ahead
                 case Failed() | Heartbeat():
                     waits = isinstance(event, Heartbeat) and event.waiting
-                    if (event.action, waits) != (at.action, at.waits):
-                        at.action, at.waits, at.since = event.action, waits, time.monotonic()
-                        at.step = -1
-                    at.step = max(at.step, event.step)
+                    if (event.action, waits) != (state.action, state.waits):
+                        state.action, state.waits, state.since = (
+                            event.action,
+                            waits,
+                            time.monotonic(),
+                        )
+                        state.step = -1
+                    state.step = max(state.step, event.step)
                 case RankStats():
-                    at.stats = event.model_dump()
+                    state.stats = event.model_dump()
                 case StepDone():
-                    at.step = event.step + 1
+                    state.step = event.step + 1
                 case ActionDone():
-                    start, end = event.start - at.clock_ahead, event.end - at.clock_ahead
+                    start, end = event.start - state.clock_ahead, event.end - state.clock_ahead
                     self._spans += self._span(rank, event.action, start, end)
                 case _:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
         """The span of an action between monotonic times, if it is one that the page shows."""
-        if action.kind not in _SHOWN:
+        if action.kind not in _SHOWN_KINDS:
             return []
         ahead = time.time() - time.monotonic()
         job, kind = self._job_id_of(action.clip), action.kind.lower()
@@ -325,25 +331,25 @@ class RankView:
             action = self._ranks[rank].action if rank < len(self._ranks) else None
         return None if action is None else action.clip
 
-    def now(self) -> list[Rank]:
+    def snapshot(self) -> list[RankSnapshot]:
         """Return the present work of each rank."""
         with self._lock:
-            return [self._now(rank, at) for rank, at in enumerate(self._ranks)]
+            return [self._snapshot(rank, state) for rank, state in enumerate(self._ranks)]
 
-    def _now(self, rank: int, at: _State) -> Rank:
-        if at.action is None:
-            return Rank(rank, at.device, None, "", None, "idle", at.stats)
-        step = at.step if at.action.kind is Kind.DENOISE and at.step >= 0 else None
-        job, kind = self._job_id_of(at.action.clip), at.action.kind.lower()
-        doing: Literal["wait", "compute"] = "wait" if at.waits else "compute"
-        return Rank(rank, at.device, job, kind, step, doing, at.stats)
+    def _snapshot(self, rank: int, state: _RankState) -> RankSnapshot:
+        if state.action is None:
+            return RankSnapshot(rank, state.device, None, "", None, "idle", state.stats)
+        step = state.step if state.action.kind is Kind.DENOISE and state.step >= 0 else None
+        job, kind = self._job_id_of(state.action.clip), state.action.kind.lower()
+        doing: Literal["wait", "compute"] = "wait" if state.waits else "compute"
+        return RankSnapshot(rank, state.device, job, kind, step, doing, state.stats)
 
     def spans(self) -> list[RankSpan]:
         """Return the spans of the last 60 seconds, and those of the actions at work."""
         oldest, now = time.time() - _SPAN_SECONDS, time.monotonic()
         with self._lock:
             spans = [span for span in self._spans if span.end >= oldest]
-            for rank, at in enumerate(self._ranks):
-                if at.action is not None and not at.waits:
-                    spans += self._span(rank, at.action, at.since, now)
+            for rank, state in enumerate(self._ranks):
+                if state.action is not None and not state.waits:
+                    spans += self._span(rank, state.action, state.since, now)
         return spans

@@ -32,14 +32,14 @@ from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
 # Two renewals can be late before a claim ends.
-_RENEWALS = 3
+_RENEWALS_PER_LEASE = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
 # In a large fleet so many free servers try to take a new job; one that nobody takes waits for the
 # next turn of a free one.
 _MAX_WOKEN = 16
 # And so many look in each turn at the other servers and their claims.
-_MAX_LOOKING = 64
+_MAX_REFRESHING = 64
 # Of each kind of work, so that the ETAs follow ranks that become slower.
 _MAX_SAMPLES = 128
 _MAX_AGE = 0.5
@@ -49,16 +49,16 @@ _RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """Place and ETA of an open job."""
+    """Queue position and ETA of an open job."""
 
-    place: int | None
+    queue_position: int | None
     """Number of clips that begin before it; None once it has begun."""
     eta_seconds: float | None
     """Seconds until the clip is finished. None before the first steps are measured."""
 
 
 @dataclass(frozen=True)
-class _Pace:
+class _WorkRates:
     """Seconds of work for each pixel of a clip."""
 
     encode: float
@@ -66,7 +66,7 @@ class _Pace:
     decode: float
     write: float = 0.0
 
-    def left(self, sampling: SamplingConfig, steps_done: int = 0) -> float:
+    def remaining(self, sampling: SamplingConfig, steps_done: int = 0) -> float:
         """Return the seconds of work that is left of a clip after some steps."""
         steps = sampling.num_inference_steps - steps_done
         seconds = (
@@ -74,16 +74,18 @@ class _Pace:
         )
         return seconds * _volume(sampling)
 
-    def left_of(self, clip: RunningClip) -> float:
+    def remaining_of(self, clip: RunningClip) -> float:
         """Return the seconds left of a clip at work, less those since its last event."""
         sampling, done = clip.job.sampling, clip.progress.steps_done
-        left = self.left(sampling, done)
-        next_left = self.left(sampling, done + 1) if done < sampling.num_inference_steps else 0.0
+        left = self.remaining(sampling, done)
+        next_left = (
+            self.remaining(sampling, done + 1) if done < sampling.num_inference_steps else 0.0
+        )
         return left - min(time.monotonic() - clip.progressed_at, left - next_left)
 
 
-class Estimates:
-    """Places and ETAs of the open jobs, by the median seconds of the latest work of this server.
+class EtaEstimator:
+    """Queue positions and ETAs of the open jobs, by the median times of this server's latest work.
 
     The work of the clips before one that waits is divided among the ranks of all servers that can
     make it, each of which is taken to be as fast as this one. An instance is an observer of a
@@ -98,10 +100,10 @@ class Estimates:
         kinds = (Kind.ENCODE, "step", Kind.DECODE, "write")
         self._samples = {kind: deque[float](maxlen=_MAX_SAMPLES) for kind in kinds}
         # Ranks and seconds of the latest actions; a clip has about one on each rank.
-        self._work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
+        self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
         self._cfg_parallel = engine.config.cfg_parallel
         self._lock = threading.Lock()
-        self._made_at = -_MAX_AGE
+        self._estimated_at = -_MAX_AGE
         self._latest: dict[str, Estimate] = {}
 
     def __call__(self, rank: int, event: Event) -> None:
@@ -113,7 +115,7 @@ class Estimates:
                 seconds = event.end - event.start
                 self._add(event.action.kind, event.action.clip, seconds)
                 if rank % self._cfg_parallel == 0:  # both ranks of a pair work at once
-                    self._work.append((rank, seconds))
+                    self._recent_work.append((rank, seconds))
             case ClipDone():
                 self._add("write", event.clip, event.write_seconds)
             case _:
@@ -124,48 +126,50 @@ class Estimates:
         if job is not None and kind in self._samples:
             self._samples[kind].append(seconds / _volume(job.sampling))
 
-    def of(self, job_id: str) -> Estimate | None:
+    def estimate(self, job_id: str) -> Estimate | None:
         """Return the estimate of an open job; None if it is not open."""
-        return self.all().get(job_id) or self.all(max_age=0.0).get(job_id)
+        return self.estimate_all().get(job_id) or self.estimate_all(max_age=0.0).get(job_id)
 
     def remote_eta(self, job: Job) -> float | None:
         """Return the seconds until a clip of another server is finished. None: unknown yet."""
-        pace = self._pace()
-        return None if pace is None else pace.left(job.sampling, job.step)
+        rates = self._rates()
+        return None if rates is None else rates.remaining(job.sampling, job.step)
 
-    def seconds_until_room(self) -> float:
+    def seconds_until_slot(self) -> float:
         """Return the seconds until the next clip is finished, and a full queue has room."""
-        etas = [clip.eta_seconds for clip in self.all().values()]
+        etas = [clip.eta_seconds for clip in self.estimate_all().values()]
         return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
-    def all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
+    def estimate_all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
         """Return the estimate of each open job, by its id; at most `max_age` seconds old."""
         oldest = time.monotonic() - max_age
         with self._lock:
-            if self._made_at <= oldest:
+            if self._estimated_at <= oldest:
                 now = time.monotonic()
-                self._latest, self._made_at = self._new(), now
+                self._latest, self._estimated_at = self._estimate_all(), now
             return self._latest
 
-    def _new(self) -> dict[str, Estimate]:
+    def _estimate_all(self) -> dict[str, Estimate]:
         waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
         clips, preparing = self._dispatcher.clips(), self._dispatcher.preparing
-        pace = self._pace()
-        made = pace or _Pace(0.0, 0.0, 0.0)
-        begun = [clip for clip in clips if clip.has_started]
-        etas = {clip.job.id: made.left_of(clip) for clip in begun}
-        places: dict[str, int] = {}
-        ahead = self._until_free(made, begun[-1]) if begun else 0.0
+        rates = self._rates()
+        rates_or_zero = rates or _WorkRates(0.0, 0.0, 0.0)
+        started = [clip for clip in clips if clip.has_started]
+        etas = {clip.job.id: rates_or_zero.remaining_of(clip) for clip in started}
+        positions: dict[str, int] = {}
+        ahead = self._until_free(rates_or_zero, started[-1]) if started else 0.0
         num_ranks = self._num_busy_ranks() * self._num_servers()
-        for id, sampling, steps_done in self._in_order(clips, waiting):
+        for id, sampling, steps_done in self._in_start_order(clips, waiting):
             if id not in etas:
-                seconds = made.left(sampling, steps_done)
+                seconds = rates_or_zero.remaining(sampling, steps_done)
                 if preparing is not None and id == preparing.job.id:
                     seconds += max(0.0, preparing.prepared_at - time.monotonic())
-                places[id], etas[id] = len(places), ahead + seconds
+                positions[id], etas[id] = len(positions), ahead + seconds
                 ahead += seconds / num_ranks
-        known = pace is not None
-        return {id: Estimate(places.get(id), eta if known else None) for id, eta in etas.items()}
+        is_known = rates is not None
+        return {
+            id: Estimate(positions.get(id), eta if is_known else None) for id, eta in etas.items()
+        }
 
     def _num_busy_ranks(self) -> float:
         """Return the mean number of ranks that work at once while clips wait.
@@ -174,19 +178,19 @@ class Estimates:
         of which one works half as long, 1.5 work at once. All of them until each has worked.
         """
         seconds = defaultdict[int, float](float)
-        for rank, each in self._work.copy():
+        for rank, each in self._recent_work.copy():
             seconds[rank] += each
         most = max(seconds.values(), default=0.0)
         if len(seconds) < self._num_ranks or not most:
             return self._num_ranks
         return sum(seconds.values()) / most
 
-    def _until_free(self, pace: _Pace, latest: RunningClip) -> float:
+    def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
         """Return the seconds until the first rank has done its part of the latest clip."""
-        of_others = pace.left(latest.job.sampling) * (1 - 1 / self._num_ranks)
-        return max(0.0, pace.left_of(latest) - of_others)
+        of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
+        return max(0.0, rates.remaining_of(latest) - of_others)
 
-    def _in_order(
+    def _in_start_order(
         self, clips: list[RunningClip], waiting: list[tuple[str, SamplingConfig]]
     ) -> Iterator[tuple[str, SamplingConfig, int]]:
         """Yield id, parameters and done steps of the open jobs, in the order of their begin."""
@@ -198,14 +202,14 @@ class Estimates:
         for id, sampling in (*waiting[:first], *claimed, *waiting[first:]):
             yield id, sampling, 0
 
-    def _pace(self) -> _Pace | None:
+    def _rates(self) -> _WorkRates | None:
         """Return the medians of the latest work; None before the first step."""
         if not self._samples["step"]:
             return None
         encode, step, decode, write = (
             statistics.median(samples.copy() or [0.0]) for samples in self._samples.values()
         )
-        return _Pace(encode, step, decode, write)
+        return _WorkRates(encode, step, decode, write)
 
 
 def _volume(sampling: SamplingConfig) -> int:
@@ -220,15 +224,17 @@ class Fleet:
         self._queue = queue
         self._engine = engine
         self._capabilities = capabilities
-        self._others: list[dict[str, Any]] = []
+        self._peers: list[dict[str, Any]] = []
         self._renew_at = 0.0
-        self._is_away = False
+        self._is_queue_unavailable = False
         self._has_skew = False
-        self.estimates = Estimates(queue, engine, lambda: 1 + len(self.peers_for(queue.model_key)))
-        """Places and ETAs of the open jobs."""
+        self.estimates = EtaEstimator(
+            queue, engine, lambda: 1 + len(self.peers_for(queue.model_key))
+        )
+        """Queue positions and ETAs of the open jobs."""
         engine.observe(self.estimates)
         # After an outage all leases may have ended: those who hold them are to renew them first.
-        self._recover_at = time.monotonic() + queue.lease_seconds
+        self._requeue_expired_at = time.monotonic() + queue.lease_seconds
         error_message = "the server cannot look after its claims"
         self.thread = PeriodicThread(
             "fleet", self._run_once, 0.0, error_message=error_message, on_close=queue.release
@@ -237,14 +243,14 @@ class Fleet:
 
     def servers(self) -> list[dict[str, Any]]:
         """Return this server, then the others as each has described itself `seen_seconds` ago."""
-        return [self._own(), *self._others]
+        return [self._describe_self(), *self._peers]
 
     def peers_for(self, model_key: str | None) -> list[dict[str, Any]]:
         """Return the other live servers that make the clips of a model (`Job.model_key`)."""
-        live = (other for other in self._others if other["is_live"])
+        live = (other for other in self._peers if other["is_live"])
         return [other for other in live if (other["weights"] or other["model"]) == model_key]
 
-    def _own(self) -> dict[str, Any]:
+    def _describe_self(self) -> dict[str, Any]:
         dispatcher, state = self._engine.dispatcher, self._engine.state
         return {
             "id": self._queue.server,
@@ -266,35 +272,35 @@ class Fleet:
     def _run_once(self) -> None:
         try:
             if time.monotonic() >= self._renew_at:
-                self._renew()
-                seconds = min(_MAX_SECONDS, self._queue.lease_seconds / _RENEWALS)
+                self._renew_claims()
+                seconds = min(_MAX_SECONDS, self._queue.lease_seconds / _RENEWALS_PER_LEASE)
                 self._renew_at = time.monotonic() + seconds
             self._listen(min(_LISTEN_SECONDS, max(0.0, self._renew_at - time.monotonic())))
         except BackendUnavailableError as error:
-            if not self._is_away:
+            if not self._is_queue_unavailable:
                 logger.error("{}: the clips in progress go on, and none is taken", error)
-            self._is_away = True
+            self._is_queue_unavailable = True
             self._renew_at = 0.0
-            self._recover_at = time.monotonic() + self._queue.lease_seconds
+            self._requeue_expired_at = time.monotonic() + self._queue.lease_seconds
             raise
-        if self._is_away:
+        if self._is_queue_unavailable:
             logger.warning("the queue is back")
-        self._is_away = False
+        self._is_queue_unavailable = False
 
-    def _renew(self) -> None:
+    def _renew_claims(self) -> None:
         dispatcher = self._engine.dispatcher
         revoked, to_cancel = self._queue.renew(dispatcher.steps_done)
         dispatcher.revoke(revoked)
         for id in to_cancel:
             dispatcher.request_cancel(id)
-        own = self._own()
-        self._queue.register(own)
-        self._look_at_clock()
-        if random.random() * len(self._others) < _MAX_LOOKING:
-            self._look(own)
+        description = self._describe_self()
+        self._queue.register(description)
+        self._check_clock()
+        if random.random() * len(self._peers) < _MAX_REFRESHING:
+            self._refresh_peers(description)
         dispatcher.wake()
 
-    def _look_at_clock(self) -> None:
+    def _check_clock(self) -> None:
         """Report once that this machine's clock is not the database's, by which all ages count."""
         try:
             self._queue.check_clock()
@@ -307,21 +313,22 @@ class Fleet:
             logger.warning("the clock of this machine agrees with the database's again")
         self._has_skew = False
 
-    def _look(self, own: dict[str, Any]) -> None:
-        self._others = [
+    def _refresh_peers(self, description: dict[str, Any]) -> None:
+        self._peers = [
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
             for row in self._queue.servers()
-            if row["id"] != own["id"] and own.keys() <= row.keys()  # else of another version
+            if row["id"] != description["id"]
+            and description.keys() <= row.keys()  # else of another version
         ]
-        if time.monotonic() >= self._recover_at:
+        if time.monotonic() >= self._requeue_expired_at:
             for job in self._queue.requeue_expired():
                 logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:
         dispatcher = self._engine.dispatcher
-        for said in self._queue.backend.listen(seconds):
-            if said != QUEUED:
-                dispatcher.request_cancel(said)
+        for payload in self._queue.backend.listen(seconds):
+            if payload != QUEUED:
+                dispatcher.request_cancel(payload)
                 continue
             num_free = sum(other["free"] > 0 for other in self.peers_for(self._queue.model_key))
             if not dispatcher.num_free_slots or random.random() * num_free < _MAX_WOKEN:

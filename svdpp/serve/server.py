@@ -136,7 +136,7 @@ class Server:
             self._threads.insert(0, service.fleet.thread)
         if service.queue.store.is_remote:
             error_message = "latent checkpoints are not put into the store"
-            publish = service.engine.to_request.publish
+            publish = service.engine.request_builder.publish_latents
             self._threads.append(PeriodicThread("store", publish, 1.0, error_message=error_message))
 
     def run(self) -> None:
@@ -313,8 +313,10 @@ def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
         "state": engine.state,
         "restarts": engine.restarts,
         "queue": service.queue.counts(),
-        "ranks": [replace(rank, video=shown(rank.video)) for rank in engine.rank_view.now()],
-        "spans": [replace(span, video=shown(span.video)) for span in engine.rank_view.spans()],
+        "ranks": [
+            replace(rank, video=shown(rank.video)) for rank in engine.rank_monitor.snapshot()
+        ],
+        "spans": [replace(span, video=shown(span.video)) for span in engine.rank_monitor.spans()],
         "eta_error": service.metrics.eta_error(),
     }
 
@@ -343,7 +345,7 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
         "status": "unavailable" if reason else "ok",
         "reason": reason,
         "state": engine.state,
-        "ranks": sum(bool(rank.device) for rank in engine.rank_view.now()),
+        "ranks": sum(bool(rank.device) for rank in engine.rank_monitor.snapshot()),
         "restarts": engine.restarts,
     }
     return JSONResponse(body, 503 if reason else 200)

@@ -264,7 +264,7 @@ class Service:
             logger.info("{} is requested", id)
             self.engine.dispatcher.wake()
             with contextlib.suppress(OutputError):  # the promise is missing, and the video is not
-                estimate = self.fleet.estimates.of(id)
+                estimate = self.fleet.estimates.estimate(id)
                 if estimate is not None and estimate.eta_seconds is not None:
                     self.queue.set_promise(id, estimate.eta_seconds)
         try:
@@ -323,7 +323,7 @@ class Service:
 
     def _full(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
-        seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_room())))
+        seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_slot())))
         whose = "of this key" if "owner" in details else "of this server"
         num_open, limit = details["open"], details["limit"]
         text = f"the queue {whose} is full: {num_open} open, the limit is {limit}"
@@ -420,7 +420,7 @@ class Service:
             return video_from_job(job, eta_seconds=eta, step=job.step)
         if (reason := self._incompatible_reason(job)) is not None:
             return video_from_job(job, held=None if self.fleet.peers_for(job.model_key) else reason)
-        estimate = self.fleet.estimates.of(job.id) or Estimate(0, None)
+        estimate = self.fleet.estimates.estimate(job.id) or Estimate(0, None)
         clip, eta = self.engine.dispatcher.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
@@ -428,7 +428,7 @@ class Service:
         # Of a clip that goes back to the queue, they are those of ranks that have ended.
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
-        return video_from_job(job, eta_seconds=eta, place=estimate.place or 0, step=step)
+        return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _incompatible_reason(self, job: Job) -> str | None:
         """Why this server cannot make the job; None if it can."""

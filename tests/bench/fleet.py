@@ -104,7 +104,7 @@ class Simulation:
         queue = self._queues[number]
         self._timed("renew", lambda: queue.renew(lambda _: 1))
         self._timed("register", lambda: queue.register(_ABOUT))
-        if random.random() * self._all < fleet._MAX_LOOKING:
+        if random.random() * self._all < fleet._MAX_REFRESHING:
             self._timed("look", lambda: (queue.servers(), queue.requeue_expired()))
 
     def _timed(self, name: str, what: Any) -> Any:

@@ -144,7 +144,7 @@ class Serving:
         return [self.job(job_id) for job_id in ids]
 
     def wait(self, happens: Callable[[], object], what: str) -> None:
-        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_view.now()}")
+        wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_monitor.snapshot()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
         """Waits until so many steps of the job are done; `serving` has to stop a clip there."""
@@ -193,7 +193,7 @@ def serving(
             ended.append(job)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("svdpp.serve.engine._FIRST_BACK_OFF", 0.05)
+        patch.setattr("svdpp.serve.engine._MIN_BACK_OFF", 0.05)
         if stop is not None:
             rank, clip, step = stop
             gate = str(folder / "gate")

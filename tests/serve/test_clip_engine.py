@@ -34,10 +34,11 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
         # The last events of a clip's ranks arrive after its end.
         service.wait(lambda: service.engine.is_idle, "it is not idle")
         service.wait(
-            lambda: {rank.doing for rank in service.engine.rank_view.now()} == {"idle"}, "no idle"
+            lambda: {rank.doing for rank in service.engine.rank_monitor.snapshot()} == {"idle"},
+            "no idle",
         )
-        assert {span.rank for span in service.engine.rank_view.spans()} == {0, 1}
-        assert {span.video for span in service.engine.rank_view.spans()} == set(ids)
+        assert {span.rank for span in service.engine.rank_monitor.spans()} == {0, 1}
+        assert {span.video for span in service.engine.rank_monitor.spans()} == set(ids)
     assert {job.state for job in jobs} == {JobState.COMPLETED}
     assert [job.id for job in service.ended] == ids
     assert latents(jobs) == plain_hashes(STEPS, *range(12))
@@ -82,7 +83,7 @@ def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
         assert not service.engine.cancel(ids[victim])
         service.wait_final([ids[victim]])
         assert service.job(ids[victim]).state is JobState.CANCELLED
-        assert all(rank.video != ids[victim] for rank in service.engine.rank_view.now())
+        assert all(rank.video != ids[victim] for rank in service.engine.rank_monitor.snapshot())
         jobs = service.wait_final(ids)
         assert [service.engine.name_of(clip) for clip in range(4)] == ids, "ranks report late"
     others = [job for job in jobs if job.id != ids[victim]]

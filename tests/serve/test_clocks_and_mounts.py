@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import InputError
-from svdpp.serve.clips import ToRequest
+from svdpp.serve.clips import RequestBuilder
 from svdpp.serve.clock import ClockError, SteadyClock
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
@@ -144,18 +144,18 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
 ) -> None:
     """They do not fail for their missing images."""
     folder = tmp_path / "data"
-    to_request, failures = ToRequest.__call__, [True]
+    request_builder, failures = RequestBuilder.__call__, [True]
 
-    def unmounting(self: ToRequest, job: object) -> object:
+    def unmounting(self: RequestBuilder, job: object) -> object:
         if failures:
             failures.pop()
             with unmounted(folder):
                 pass
             folder.rename(tmp_path / "away")
             raise InputError("the image is missing")
-        return to_request(self, job)  # type: ignore[arg-type]
+        return request_builder(self, job)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ToRequest, "__call__", unmounting)
+    monkeypatch.setattr(RequestBuilder, "__call__", unmounting)
     with serving(folder, dummy_config()) as own:
         ids = own.add(1, 2)
         own.wait(lambda: own.engine.dispatcher.unavailable_reason, "the folder is not looked at")

@@ -23,8 +23,8 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule, steady_seconds_per_clip
 from svdpp.plan.layout import ParallelConfig
 from svdpp.serve.clips import Admission, RunningClip
-from svdpp.serve.engine import Rank, RankView
-from svdpp.serve.fleet import Estimate, Estimates
+from svdpp.serve.engine import RankMonitor, RankSnapshot
+from svdpp.serve.fleet import Estimate, EtaEstimator
 from svdpp.serve.job import JobState
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.queue import JobQueue, QueueFullError
@@ -123,17 +123,17 @@ def _clip(index: int, steps_done: int | None, passed: float = 0.0, **values: Any
     clip = RunningClip(dummy_job(index, **values), ClipRequest(seed=0), {})
     rank = None if steps_done is None else 0
     handle: Any = SimpleNamespace(progress=ClipProgress(steps_done or 0, STEPS, rank))
-    return replace(clip, handle=handle, moved_at=time.monotonic() - passed)
+    return replace(clip, handle=handle, progressed_at=time.monotonic() - passed)
 
 
 @pytest.fixture
-def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Estimates]:
+def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EtaEstimator]:
     """Those of a server whose clips take 1 s to encode, 2 s a step and 4 s to decode."""
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
 
     def of_server(
         *clips: RunningClip, ranks: int = 1, servers: int = 1, preparing: Any = None
-    ) -> Estimates:
+    ) -> EtaEstimator:
         dispatcher = SimpleNamespace(
             clips=lambda: list(clips),
             preparing=preparing,
@@ -142,7 +142,7 @@ def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         )
         config = SimpleNamespace(world_size=ranks, cfg_parallel=1)
         engine: Any = SimpleNamespace(dispatcher=dispatcher, config=config)
-        found = Estimates(store, engine, lambda: servers)
+        found = EtaEstimator(store, engine, lambda: servers)
         for seconds in (9.0, 2.0, 2.0):  # the rank warms up
             found(0, StepDone(clip=0, step=1, seconds=seconds))
         for action, seconds in (("ENCODE c0 @0", 1.0), ("DECODE c0 @8", 4.0)):
@@ -158,19 +158,19 @@ WHOLE = 1 + 2 * STEPS + 4
 
 @pytest.mark.parametrize(("ranks", "servers"), [(1, 1), (4, 1), (2, 3)])
 def test_clips_that_wait_share_all_ranks_in_the_order_of_their_turns(
-    store: JobQueue, estimates: Callable[..., Estimates], ranks: int, servers: int
+    store: JobQueue, estimates: Callable[..., EtaEstimator], ranks: int, servers: int
 ) -> None:
     for seed in range(7):
         store.add(dummy_job(seed), max_open=None)
-    found = estimates(ranks=ranks, servers=servers).all()
+    found = estimates(ranks=ranks, servers=servers).estimate_all()
     assert list(found) == [id for id, _ in store.waiting()]
-    assert [one.place for one in found.values()] == list(range(7))
+    assert [one.queue_position for one in found.values()] == list(range(7))
     expected = [WHOLE * (1 + place / (ranks * servers)) for place in range(7)]
     assert [one.eta_seconds for one in found.values()] == pytest.approx(expected)
 
 
 def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
-    store: JobQueue, estimates: Callable[..., Estimates]
+    store: JobQueue, estimates: Callable[..., EtaEstimator]
 ) -> None:
     """Equal shares of steps and the decode on the last of two ranks: the first one waits."""
     for seed in range(3):
@@ -182,13 +182,13 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
     )
     for rank, action, start, end in simulate_schedule(layout.schedule(3), layout.costs):
         made(rank, ActionDone(action=action, start=start, end=end, waited=0.0))
-    etas = [one.eta_seconds or 0.0 for one in made.all().values()]
+    etas = [one.eta_seconds or 0.0 for one in made.estimate_all().values()]
     period = steady_seconds_per_clip(layout)
     work = etas[0]
     assert period == pytest.approx(STEPS + 4)
     assert etas[1] - etas[0] == pytest.approx(work * period / (2 * STEPS + 4))
     made(1, ClipDone(clip=0, metadata={}, write_seconds=3.0))
-    first = next(iter(made.all(max_age=-1).values()))
+    first = next(iter(made.estimate_all(max_age=-1).values()))
     assert first.eta_seconds == pytest.approx(work + 3)
 
 
@@ -197,51 +197,51 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
     [(0, 0.5, WHOLE - 0.5), (0, 99, WHOLE - 3), (5, 1, 9), (5, 99, 8), (STEPS, 3, 1)],
 )
 def test_of_a_clip_at_work_its_rest_counts_until_its_next_event(
-    estimates: Callable[..., Estimates], steps_done: int, passed: float, left: float
+    estimates: Callable[..., EtaEstimator], steps_done: int, passed: float, left: float
 ) -> None:
     clip = _clip(1, steps_done, passed)
-    found = estimates(clip).all()[clip.job.id]
-    assert found.place is None
+    found = estimates(clip).estimate_all()[clip.job.id]
+    assert found.queue_position is None
     assert found.eta_seconds == pytest.approx(left)
 
 
 def test_the_next_clip_begins_once_the_first_rank_is_free(
-    store: JobQueue, estimates: Callable[..., Estimates]
+    store: JobQueue, estimates: Callable[..., EtaEstimator]
 ) -> None:
     begun, following = _clip(0, 1), _clip(1, None)
     waiting = store.add(dummy_job(2, sampling=HALF), max_open=None)
-    found = estimates(begun, following, ranks=4).all()
+    found = estimates(begun, following, ranks=4).estimate_all()
     free = WHOLE / 4 - 1 - 2
     assert found[following.job.id].eta_seconds == pytest.approx(free + WHOLE)
     expected = free + WHOLE / 4 + WHOLE / 2
     assert found[waiting.id].eta_seconds == pytest.approx(expected)
-    assert [one.place for one in found.values()] == [None, 0, 1]
+    assert [one.queue_position for one in found.values()] == [None, 0, 1]
 
 
 def test_others_go_before_a_large_image(
-    store: JobQueue, estimates: Callable[..., Estimates]
+    store: JobQueue, estimates: Callable[..., EtaEstimator]
 ) -> None:
     jobs = [store.add(dummy_job(seed), max_open=None) for seed in range(4)]
     large = store.claim()
     assert large is not None
     prepared_at = time.monotonic() + 100
     preparing = replace(_clip(0, None), job=large, prepared_at=prepared_at)
-    found = estimates(preparing=preparing).all()
-    assert [found[job.id].place for job in jobs] == [2, 0, 1, 3]
+    found = estimates(preparing=preparing).estimate_all()
+    assert [found[job.id].queue_position for job in jobs] == [2, 0, 1, 3]
     etas = [found[job.id].eta_seconds for job in jobs]
     assert etas == pytest.approx([3 * WHOLE + 100, WHOLE, 2 * WHOLE, 4 * WHOLE + 100])
 
 
 def test_before_a_step_is_measured_there_are_places_alone(
-    store: JobQueue, estimates: Callable[..., Estimates]
+    store: JobQueue, estimates: Callable[..., EtaEstimator]
 ) -> None:
     job = store.add(dummy_job(1), max_open=None)
     own = estimates()
     assert own.remote_eta(replace(job, step=5)) == pytest.approx(2 * (STEPS - 5) + 4)
     own._samples["step"].clear()
-    assert own.of(job.id) == Estimate(0, None)
+    assert own.estimate(job.id) == Estimate(0, None)
     assert own.remote_eta(job) is None
-    assert own.seconds_until_room() == 5.0
+    assert own.seconds_until_slot() == 5.0
 
 
 # --- metrics, and the view of the ranks -----------------------------------------------------------
@@ -337,16 +337,16 @@ def test_the_service_scores_its_promises_and_its_proofs() -> None:
 
 
 def test_the_view_of_the_ranks_says_what_each_does_and_did() -> None:
-    view = RankView(3, {7: "video_7"}.get)
+    view = RankMonitor(3, {7: "video_7"}.get)
     for rank in range(3):
         view.add(rank, Joined(device="cpu", load_seconds=1.0))
     view.add(0, Heartbeat(action="DENOISE c7 0:4"))
     view.add(0, StepDone(clip=7, step=0, seconds=0.1))
     view.add(1, Heartbeat(action="DENOISE c7 4:8", waiting=True))
-    assert view.now() == [
-        Rank(0, "cpu", "video_7", "denoise", 1, "compute"),
-        Rank(1, "cpu", "video_7", "denoise", None, "wait"),
-        Rank(2, "cpu", None, "", None, "idle"),
+    assert view.snapshot() == [
+        RankSnapshot(0, "cpu", "video_7", "denoise", 1, "compute"),
+        RankSnapshot(1, "cpu", "video_7", "denoise", None, "wait"),
+        RankSnapshot(2, "cpu", None, "", None, "idle"),
     ]
     (at_work,) = view.spans()
     assert (at_work.rank, at_work.video, at_work.kind) == (0, "video_7", "denoise")
@@ -357,7 +357,7 @@ def test_the_view_of_the_ranks_says_what_each_does_and_did() -> None:
     (done,) = view.spans()
     assert round(done.end - done.start, 3) == 5
     view.reset()
-    assert [rank.doing for rank in view.now()] == ["idle"] * 3
+    assert [rank.doing for rank in view.snapshot()] == ["idle"] * 3
     assert view.spans() == [done]
 
     for _ in range(5000):

@@ -169,7 +169,7 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     taken(holder)
     wait_until(lambda: holder.backend.fetch_all(_ENDED) == [(1,)], 30, "no lease ends")
     fleet = fleet_of(other)
-    fleet._recover_at = 0.0  # as after some time
+    fleet._requeue_expired_at = 0.0  # as after some time
     with pytest.MonkeyPatch.context() as patch, pytest.raises(BackendUnavailableError):
         patch.setattr(other.backend, "fetch_all", Mock(side_effect=BackendUnavailableError("away")))
         fleet._run_once()
@@ -177,7 +177,7 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     assert len(holder.running()) == 1
 
     def is_recovered() -> bool:
-        fleet._renew()
+        fleet._renew_claims()
         return not holder.running()
 
     wait_until(is_recovered, 30, "it is never recovered")
@@ -258,7 +258,7 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(opened: Open) -> None:
     """16 of 640 that make the same clips."""
     own, other = opened(), opened()
     fleet = fleet_of(own)
-    fleet._others = [{**fleet.servers()[0], "id": str(number)} for number in range(640)]
+    fleet._peers = [{**fleet.servers()[0], "id": str(number)} for number in range(640)]
     random.seed(0)
     own.backend.listen(0.0)
     for _ in range(200):

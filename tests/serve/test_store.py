@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import RequestError
-from svdpp.serve.clips import ToRequest
+from svdpp.serve.clips import RequestBuilder
 from svdpp.serve.job import new_id
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
@@ -136,23 +136,23 @@ def test_a_checkpoint_that_is_fetched_is_not_removed_meanwhile(
 ) -> None:
     """Older ones of the same clip are, as nobody needs them any more."""
     store = FileStore(tmp_path, f"memory://{new_id()}")
-    to_request = ToRequest(dummy_config(1), None, store)
-    to_request.latents_folder.mkdir()
+    request_builder = RequestBuilder(dummy_config(1), None, store)
+    request_builder.latents_folder.mkdir()
     job = dummy_job(1, input_file="", fencing_token=2)
-    key = to_request(job).request.latents_key
+    key = request_builder(job).request.latents_key
     assert key is not None
     for step in (2, 4):
-        path = tensor_files.checkpoint_path(to_request.latents_folder, key, step)
+        path = tensor_files.checkpoint_path(request_builder.latents_folder, key, step)
         path.write_bytes(b"of another server")
         store.put(path)
         path.unlink()
     fetch = store.fetch
 
     def published(path: Path) -> None:
-        to_request.publish()
+        request_builder.publish_latents()
         fetch(path)
 
     monkeypatch.setattr(store, "fetch", published)
-    assert to_request(job).request.done_steps == 4
-    to_request.publish()
+    assert request_builder(job).request.done_steps == 4
+    request_builder.publish_latents()
     assert set(store.objects()) == {f"latents/{path.name}"}
