@@ -40,14 +40,14 @@ class Owner:
 class Keys(dict[str, Owner]):
     """Owners of the keys that a server accepts, by the keys' SHA-256; an owner may have several."""
 
-    def find(self, key: str) -> Owner | None:
+    def find_owner(self, key: str) -> Owner | None:
         """Return the owner of a client's key; None if the key is unknown.
 
         The time that it takes does not depend on how much of a key is right.
         """
-        given, match = _hash(key), None
+        presented, match = _hash(key), None
         for sha256, owner in self.items():  # all of them, also after a match
-            if hmac.compare_digest(sha256, given):
+            if hmac.compare_digest(sha256, presented):
                 match = owner
         return match
 
@@ -134,7 +134,7 @@ def read_keys(path: Path) -> Keys:
         InputError: the file cannot be read, a line has another form, or two names have one hash.
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
-    lines = [line.groups() for line in _read(path, "API key file", _KEY_LINE, form)]
+    lines = [line.groups() for line in _read_lines(path, "API key file", _KEY_LINE, form)]
     names = {(sha256, name) for name, sha256, _ in lines}
     if len(names) > len({sha256 for sha256, _ in names}):
         text = f"API key file {str(path)!r} has one hash under two names"
@@ -146,11 +146,11 @@ def read_keys(path: Path) -> Keys:
 def read_secrets(path: Path) -> list[bytes]:
     """Read a file of secrets that sign webhooks: in each line `whsec_` and base64."""
     form = "whsec_ and 24 to 65 bytes in base64"
-    lines = _read(path, "webhook secret file", _SECRET_LINE, form, _NEW_SECRET)
+    lines = _read_lines(path, "webhook secret file", _SECRET_LINE, form, _NEW_SECRET)
     return [base64.b64decode(line[1]) for line in lines]
 
 
-def _read(
+def _read_lines(
     path: Path, what: str, line: re.Pattern[str], form: str, hint: str = ""
 ) -> list[re.Match[str]]:
     """The lines of a file that is closed to other users, without empty ones and `#`."""

@@ -228,7 +228,7 @@ class RequestBuilder:
 
     def publish_latents(self) -> None:
         """Make the latent checkpoints of the store those of the folder, while it answers."""
-        self._store.look()
+        self._store.probe()
         # First: what is fetched meanwhile is not among it.
         published_latents = self._published_latents.copy()
         saved = tensor_files.list_checkpoints(self.latents_folder)

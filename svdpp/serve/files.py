@@ -54,19 +54,21 @@ class PrivateFile(FileResponse):
             self.stat_result = os.stat(self.path)
             self.set_stat_headers(self.stat_result)
         headers = Headers(scope=scope)
-        if self._is_known(headers):
+        if self._is_cached(headers):
             kept = ("cache-control", "etag", "last-modified")
-            known = {name: self.headers[name] for name in kept}
-            await Response(status_code=304, headers=known)(scope, receive, send)
+            kept_headers = {name: self.headers[name] for name in kept}
+            await Response(status_code=304, headers=kept_headers)(scope, receive, send)
             return
         if (text := headers.get("range")) is not None:
             size = self.stat_result.st_size
-            ranges = _ranges(text, size) if self._takes_range(headers) else None
+            ranges = _ranges(text, size) if self._range_applies(headers) else None
             if ranges == []:
-                error = f"the file has {size} bytes, and the range {text[:60]!r} none of them"
-                more = {"Content-Range": f"bytes */{size}"}
-                refusal = ApiError(416, "range_not_satisfiable", error, headers=more, bytes=size)
-                await error_response(refusal)(scope, receive, send)
+                message = f"the file has {size} bytes, and the range {text[:60]!r} none of them"
+                range_headers = {"Content-Range": f"bytes */{size}"}
+                error = ApiError(
+                    416, "range_not_satisfiable", message, headers=range_headers, bytes=size
+                )
+                await error_response(error)(scope, receive, send)
                 return
             scope = {**scope, "headers": list(scope["headers"])}
             if ranges is None:
@@ -75,13 +77,13 @@ class PrivateFile(FileResponse):
                 MutableHeaders(scope=scope)["range"] = f"bytes={','.join(ranges)}"
         await super().__call__(scope, receive, send)
 
-    def _is_known(self, headers: Headers) -> bool:
+    def _is_cached(self, headers: Headers) -> bool:
         """Whether the client has the file already; its tags count more than its date."""
         if (tags := headers.get("if-none-match")) is not None:
             return "*" in tags.split() or self.headers["etag"] in _tags(tags)
-        return _is_since(headers.get("if-modified-since", ""), self.headers["last-modified"])
+        return _is_not_before(headers.get("if-modified-since", ""), self.headers["last-modified"])
 
-    def _takes_range(self, headers: Headers) -> bool:
+    def _range_applies(self, headers: Headers) -> bool:
         """Whether the client's part, if it has one, is of this file."""
         tag = headers.get("if-range")
         return tag is None or tag in (self.headers["etag"], self.headers["last-modified"])
@@ -116,7 +118,7 @@ def _tags(text: str) -> Iterable[str]:
     return re.findall(r'"[^"]*"', text)
 
 
-def _is_since(date: str, changed: str) -> bool:
+def _is_not_before(date: str, changed: str) -> bool:
     """Whether `date`, which may be no date at all, is not before `changed`."""
     try:
         return parsedate_to_datetime(date) >= parsedate_to_datetime(changed)

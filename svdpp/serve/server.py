@@ -39,7 +39,7 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.routes import OwnerDep, ServiceDep
 from svdpp.serve.schemas import ErrorResponse, install_error_handlers
 from svdpp.serve.service import ServerSettings, Service
-from svdpp.serve.store import LOOK_SECONDS, FileStore, set_strangers_aside, sweep
+from svdpp.serve.store import ORPHAN_SCAN_SECONDS, FileStore, enforce_retention, move_orphans_aside
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
@@ -90,7 +90,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
         service = Service(settings, queue)
         if not queue.is_shared:
             queue.requeue_expired()
-        set_strangers_aside(queue)
+        move_orphans_aside(queue)
     except BaseException:
         queue.close()
         raise
@@ -120,15 +120,15 @@ class Server:
         self._ending = threading.Event()
         self._on_listening = on_listening
         self._on_ready = on_ready
-        self._http = _Http(app)
+        self._http = _HttpServer(app)
         error_message = "old files cannot be removed"
         retention = PeriodicThread(
-            "retention", self._sweep, _SWEEP_SECONDS, error_message=error_message
+            "retention", self._enforce_retention, _SWEEP_SECONDS, error_message=error_message
         )
-        leftovers = PeriodicThread(
-            "leftovers", service.remove_leftovers, LOOK_SECONDS, error_message=error_message
+        orphans = PeriodicThread(
+            "orphans", service.remove_orphans, ORPHAN_SCAN_SECONDS, error_message=error_message
         )
-        self._threads = [service.verifier.thread, service.removal, retention, leftovers]
+        self._threads = [service.verifier.thread, service.removal, retention, orphans]
         if service.settings.callback_hosts:
             self._threads.append(service.webhooks.thread)
         if service.queue.is_shared:
@@ -206,15 +206,15 @@ class Server:
             with contextlib.suppress(OSError):  # the log may be on the same disk
                 logger.error("the readiness of the ranks could not be reported: {}", error)
 
-    def _sweep(self) -> None:
+    def _enforce_retention(self) -> None:
         """Removes jobs that are too old or too large."""
         self._service.queue.backend.maintain()
         limits = (self._service.settings.keep_seconds, self._service.settings.keep_bytes)
         if limits != (None, None):
-            sweep(self._service.queue, self._service.queue.now(), *limits)
+            enforce_retention(self._service.queue, self._service.queue.now(), *limits)
 
 
-class _Http(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
         # Its records go where all others go, not to a format of its own.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
@@ -241,7 +241,7 @@ class _Http(uvicorn.Server):
 
 # --- the application ------------------------------------------------------------------------------
 
-_ABOUT = """
+_DESCRIPTION = """
 Images and prompts in, clips out: video diffusion over several devices, bitwise equal to
 diffusers.
 
@@ -263,7 +263,7 @@ def create_app(service: Service, keys: Keys | None) -> ASGIApp:
     app = FastAPI(
         title="svdpp",
         version=__version__,
-        description=_ABOUT,
+        description=_DESCRIPTION,
         docs_url=None,  # their scripts come from another host
         redoc_url=None,
         redirect_slashes=False,
@@ -275,7 +275,7 @@ def create_app(service: Service, keys: Keys | None) -> ASGIApp:
         app.include_router(router, dependencies=[] if keys is None else [Depends(_bearer)])
     app.include_router(public)
     app.mount("/page", StaticFiles(directory=_PAGE))
-    owner_of = None if keys is None else keys.find
+    owner_of = None if keys is None else keys.find_owner
     return AuthMiddleware(app, service.metrics, service.settings.upload_bytes, owner_of)
 
 
@@ -305,7 +305,7 @@ def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
     engine = service.engine
 
     @functools.cache
-    def shown(id: str | None) -> str | None:
+    def visible_id(id: str | None) -> str | None:
         job = service.queue.get(id or "")
         return id if id is None or (job is not None and job.owner == owner.name) else "other"
 
@@ -314,9 +314,11 @@ def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
         "restarts": engine.restarts,
         "queue": service.queue.counts(),
         "ranks": [
-            replace(rank, video=shown(rank.video)) for rank in engine.rank_monitor.snapshot()
+            replace(rank, video=visible_id(rank.video)) for rank in engine.rank_monitor.snapshot()
         ],
-        "spans": [replace(span, video=shown(span.video)) for span in engine.rank_monitor.spans()],
+        "spans": [
+            replace(span, video=visible_id(span.video)) for span in engine.rank_monitor.spans()
+        ],
         "eta_error": service.metrics.eta_error(),
     }
 

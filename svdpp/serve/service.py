@@ -43,7 +43,7 @@ from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.request_schema import Capabilities, VideoRequest
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_from_job
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.store import LOOK_SECONDS, Seen, remove_job, remove_leftovers
+from svdpp.serve.store import ORPHAN_SCAN_SECONDS, FileSnapshot, remove_job, remove_orphans
 from svdpp.serve.uploads import UploadStore, sanitize_filename
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks
@@ -140,7 +140,7 @@ class Service:
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.folder / name).chmod(0o700)  # also where an earlier version has made it
         self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
-        self._leftovers: Seen = set()
+        self._orphans: FileSnapshot = set()
         self.subscribers = Subscribers()
         self.engine = Engine(config, queue, on_changed=self._on_changed)
         for remark in self.engine.checkpoint.remarks if self.engine.checkpoint else ():
@@ -192,7 +192,7 @@ class Service:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _check_open(self, *, has_key: bool = False) -> None:
+    def _check_accepts_jobs(self, *, has_key: bool = False) -> None:
         """Refuses new jobs while the server ends, and while its disk or its queue is full.
 
         A request that `has_key` may be one that is stored already.
@@ -211,7 +211,7 @@ class Service:
             raise ApiError(503, "disk_full", text, hint, retry=60)
         num_open = 0 if has_key else self.queue.num_open()
         if num_open >= self.settings.max_open:
-            raise self._full({"open": num_open, "limit": self.settings.max_open})
+            raise self._queue_full_error({"open": num_open, "limit": self.settings.max_open})
 
     def not_ready_reason(self) -> str | None:
         """Return why requests are refused, or no rank can begin them; None if they are taken."""
@@ -234,7 +234,7 @@ class Service:
 
         The ETA of the answer is a promise, which is scored when the clip is completed.
         """
-        self._check_open(has_key=idempotency_key is not None)
+        self._check_accepts_jobs(has_key=idempotency_key is not None)
         if request.callback_url is not None:
             self.webhooks.check(request.callback_url)
         prompts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
@@ -243,8 +243,8 @@ class Service:
         files = request.files
         image = files.pop(IMAGE_FIELD, None)
         name, videos = None if image is None else IMAGE_FIELD, dict.fromkeys(files, "")
-        given = ClipRequest(seed=0, image=name, videos=videos, **prompts)
-        self.admission.check_inputs(sampling, given)
+        clip_request = ClipRequest(seed=0, image=name, videos=videos, **prompts)
+        self.admission.check_inputs(sampling, clip_request)
         id = new_id()
         job = Job(
             id=id,
@@ -259,7 +259,7 @@ class Service:
             idempotency_key=idempotency_key,
             callback_url=request.callback_url,
         )
-        stored = self._stored(job, request, owner)
+        stored = self._store_job(job, request, owner)
         if stored.id == id:
             logger.info("{} is requested", id)
             self.engine.dispatcher.wake()
@@ -278,9 +278,9 @@ class Service:
             return self.queue.get(job.id)
         return None
 
-    def _stored(self, job: Job, request: VideoRequest, owner: Owner) -> Job:
+    def _store_job(self, job: Job, request: VideoRequest, owner: Owner) -> Job:
         """Stores files and job; the files are removed again unless it is stored under its id."""
-        until = uptime() + LOOK_SECONDS / 2
+        until = uptime() + ORPHAN_SCAN_SECONDS / 2
         with ExitStack() as uploads:
             job = replace(
                 job, **self._save_uploads(request, job, uploads), created_at=self.queue.now()
@@ -288,53 +288,53 @@ class Service:
             try:
                 stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
             except QueueFullError as error:
-                raise self._full(error.details) from error
+                raise self._queue_full_error(error.details) from error
             except BackendUnavailableError:
                 uploads.pop_all()  # the database may have the job nevertheless
-                if (known := self._find_stored(job)) is None:
+                if (existing := self._find_stored(job)) is None:
                     raise
-                stored = known
+                stored = existing
             if stored.id == job.id:
                 uploads.pop_all()
         return stored
 
     def _save_uploads(self, request: VideoRequest, job: Job, uploads: ExitStack) -> dict[str, Any]:
         """Stores the files of a request, which `uploads` can remove; what the job says of them."""
-        about: dict[str, Any] = {"videos": {}}
-        for where, upload in request.files.items():
-            is_image = where == IMAGE_FIELD
+        values: dict[str, Any] = {"videos": {}}
+        for field_name, upload in request.files.items():
+            is_image = field_name == IMAGE_FIELD
             name, sampling = sanitize_filename(upload.filename), job.sampling
             frames = (sampling.video_frames or 0) if is_image else sampling.frames
             try:
-                end = "" if is_image else where
-                photo = self.uploads.save(upload.file, job.id, name, frames, end, job.owner)
+                video = "" if is_image else field_name
+                photo = self.uploads.save(upload.file, job.id, name, frames, video, job.owner)
             except InputError as error:
                 self.queue.store.check()  # its disk may have gone before it was decoded
-                error.details["field"] = where
+                error.details["field"] = field_name
                 raise
             uploads.callback(self.queue.store.discard, photo.path)
             self.queue.store.put(photo.path)
             if is_image:
-                about |= {"input_file": photo.path.name, "input_name": name}
-                about |= {"input_sha256": photo.sha256, "input_pixels": photo.width * photo.height}
+                values |= {"input_file": photo.path.name, "input_name": name}
+                values |= {"input_sha256": photo.sha256, "input_pixels": photo.width * photo.height}
             else:
-                about["videos"][where] = photo.sha256
-        return about
+                values["videos"][field_name] = photo.sha256
+        return values
 
-    def _full(self, details: Mapping[str, Any]) -> ApiError:
+    def _queue_full_error(self, details: Mapping[str, Any]) -> ApiError:
         """The refusal of a full queue, with the seconds until the next clip is finished."""
         seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_slot())))
-        whose = "of this key" if "owner" in details else "of this server"
+        scope = "of this key" if "owner" in details else "of this server"
         num_open, limit = details["open"], details["limit"]
-        text = f"the queue {whose} is full: {num_open} open, the limit is {limit}"
+        text = f"the queue {scope} is full: {num_open} open, the limit is {limit}"
         hint = f"the next place is free in about {seconds} s"
         return ApiError(429, "queue_full", text, hint, retry=seconds, open=num_open, limit=limit)
 
-    def remove_leftovers(self) -> None:
+    def remove_orphans(self) -> None:
         """Remove what no job needs, and did not at the call before."""
         in_use = [clip.job.id for clip in self.engine.dispatcher.clips()]
         in_use += [self.verifier.running] if self.verifier.running else []
-        self._leftovers = remove_leftovers(self.queue, self._leftovers, in_use)
+        self._orphans = remove_orphans(self.queue, self._orphans, in_use)
         self.engine.dispatcher.has_latents = True
         self.engine.dispatcher.wake()
 
@@ -434,8 +434,8 @@ class Service:
         """Why this server cannot make the job; None if it can."""
         if job.model_key == self.queue.model_key:
             return self.queue.incompatible_reason(job.sampling)
-        own = self.capabilities.model
-        other = "other weights of it" if job.model == own else own
+        own_model = self.capabilities.model
+        other = "other weights of it" if job.model == own_model else own_model
         return f"its model is {job.model}, and this server runs {other}"
 
     def videos(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from svdpp.serve.queue import JobQueue
 
 # Of a store that answers; one that does not is asked each time.
-_LOOK_SECONDS = 10.0
+_PROBE_SECONDS = 10.0
 # s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
 # Exceptions of mistakes in this program, which say nothing of the store.
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
@@ -58,7 +58,7 @@ class FileStore:
     """Files of all servers: in the store of a URL, or without one in the folder alone.
 
     Any thread may call any method. After a failure all raise BackendUnavailableError at once, until
-    `look` finds that the store answers again.
+    `probe` finds that the store answers again.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -67,14 +67,14 @@ class FileStore:
         self.unavailable_reason = ""
         """Reason why the store cannot be used now; empty if it can."""
         self._queue_id = ""
-        self._is_file_there: Callable[[], bool] = lambda: True
-        self._using = threading.Lock()
-        self._look_at = 0.0
+        self._has_queue_file: Callable[[], bool] = lambda: True
+        self._lock = threading.Lock()
+        self._next_probe_at = 0.0
         place = str(self.folder) if url is None else redact(url).partition("?")[0]
         self.name = f"the {'data folder' if url is None else 'store'} {place!r}"
         """Name of folder or store in messages."""
         if url is not None:
-            self._system, self._root = _open(url)
+            self._filesystem, self._root = _open(url)
 
     def put(self, path: Path) -> None:
         """Put a file of the folder, if there is one, completely.
@@ -88,7 +88,7 @@ class FileStore:
             return
         try:
             with self._errors():
-                self._system.put_file(str(path), self._at(path))
+                self._filesystem.put_file(str(path), self._object_path(path))
         except FileNotFoundError as error:
             if path.exists():  # else it was removed meanwhile
                 raise self._unavailable(output_files.error_reason(error)) from error
@@ -102,24 +102,24 @@ class FileStore:
         if not self.is_remote:
             self.check()
             return
-        with self._using, contextlib.suppress(FileNotFoundError):
+        with self._lock, contextlib.suppress(FileNotFoundError):
             os.utime(path)  # it is evicted some time after its latest use
             return
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
             with self._errors():
-                self._system.get_file(self._at(path), str(temporary))
+                self._filesystem.get_file(self._object_path(path), str(temporary))
             with self.errors():
                 output_files.fsync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
-            self._look()  # perhaps the whole bucket is missing
+            self._probe()  # perhaps the whole bucket is missing
         finally:
             temporary.unlink(missing_ok=True)
 
     def evict(self, path: Path, unused_since: float) -> None:
         """Remove a file from the folder alone, unless it was fetched after a unix time."""
-        with self._using, contextlib.suppress(FileNotFoundError):
+        with self._lock, contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime <= unused_since:
                 path.unlink()
 
@@ -148,7 +148,7 @@ class FileStore:
         """
         if self.is_remote:
             with contextlib.suppress(FileNotFoundError), self._errors():
-                self._system.rm_file(self._at(path))
+                self._filesystem.rm_file(self._object_path(path))
 
     def objects(self, folder: str = "") -> dict[str, tuple[int, float]]:
         """Return size in bytes and unix time of each object, by its name, such as `clips/x.mp4`.
@@ -162,9 +162,9 @@ class FileStore:
         if not self.is_remote:
             return {}
         with self._errors():
-            found = self._system.find(self._at(self.folder / folder), detail=True)
+            found = self._filesystem.find(self._object_path(self.folder / folder), detail=True)
         start = len(self._root) + 1
-        return {name[start:]: (about["size"], _time_of(about)) for name, about in found.items()}
+        return {name[start:]: (info["size"], _object_time(info)) for name, info in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
         """Return size and time of all files that servers share, as `objects` does."""
@@ -184,15 +184,15 @@ class FileStore:
                 is_there = folder.exists() and not folder.is_symlink()
                 for path in folder.iterdir() if is_there else ():
                     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-                        about = path.lstat()
-                        if stat.S_ISREG(about.st_mode):
-                            found[f"{folder.name}/{path.name}"] = about.st_size, about.st_mtime
+                        info = path.lstat()
+                        if stat.S_ISREG(info.st_mode):
+                            found[f"{folder.name}/{path.name}"] = info.st_size, info.st_mtime
         return found
 
     def clips(self) -> list[str]:
         """Return the names of the clips in the folder, as `clips/NAME.mp4`."""
-        found = ((name, _OWN.fullmatch(name)) for name in self.local_files())
-        return [name for name, own in found if own and own["clip"] and name.endswith(".mp4")]
+        found = ((name, _FILE_NAME.fullmatch(name)) for name in self.local_files())
+        return [name for name, match in found if match and match["clip"] and name.endswith(".mp4")]
 
     def errors(self) -> AbstractContextManager[None]:
         """Translate errors of the folder's disk to OutputError during the block."""
@@ -208,8 +208,8 @@ class FileStore:
             with contextlib.suppress(OSError):
                 return (self.folder / QUEUE_ID_FILE).read_text()
             return ""
-        with contextlib.suppress(FileNotFoundError), self._errors(looks=True):
-            found: bytes = self._system.cat_file(self._at(self.folder / QUEUE_ID_FILE))
+        with contextlib.suppress(FileNotFoundError), self._errors(is_probe=True):
+            found: bytes = self._filesystem.cat_file(self._object_path(self.folder / QUEUE_ID_FILE))
             return found.decode()
         return ""
 
@@ -230,14 +230,14 @@ class FileStore:
 
     def bind_to_file(self, is_there: Callable[[], bool]) -> None:
         """Treat the folder as away while `is_there` says that it lacks the queue's file."""
-        self._is_file_there = is_there
+        self._has_queue_file = is_there
 
     @property
     def is_mounted(self) -> bool:
         """Whether the folder is the queue's, and not an empty place where its disk should be."""
         if self.is_remote:
             return self.folder.exists()
-        return self._is_file_there() and self._queue_id in ("", self.read_queue_id())
+        return self._has_queue_file() and self._queue_id in ("", self.read_queue_id())
 
     @property
     def is_disk_low(self) -> bool:
@@ -262,27 +262,27 @@ class FileStore:
                 "mount its disk again; the server goes on by itself",
             )
 
-    def look(self) -> None:
+    def probe(self) -> None:
         """Check now and then that the store answers, and at each call while it does not.
 
         Raises:
             StorageAwayError: It does not, or has no mark of the queue.
         """
-        if self.unavailable_reason or time.monotonic() >= self._look_at:
-            self._look()
+        if self.unavailable_reason or time.monotonic() >= self._next_probe_at:
+            self._probe()
 
-    def _look(self) -> None:
+    def _probe(self) -> None:
         if self.read_queue_id() != self._queue_id:
             raise self._unavailable("it has no mark of the queue")
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._next_probe_at = time.monotonic() + _PROBE_SECONDS
         if self.unavailable_reason:
             self.unavailable_reason = ""
             logger.warning("the store is back")
 
     @contextlib.contextmanager
-    def _errors(self, *, looks: bool = False) -> Iterator[None]:
-        """Refuse a use while the store is away, unless it `looks` whether it is."""
-        if not looks:
+    def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
+        """Translate errors of the store; refuse other uses than a probe while it is away."""
+        if not is_probe:
             self.check()
         try:
             yield
@@ -303,7 +303,7 @@ class FileStore:
             text, "check --files, and the credentials for it", details={"reason": redact(reason)}
         )
 
-    def _at(self, path: Path) -> str:
+    def _object_path(self, path: Path) -> str:
         """Return the path of the object of a file, or of the objects of a folder."""
         name = path.absolute().relative_to(self.folder).as_posix()
         return self._root if name == "." else f"{self._root}/{name}"
@@ -324,9 +324,9 @@ def _open(url: str) -> tuple[Any, str]:
     return system, root.rstrip("/")
 
 
-def _time_of(about: Mapping[str, Any]) -> float:
+def _object_time(info: Mapping[str, Any]) -> float:
     """Return the unix time of an object; infinity if the backend does not say so as S3 does."""
-    put_at = about.get("LastModified")
+    put_at = info.get("LastModified")
     return float(put_at.timestamp()) if put_at else math.inf
 
 
@@ -334,7 +334,7 @@ def _time_of(about: Mapping[str, Any]) -> float:
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
 #: The names that servers and ranks give to files; others are left alone.
-_OWN = re.compile(
+_FILE_NAME = re.compile(
     rf"photos/(?P<photo>{_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
     rf"|clips/(?P<clip>{_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
     rf"|latents/[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
@@ -343,15 +343,15 @@ _OWN = re.compile(
 )
 _LATENT = re.compile(r"latents/[^.]")
 #: Between two looks for leftovers. A request that takes longer is refused.
-LOOK_SECONDS = 3600.0
+ORPHAN_SCAN_SECONDS = 3600.0
 # Clips that wait or run for longer may have to begin again.
 _LATENTS_SECONDS = 7 * 86400.0
 
 #: Files of one look for leftovers: name, bytes and unix time.
-Seen = set[tuple[str, tuple[int, float]]]
+FileSnapshot = set[tuple[str, tuple[int, float]]]
 
 
-def sweep(
+def enforce_retention(
     queue: JobQueue, now: float, max_age_seconds: float | None, max_bytes: int | None
 ) -> list[str]:
     """Remove jobs in final states, the first to finish first; return the ids of the removed.
@@ -367,7 +367,7 @@ def sweep(
         StorageAwayError: The files cannot be reached: no further job is removed.
     """
     queue.check_clock()
-    sizes = Counter[str]() if max_bytes is None else _sizes(queue)
+    sizes = Counter[str]() if max_bytes is None else _bytes_by_job(queue)
     excess = sizes.total() - (math.inf if max_bytes is None else max_bytes)
     oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
     removed = []
@@ -400,7 +400,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     return is_removed
 
 
-def _sizes(queue: JobQueue) -> Counter[str]:
+def _bytes_by_job(queue: JobQueue) -> Counter[str]:
     sizes, ids = Counter[str](), queue.clips()
     for name, (num_bytes, _) in queue.store.files().items():
         if (found := _ID.search(name)) and found[0] in ids:
@@ -408,14 +408,16 @@ def _sizes(queue: JobQueue) -> Counter[str]:
     return sizes
 
 
-def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()) -> Seen:
+def remove_orphans(
+    queue: JobQueue, before: FileSnapshot, in_use: Collection[str] = ()
+) -> FileSnapshot:
     """Remove what no job needs, and no job did at the look before; return what this look sees.
 
     That is what servers that do not live any more have left: images of requests that have stored no
     job, clips that are not of their job's last claim, unfinished files. What is unchanged since the
-    look before, `LOOK_SECONDS` ago, is not of a request or of a rank that is at work; so no clocks
-    are compared. With a store, copies that were not used since then go as well, but not those of
-    the jobs `in_use` by this server.
+    look before, `ORPHAN_SCAN_SECONDS` ago, is not of a request or of a rank that is at work; so no
+    clocks are compared. With a store, copies that were not used since then go as well, but not
+    those of the jobs `in_use` by this server.
     """
     store = queue.store
     # Listed before the queue is asked: what is begun meanwhile is not among them.
@@ -424,13 +426,13 @@ def remove_leftovers(queue: JobQueue, before: Seen, in_use: Collection[str] = ()
     clips = queue.clips()
     # `Dispatcher` removes all latent checkpoints once no clip is left; a fleet may always have one.
     oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
-    left: Seen = {file for file in files.items() if _is_leftover(file, clips, oldest)}
-    unused: Seen = {
+    left: FileSnapshot = {file for file in files.items() if _is_orphan(file, clips, oldest)}
+    unused: FileSnapshot = {
         copy
         for copy in copies.items()
         # What the store lacks is no copy: the folder may have had it before there was a store.
-        if (copy[0] in files and _OWN.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
-        or _is_leftover(copy, clips, oldest, is_copy=True)
+        if (copy[0] in files and _FILE_NAME.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
+        or _is_orphan(copy, clips, oldest, is_copy=True)
         if not any(id in copy[0] for id in in_use)
     }
     with store.errors():
@@ -451,7 +453,7 @@ def _now_or_never(queue: JobQueue) -> float:
     return queue.now()
 
 
-def _is_leftover(
+def _is_orphan(
     file: tuple[str, tuple[int, float]],
     clips: Mapping[str, int | None],
     oldest: float,
@@ -460,17 +462,17 @@ def _is_leftover(
 ) -> bool:
     """Whether no job needs a file; latent checkpoints are left if they are older than `oldest`."""
     name, (_, written_at) = file
-    own = _OWN.fullmatch(name)
-    if own is None or (_LATENT.match(name) and written_at > oldest):
+    match = _FILE_NAME.fullmatch(name)
+    if match is None or (_LATENT.match(name) and written_at > oldest):
         return False
-    if (id := own["clip"]) is None:
-        return own["photo"] not in clips
+    if (id := match["clip"]) is None:
+        return match["photo"] not in clips
     if id not in clips:
         return is_copy  # the last one of a clip is kept: the queue may be an older copy
-    return own["token"] is not None and clips[id] != int(own["token"])
+    return match["token"] is not None and clips[id] != int(match["token"])
 
 
-def set_strangers_aside(queue: JobQueue) -> list[Path]:
+def move_orphans_aside(queue: JobQueue) -> list[Path]:
     """Move old images and clips of no job to `lost+found`, at the start of a server.
 
     They are there if the queue's file was lost, or replaced by an older one. What was written
@@ -480,25 +482,25 @@ def set_strangers_aside(queue: JobQueue) -> list[Path]:
     if queue.store.is_remote:  # the folder has only copies
         return []
     folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
-    oldest = _now_or_never(queue) - LOOK_SECONDS if ids or queue.is_shared else math.inf
-    strangers = [
+    oldest = _now_or_never(queue) - ORPHAN_SCAN_SECONDS if ids or queue.is_shared else math.inf
+    orphans = [
         folder / name
         for name, (_, written_at) in sorted(files.items())
-        if (own := _OWN.fullmatch(name))
-        and (id := own["photo"] or own["clip"])
+        if (match := _FILE_NAME.fullmatch(name))
+        and (id := match["photo"] or match["clip"])
         and id not in ids
         and written_at <= oldest
     ]
-    if not strangers:
+    if not orphans:
         return []
     try:
         (folder / LOST_AND_FOUND).mkdir(mode=0o700, exist_ok=True)
         lost = Path(
             tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST_AND_FOUND)
         )
-        moved = [path.rename(lost / path.name) for path in strangers]
+        moved = [path.rename(lost / path.name) for path in orphans]
     except OSError as error:
-        logger.warning("files of no video stay, such as {}: {}", strangers[0], error)
+        logger.warning("files of no video stay, such as {}: {}", orphans[0], error)
         return []
     logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
     return moved

@@ -36,12 +36,12 @@ MAX_ATTEMPTS = 10
 #: Of one try, from the name's address to the status of the answer.
 ATTEMPT_SECONDS = 10.0
 #: Tries at the same time.
-AT_ONCE = 16
+MAX_CONCURRENT = 16
 
 _FIRST_RETRY_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 6 * 3600.0
 # After it a try has ended, or its server.
-_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
+_ATTEMPT_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
 _POLL_SECONDS = 10.0
 # Lookups of one name at the same time: a resolver that is down keeps each thread for long.
 _MAX_LOOKUPS = 4
@@ -73,7 +73,7 @@ class Webhooks:
         self._tls = ssl.create_default_context()
         # How many threads look up each name now.
         self._lookups = Counter[str]()
-        self._counting = threading.Lock()
+        self._lookups_lock = threading.Lock()
         self.thread = PeriodicThread(
             "webhooks",
             self._send_due,
@@ -100,19 +100,21 @@ class Webhooks:
 
     def _send_due(self) -> None:
         """Try what is due, some at the same time; the next ones wait until these have ended."""
-        end = time.monotonic() + _LEASE_SECONDS
+        end = time.monotonic() + _ATTEMPT_LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
-            while len(jobs) < AT_ONCE and (job := self._queue.claim_callback(_LEASE_SECONDS)):
+            while len(jobs) < MAX_CONCURRENT and (
+                job := self._queue.claim_callback(_ATTEMPT_LEASE_SECONDS)
+            ):
                 jobs.append(job)
             if not jobs:
                 return
             errors = asyncio.run(self._post_all(jobs))
             for job, error in zip(jobs, errors, strict=True):
                 with suppress(OutputError):  # it is tried again
-                    self._note(job, error)
+                    self._record_attempt(job, error)
 
-    def _note(self, job: Job, error: str | None) -> None:
+    def _record_attempt(self, job: Job, error: str | None) -> None:
         """Store the outcome of a try; one that is not stored is tried again."""
         seconds = None
         if error is not None and job.callback_attempts < MAX_ATTEMPTS:
@@ -124,9 +126,9 @@ class Webhooks:
             logger.log(level, "{}: its webhook is {}: {}", job.id, what, error)
 
     async def _post_all(self, jobs: Sequence[Job]) -> list[str | None]:
-        return await asyncio.gather(*map(self._error_of, jobs))
+        return await asyncio.gather(*map(self._attempt, jobs))
 
-    async def _error_of(self, job: Job) -> str | None:
+    async def _attempt(self, job: Job) -> str | None:
         """Try once; return what went wrong, or None."""
         try:
             async with asyncio.timeout(ATTEMPT_SECONDS):
@@ -146,11 +148,11 @@ class Webhooks:
         port = url.port or (443 if url.scheme == "https" else 80)
         address = await self._address(host, port, job.callback_attempts)
         id = f"evt_{job.id.removeprefix('video_')}"  # the same in each try
-        body = _event(id, job, self._view(job))
+        body = _event_body(id, job, self._view(job))
         headers = {
             "host": url.netloc,
             "content-type": "application/json",
-            **signed(id, int(time.time()), body, self._secrets),
+            **sign(id, int(time.time()), body, self._secrets),
         }
         async with httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
             request = client.build_request(
@@ -160,19 +162,19 @@ class Webhooks:
                 headers=headers,
                 extensions={"sni_hostname": host},  # the certificate is that of the name
             )
-            answer = await client.send(request, stream=True)
-            await answer.aclose()
-            return answer.status_code
+            response = await client.send(request, stream=True)
+            await response.aclose()
+            return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
         """Return the address to connect to, another one with each attempt; all are checked."""
-        addresses = await self._look_up(host, port)
+        addresses = await self._resolve_host(host, port)
         for address in addresses:
             if not _is_public(address) and address != host:
                 raise RequestError(f"{host} has an address that is not public")
         return addresses[attempt % len(addresses)]
 
-    async def _look_up(self, host: str, port: int) -> list[str]:
+    async def _resolve_host(self, host: str, port: int) -> list[str]:
         """Return the addresses of a name, by a thread of its own.
 
         A lookup cannot be stopped, and a resolver that is down takes longer than a lease. The end
@@ -185,15 +187,15 @@ class Webhooks:
         if self._lookups[host] >= _MAX_LOOKUPS:
             raise RequestError(f"earlier lookups of {host} have no answer yet")
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[str]] = loop.create_future()
+        addresses_future: asyncio.Future[list[str]] = loop.create_future()
 
-        def settle(addresses: list[str], error: Exception | None) -> None:
-            if answer.done():  # nobody waits for it any more
+        def set_result(addresses: list[str], error: Exception | None) -> None:
+            if addresses_future.done():  # nobody waits for it any more
                 return
             if error is None:
-                answer.set_result(addresses)
+                addresses_future.set_result(addresses)
             else:
-                answer.set_exception(error)
+                addresses_future.set_exception(error)
 
         def look_up() -> None:
             addresses: list[str] = []
@@ -204,18 +206,18 @@ class Webhooks:
             except (OSError, UnicodeError) as error:
                 failure = error
             finally:
-                with self._counting:
+                with self._lookups_lock:
                     self._lookups[host] -= 1
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(settle, addresses, failure)
+                loop.call_soon_threadsafe(set_result, addresses, failure)
 
-        with self._counting:
+        with self._lookups_lock:
             self._lookups[host] += 1
         threading.Thread(target=look_up, name=f"lookup of {host}", daemon=True).start()
-        return await answer
+        return await addresses_future
 
 
-def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
+def sign(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
     """Return the headers of Standard Webhooks (https://www.standardwebhooks.com).
 
     Args:
@@ -233,16 +235,16 @@ def signed(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> di
     }
 
 
-def _event(id: str, job: Job, video: Video) -> bytes:
+def _event_body(id: str, job: Job, video: Video) -> bytes:
     """Return the body, in the shape of OpenAI's webhooks, with the whole video as data."""
-    about = {
+    event = {
         "id": id,
         "object": "event",
         "type": f"video.{job.state}",
         "created_at": int(job.finished_at or 0),
         "data": video.model_dump(mode="json"),
     }
-    return json.dumps(about).encode()
+    return json.dumps(event).encode()
 
 
 def _is_public(text: str) -> bool:

@@ -23,7 +23,7 @@ from svdpp.plan.costs import CostModel
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import remove_leftovers
+from svdpp.serve.store import remove_orphans
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.damage import Damage
 from tests.faults.processes import wait_until
@@ -87,7 +87,7 @@ def take_all(store: JobQueue) -> list[str]:
 
 def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
     """Removes what servers remove in an hour."""
-    remove_leftovers(store, remove_leftovers(store, set(), in_use), in_use)
+    remove_orphans(store, remove_orphans(store, set(), in_use), in_use)
 
 
 def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any) -> PipelineConfig:

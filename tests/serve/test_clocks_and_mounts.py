@@ -18,7 +18,7 @@ from svdpp.serve.clock import ClockError, SteadyClock
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import StorageUnavailableError
-from svdpp.serve.store import remove_job, remove_leftovers, sweep
+from svdpp.serve.store import enforce_retention, remove_job, remove_orphans
 from tests.serve.engines import add, dummy_config, in_state, job_of, serving, taken
 from tests.serve.http_server import QUICK, HttpServer, error_of
 
@@ -48,14 +48,14 @@ def test_a_clock_that_jumps_ages_nothing(
         assert abs(queue.now() - time.time()) > _DAYS
         queue.complete(running, {}, token)
         with pytest.raises(ClockError, match="the clock of this machine is 1728") as refused:
-            sweep(queue, queue.now(), 3600.0, None)
+            enforce_retention(queue, queue.now(), 3600.0, None)
         assert refused.value.details["skew_seconds"] == pytest.approx(days * _DAYS, abs=5)
     assert set(queue.clips()) == {before, running}
     for job in (job_of(queue, before), job_of(queue, running)):
         assert job.started_at is not None
         assert job.finished_at is not None
         assert job.created_at <= job.started_at <= job.finished_at <= time.time() + 1
-    assert sweep(queue, queue.now(), 3600.0, None) == []
+    assert enforce_retention(queue, queue.now(), 3600.0, None) == []
 
 
 def test_small_corrections_of_a_clock_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +70,10 @@ _SWEEP = """
 import sys, time
 from pathlib import Path
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import sweep
+from svdpp.serve.store import enforce_retention
 queue = JobQueue(Path(sys.argv[1]), url=sys.argv[2])
 print(f"{time.time() - queue.now():.0f}")
-sweep(queue, time.time(), 86400.0, None)
+enforce_retention(queue, time.time(), 86400.0, None)
 """
 
 
@@ -119,22 +119,22 @@ def test_nothing_is_removed_while_its_disk_is_not_mounted(
     clip = job_of(queue, id).clip_path(folder)
     clip.parent.mkdir()
     clip.touch()
-    seen = remove_leftovers(queue, set())
+    seen = remove_orphans(queue, set())
     with unmounted(folder):
         assert queue.unavailable_reason
         for use in (
             lambda: remove_job(queue, id),
-            lambda: sweep(queue, queue.now() + 1, 0.0, None),
+            lambda: enforce_retention(queue, queue.now() + 1, 0.0, None),
             lambda: queue.store.fetch(clip),
             lambda: queue.store.put(clip),
             lambda: queue.store.remove(clip),
         ):
             with pytest.raises(StorageUnavailableError, match="is not there"):
                 use()
-        assert remove_leftovers(queue, seen) == set()
+        assert remove_orphans(queue, seen) == set()
         assert job_of(queue, id).state is JobState.COMPLETED
     assert queue.unavailable_reason == ""
-    assert sweep(queue, queue.now() + 1, 0.0, None) == [id]
+    assert enforce_retention(queue, queue.now() + 1, 0.0, None) == [id]
     assert not clip.exists()
 
 
@@ -172,7 +172,7 @@ def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
     keep = service.uploads.save
 
     def gone(*_: object) -> None:
-        monkeypatch.setattr(service.queue.store, "_is_file_there", lambda: False)
+        monkeypatch.setattr(service.queue.store, "_has_queue_file", lambda: False)
         raise InputError("'photo.png' does not exist")
 
     monkeypatch.setattr(service.uploads, "save", gone)

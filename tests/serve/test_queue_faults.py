@@ -164,11 +164,11 @@ def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_is_away(
         (TypeError("a mistake"), TypeError),
         (OSError(errno.ENOSPC, "no space"), OutputError),
     ):
-        monkeypatch.setattr(store._system, "put_file", Mock(side_effect=error))
+        monkeypatch.setattr(store._filesystem, "put_file", Mock(side_effect=error))
         with pytest.raises(raised):
             store.put(path)
         assert store.unavailable_reason == ""
-    monkeypatch.setattr(store._system, "put_file", Mock(side_effect=OSError("no network")))
+    monkeypatch.setattr(store._filesystem, "put_file", Mock(side_effect=OSError("no network")))
     with pytest.raises(StorageUnavailableError, match="no network"):
         store.put(path)
 

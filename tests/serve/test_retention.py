@@ -13,11 +13,11 @@ from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.store import (
     FileStore,
-    _sizes,
+    _bytes_by_job,
+    enforce_retention,
+    move_orphans_aside,
     remove_job,
-    remove_leftovers,
-    set_strangers_aside,
-    sweep,
+    remove_orphans,
 )
 from tests.serve.engines import add, in_state, remove_leftovers_now
 
@@ -60,12 +60,12 @@ def ids(store: JobQueue) -> set[str]:
 
 def test_jobs_go_by_age_or_by_bytes_the_oldest_first(store: JobQueue, folder: Path) -> None:
     first, second, third = (finished(store, folder, at) for at in (300.0, 100.0, 200.0))
-    assert sweep(store, 250.0, None, 300) == []
-    assert sweep(store, 250.0, 150.0, None) == []
-    assert sweep(store, 250.5, 150.0, None) == [second]
+    assert enforce_retention(store, 250.0, None, 300) == []
+    assert enforce_retention(store, 250.0, 150.0, None) == []
+    assert enforce_retention(store, 250.5, 150.0, None) == [second]
     assert ids(store) == ids_of_files(folder) == {first, third}
-    assert sweep(store, 250.0, None, 199) == [third]
-    assert sweep(store, 1000.0, 0.0, None) == [first]
+    assert enforce_retention(store, 250.0, None, 199) == [third]
+    assert enforce_retention(store, 1000.0, 0.0, None) == [first]
     assert ids(store) == ids_of_files(folder) == set()
 
 
@@ -76,7 +76,7 @@ def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> 
     store.claim()
     for id in (waiting, running):
         put_files(folder, id, 10_000)
-    assert sweep(store, 1e12, 1.0, 1) == [done, failed]
+    assert enforce_retention(store, 1e12, 1.0, 1) == [done, failed]
     assert ids(store) == ids_of_files(folder) == {waiting, running}
 
 
@@ -90,10 +90,10 @@ def test_one_job_is_removed_on_request_and_none_while_it_is_proved(
     assert remove_job(store, id)
     for kept in (id, waiting, "../.."):
         assert not remove_job(store, kept)
-    assert sweep(store, 1e9, 1.0, 1) == []
+    assert enforce_retention(store, 1e9, 1.0, 1) == []
     assert ids(store) == ids_of_files(folder) == {other, waiting}
     store.set_verification(other, "equal")
-    assert sweep(store, 1e9, 1.0, 1) == [other]
+    assert enforce_retention(store, 1e9, 1.0, 1) == [other]
 
 
 def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path) -> None:
@@ -103,17 +103,17 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
     newer, latest = new_id(), new_id()
     put_files(folder, newer, hours=1.1)
     put_files(folder, latest)
-    assert sweep(store, 2.0, None, 10**6) == []
+    assert enforce_retention(store, 2.0, None, 10**6) == []
     assert ids_of_files(folder) == {id, waiting, newer, latest}
 
-    moved = set_strangers_aside(store)
+    moved = move_orphans_aside(store)
 
     assert {path.name for path in moved} == {Path(name.format(id=newer)).name for name in FILES}
     (place,) = (folder / "lost+found").iterdir()
     assert all(path.parent == place and path.stat().st_size in (25, 50) for path in moved)
     assert ids_of_files(folder) == {id, waiting, latest}
     assert ids(store) == {id, waiting}
-    assert set_strangers_aside(store) == []
+    assert move_orphans_aside(store) == []
     remove_leftovers_now(store)  # a clip is never removed without its row
     assert {path.name for path in folder.glob(f"*/{latest}*")} == {
         f"{latest}.mp4",
@@ -128,14 +128,14 @@ def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, fol
     part = folder / "clips" / f".svdpp-{'0' * 8}-123-{'0' * 8}.mp4"
     for path in (image, upload, part):
         path.touch()
-    seen = remove_leftovers(store, set())
+    seen = remove_orphans(store, set())
     assert all(path.exists() for path in (image, upload, part))
     part.write_bytes(b"a rank of another host writes it")
     image.rename(image.with_name(f"{new_id()}.png"))  # of a new request
-    seen = remove_leftovers(store, seen)
+    seen = remove_orphans(store, seen)
     assert not upload.exists()
     assert part.exists()
-    remove_leftovers(store, seen)
+    remove_orphans(store, seen)
     assert {path.name.partition(".")[0] for path in folder.glob("*/*")} == {id}
 
 
@@ -163,13 +163,13 @@ def test_what_a_server_did_not_make_is_left_alone(
     before = {path: _untouched(path) for path in tmp_path.rglob("*") if "queue" not in path.name}
 
     remove_leftovers_now(store)
-    assert set_strangers_aside(store) == []
-    assert sweep(store, 1e9, 1.0, 1) == []
+    assert move_orphans_aside(store) == []
+    assert enforce_retention(store, 1e9, 1.0, 1) == []
     assert {path: _untouched(path) for path in before} == before
     clips.rename(tmp_path / "clips")
     clips.symlink_to(outside)  # a whole folder elsewhere is not looked through
     (outside / f"video_{'1' * 32}.mp4").write_text("mine")
-    assert set_strangers_aside(store) == []
+    assert move_orphans_aside(store) == []
     assert len(list(outside.iterdir())) == 3
 
 
@@ -188,13 +188,13 @@ def test_a_removal_that_a_kill_ends_goes_on(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", killed)
-        sweep(store, 1e9, 1.0, None)
+        enforce_retention(store, 1e9, 1.0, None)
     left = ids_before[(at - 1) // 3 :]
     assert list(store.finished()) == left
     assert ids_of_files(folder) <= set(left)
     assert all((folder / name.format(id=id)).exists() for name in FILES for id in left[1:])
-    assert set_strangers_aside(store) == []
-    assert sweep(store, 1e9, 1.0, None) == left
+    assert move_orphans_aside(store) == []
+    assert enforce_retention(store, 1e9, 1.0, None) == left
     assert ids(store) == ids_of_files(folder) == set()
 
 
@@ -211,13 +211,13 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     scratch.write_bytes(b"")
     for name in [*names, *(file.format(id=id) for id in (copied, used, removed) for file in FILES)]:
         store.store.put(folder / name)
-    assert _sizes(store).keys() == {copied, used}, "a size of no job would remove others"
-    system = store.store._system
+    assert _bytes_by_job(store).keys() == {copied, used}, "a size of no job would remove others"
+    system = store.store._filesystem
     for each in system.store.values():
         each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)
-    seen = remove_leftovers(store, set(), in_use=[used])
+    seen = remove_orphans(store, set(), in_use=[used])
     store.store.fetch(folder / FILES[0].format(id=copied))  # it is played
-    remove_leftovers(store, seen, in_use=[used])
+    remove_orphans(store, seen, in_use=[used])
     left = {str(path.relative_to(folder)) for path in folder.glob("*/*")}
     kept = {file.format(id=id) for id in ids[1:] for file in FILES}
     assert left == {*names, *kept, FILES[0].format(id=copied)}

@@ -15,7 +15,7 @@ from svdpp.errors import RequestError
 from svdpp.serve.job import JobState, UnreadableJobError
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.store import remove_job, set_strangers_aside, sweep
+from svdpp.serve.store import enforce_retention, move_orphans_aside, remove_job
 from tests.serve.engines import add, in_state, new_job, take_all
 from tests.serve.http_server import QUICK, HttpServer, ServerHere, error_of
 
@@ -50,7 +50,7 @@ def test_rows_of_a_newer_server_are_skipped_and_counted(
     assert newer in line
     with queue.backend.transaction() as connection:
         connection.execute("UPDATE jobs SET state = 'completed', finished_at = 1.0")
-    assert sweep(queue, queue.now(), 1.0, None) == [own]
+    assert enforce_retention(queue, queue.now(), 1.0, None) == [own]
     assert not remove_job(queue, newer)
 
 
@@ -130,7 +130,7 @@ def test_clips_whose_rows_are_lost_are_not_taken_for_none(tmp_path: Path) -> Non
         JobQueue(folder)
     assert "--adopt" in refused.value.hint
     with contextlib.closing(JobQueue(folder, adopts=True)) as queue:
-        assert [path.name for path in set_strangers_aside(queue)] == [f"{id}.mp4"]
+        assert [path.name for path in move_orphans_aside(queue)] == [f"{id}.mp4"]
     JobQueue(folder).close()
 
 

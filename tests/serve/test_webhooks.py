@@ -395,7 +395,7 @@ def test_a_resolver_that_does_not_answer_delays_only_its_own_host(
 
     monkeypatch.setattr(socket, "getaddrinfo", dead)
     with Receiver(status(204)) as receiver:
-        waiting = [made(store, "http://dead.example/x") for _ in range(webhooks.AT_ONCE)]
+        waiting = [made(store, "http://dead.example/x") for _ in range(webhooks.MAX_CONCURRENT)]
         id = made(store, receiver.url)
         start = time.monotonic()
         with sending(store, receiver.host, "dead.example"):
