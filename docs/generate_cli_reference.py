@@ -21,9 +21,9 @@ from typer.core import TyperCommand
 
 from svdpp import errors
 from svdpp.cli.app import COMMANDS, app, load_command
-from svdpp.cli.command import unhide
+from svdpp.cli.command import show_all_options
 from svdpp.cli.models import describe
-from svdpp.cli.options.declare import PANELS, names_of
+from svdpp.cli.options.declare import PANELS, with_aliases
 from svdpp.config import SAMPLING_CLASSES
 
 TARGET = Path(__file__).resolve().parent / "cli.md"
@@ -97,7 +97,7 @@ def reference() -> str:
 
 def _command(command: TyperCommand) -> Iterator[str]:
     """Yield one command's section."""
-    unhide(command)
+    show_all_options(command)
     yield f"## `svdpp {command.name}`"
     yield _escaped(command.help or "")
     parameters: list[Any] = list(command.params)
@@ -124,7 +124,7 @@ def _names(parameter: Any) -> str:
     """Return the names of an option and the placeholder of its value."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar)
-    names = ", ".join(sorted(names_of(parameter.opts), key=lambda name: name[:2] == "--"))
+    names = ", ".join(sorted(with_aliases(parameter.opts), key=lambda name: name[:2] == "--"))
     return f"{names} {parameter.metavar or ''}".rstrip()
 
 

@@ -23,7 +23,7 @@ def main() -> None:
     process_lifetime.tune_gc()
     process_lifetime.set_environment_defaults()  # before libraries are imported
     from svdpp.cli.app import run_command_line
-    from svdpp.cli.failures import end_at_once
+    from svdpp.cli.failures import exit_immediately
     from svdpp.launch.world import was_launched
 
     code = run_command_line(sys.argv[1:])
@@ -34,7 +34,7 @@ def main() -> None:
         # By a signal: Python would take a second or more to take torch apart.
         sys.stdout.flush()
         sys.stderr.flush()
-        end_at_once(code - 128)
+        exit_immediately(code - 128)
     sys.exit(code)
 
 

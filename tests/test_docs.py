@@ -20,7 +20,7 @@ import pytest
 
 import svdpp
 from svdpp.cli.app import COMMANDS, load_command
-from svdpp.cli.options.declare import names_of
+from svdpp.cli.options.declare import with_aliases
 from svdpp.media import inputs
 from svdpp.media.inputs import example_images
 from svdpp.plan import costs, forecast, layout
@@ -87,7 +87,7 @@ def test_every_page_is_read() -> None:
 def test_every_option_exists(page: Path) -> None:
     """Also those of commands within a sentence or a table."""
     for name, arguments in _ASKED.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
-        known = {option for each in load_command(name).params for option in names_of(each.opts)}
+        known = {option for each in load_command(name).params for option in with_aliases(each.opts)}
         asked = set(re.findall(r"(?<= )--[a-z-]+(?=[ =]|$)", arguments))
         assert asked <= known, (name, arguments)
 

@@ -11,10 +11,10 @@ import typer
 from typer.core import TyperCommand
 
 from svdpp import __version__
-from svdpp.cli.command import unhide
+from svdpp.cli.command import show_all_options
 from svdpp.cli.console import Console
-from svdpp.cli.failures import wrong_usage
-from svdpp.cli.given import GivenGroup, help_option
+from svdpp.cli.failures import report_usage_error
+from svdpp.cli.lazy_options import LazyOptionGroup, help_option
 from svdpp.cli.options.declare import flag
 from svdpp.errors import Interrupted, SvdppError, exit_code_of
 
@@ -55,7 +55,7 @@ a target; 128 + n ended by signal n. If several clips fail, the exit code is the
 _ONE_SCREEN = 16
 
 
-class LazyGroup(GivenGroup):
+class LazyGroup(LazyOptionGroup):
     """Commands whose module is imported only when they are named; the help has stubs of them."""
 
     def resolve_command(  # type: ignore[override]  # the base class has a private context
@@ -76,7 +76,7 @@ class LazyGroup(GivenGroup):
             return name, stub, rest
         command = load_command(name)
         if ctx.resilient_parsing:  # a shell completes the names of all options
-            unhide(command)
+            show_all_options(command)
         return name, command, rest
 
 
@@ -133,7 +133,7 @@ def load_command(name: str) -> TyperCommand:
     command = typer.main.get_command(import_module(f"svdpp.cli.{name}").app)
     assert isinstance(command, TyperCommand), "a module has one command"
     if len(command.params) <= _ONE_SCREEN:
-        unhide(command)
+        show_all_options(command)
     return command
 
 
@@ -152,7 +152,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         if not arguments:  # the help was shown instead
             return 2
-        return wrong_usage(error, arguments)
+        return report_usage_error(error, arguments)
     except SvdppError as error:  # of a value's own check
         Console(as_json="--json" in arguments).error(error)
         return error.exit_code

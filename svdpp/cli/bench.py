@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
@@ -58,7 +58,7 @@ class BenchOptions:
 
 
 @app.command(
-    **about(
+    **command_settings(
         "svdpp bench smoke",
         "svdpp bench --compare results/smoke/A results/smoke/B",
         "svdpp bench smoke --measure.repeats=7 --pipeline.split=balanced",
@@ -68,7 +68,7 @@ class BenchOptions:
     )
 )
 @with_option_groups
-def bench(console: Console, launched: World | None, asked: BenchOptions) -> None:
+def bench(console: Console, launched: World | None, options: BenchOptions) -> None:
     """Measure a pipeline against data parallel and against diffusers on one device.
 
     Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
@@ -80,10 +80,10 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
         VerificationError: a clip has other bits than diffusers gives.
         RequestError: the words are not one configuration, or its fields contradict each other.
     """
-    names, overrides = _sorted_out(asked.words or [])
-    if asked.compare is not None:
-        require(not asked.words, "--compare takes two folders and no configuration")
-        _compare(console, *asked.compare)
+    names, overrides = _split_words(options.words or [])
+    if options.compare is not None:
+        require(not options.words, "--compare takes two folders and no configuration")
+        _compare(console, *options.compare)
         return
     from svdpp.bench.config import read_config, shipped
     from svdpp.bench.runner import Bench, differing, launched_pipelines
@@ -93,8 +93,8 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     console.rename_options(_names_in_configuration())
     wrong = f"bench takes one configuration, got {' '.join(names) or 'none'}"
     require(len(names) == 1, wrong, f"try: svdpp bench {shipped()[0]}", configurations=names)
-    if asked.peak_tflops is not None:
-        overrides.append(f"measure.peak_tflops={asked.peak_tflops}")
+    if options.peak_tflops is not None:
+        overrides.append(f"measure.peak_tflops={options.peak_tflops}")
     point = read_config(names[0], overrides)
     config = pipeline_config(point, launched)
     if is_secondary_rank(launched):
@@ -109,8 +109,8 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
     if pipeline.checkpoint is not None:
         for request in one.requests:
             pipeline.checkpoint.check_request(one.config.sampling, request)
-    found = _run(console, one, asked.results)
-    console.json([found])
+    summary = _run(console, one, options.results)
+    console.json([summary])
     if different := differing(one.rounds):
         count = pluralize(len(different), "clip")
         raise VerificationError(
@@ -118,7 +118,7 @@ def bench(console: Console, launched: World | None, asked: BenchOptions) -> None
             "svdpp verify shows the first step that differs",
             details={"different_clips": len(different), "first": different[0]},
         )
-    check_met([Outcome(**each) for each in found["targets"]])
+    check_met([Outcome(**each) for each in summary["targets"]])
 
 
 def _compare(console: Console, a: Path, b: Path) -> None:
@@ -148,7 +148,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     )
 
 
-def _sorted_out(words: list[str]) -> tuple[list[str], list[str]]:
+def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
     names, overrides = [], []
     for word in words:
         if not word.startswith("-"):
@@ -219,24 +219,24 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     if one.asked.profile:
         console.info("one clip under torch.profiler, in a separate run")
         one.profile(kept.folder / PROFILE)
-    found = kept.finish()
-    show_summary(console, found)
+    summary = kept.finish()
+    show_summary(console, summary)
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
     console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
-    return {**found, "folder": str(kept.folder)}
+    return {**summary, "folder": str(kept.folder)}
 
 
-def show_summary(console: Console, found: dict[str, Any]) -> None:
+def show_summary(console: Console, summary: dict[str, Any]) -> None:
     """Print the figures of each case, speed-ups, limits, and whether bits agree.
 
     Args:
         console: of the command.
-        found: the content of `summary.json`.
+        summary: the content of `summary.json`.
     """
-    cases, limits = found["cases"], found["limits"]
+    cases, limits = summary["cases"], summary["limits"]
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
     shown = {
         "figure": {
@@ -244,10 +244,10 @@ def show_summary(console: Console, found: dict[str, Any]) -> None:
             for name in cases["pipeline"]["over_rounds"]
         },
         "not measured": [about["error"] for about in cases.values() if about["error"]],
-        "clips a minute, over": found["speedups"],
+        "clips a minute, over": summary["speedups"],
         "limits": limits["headline"],
         "try": limits["advice"] and limits["advice"]["options"],
-        "same_bits": found["same_bits"],
-        "targets": [{**each, "met": "yes" if each["met"] else "no"} for each in found["targets"]],
+        "same_bits": summary["same_bits"],
+        "targets": [{**each, "met": "yes" if each["met"] else "no"} for each in summary["targets"]],
     }
     console.show({name: value for name, value in shown.items() if value or value is False})

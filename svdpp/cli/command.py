@@ -11,15 +11,15 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from svdpp.cli.console import Console
-from svdpp.cli.failures import answered
-from svdpp.cli.given import GivenCommand, help_option, show_help
+from svdpp.cli.failures import report_errors
+from svdpp.cli.lazy_options import LazyOptionCommand, help_option, show_help
 from svdpp.cli.options.declare import (
+    ALIASES,
     DIAGNOSTICS,
-    FURTHER_NAMES,
     PANELS,
+    canonical_name,
     flag,
-    names_of,
-    present_name,
+    with_aliases,
 )
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world, was_launched
@@ -30,14 +30,14 @@ _LAUNCHED = World | None
 _MAY_BE_EMPTY = ("prompt", "negative_prompt")
 
 
-def _show_all(context: typer.Context, wanted: bool) -> None:
+def _show_full_help(context: typer.Context, wanted: bool) -> None:
     if wanted:
-        unhide(context.command)
+        show_all_options(context.command)
         show_help(context, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TalkOptions:
+class CommonOptions:
     """Options that every command has; its `Console` follows them."""
 
     as_json: Annotated[
@@ -58,13 +58,13 @@ class TalkOptions:
             help="Show all options and exit.",
             common=True,
             is_eager=True,
-            callback=_show_all,
+            callback=_show_full_help,
         ),
     ] = False
     help: Annotated[bool, help_option()] = False
 
 
-def about(*examples: str, **settings: Any) -> dict[str, Any]:
+def command_settings(*examples: str, **settings: Any) -> dict[str, Any]:
     """Return the arguments of Typer's `command` for a command with these examples.
 
     Args:
@@ -72,11 +72,11 @@ def about(*examples: str, **settings: Any) -> dict[str, Any]:
         settings: further settings of its context.
     """
     return {
-        "cls": GivenCommand,
+        "cls": LazyOptionCommand,
         "epilog": "\n".join(["Examples:", *(f"  {example}" for example in examples)]),
         "add_help_option": False,
         "context_settings": {
-            "token_normalize_func": present_name,
+            "token_normalize_func": canonical_name,
             **settings,
         },
     }
@@ -96,43 +96,45 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     Returns:
         The function for `typer.Typer.command`. It answers errors, and ends with their exit codes.
     """
-    hints = {**get_type_hints(function), "talk": TalkOptions}
+    hints = {**get_type_hints(function), "common": CommonOptions}
     groups = {
         name: hint for name, hint in hints.items() if is_dataclass(hint) and hint is not World
     }
     options = sorted(
-        (option for group in groups.values() for option in _options(group)), key=_position
+        (option for group in groups.values() for option in _option_parameters(group)), key=_position
     )
 
     def call(context: typer.Context, **values: Any) -> None:
-        talk = _built(TalkOptions, values)
-        typed = {f"--{old}": f"--{new}" for old, new in FURTHER_NAMES.items()}
-        typed |= {name: given for names, given in _given(context) for name in names}
+        common = _build_group(CommonOptions, values)
+        typed = {f"--{old}": f"--{new}" for old, new in ALIASES.items()}
+        typed |= {
+            name: typed_name for names, typed_name in _typed_options(context) for name in names
+        }
         console = Console(
-            as_json=talk.as_json,
-            quiet=talk.quiet,
+            as_json=common.as_json,
+            quiet=common.quiet,
             typed=typed,
-            options=_offered(context),
+            options=_available_options(context),
         )
-        with answered(console, debug=talk.debug):
-            _refuse_empty(context, values)
-            known: dict[Any, Any] = {Console: console, typer.Context: context}
+        with report_errors(console, debug=common.debug):
+            _reject_empty(context, values)
+            injected: dict[Any, Any] = {Console: console, typer.Context: context}
             if _LAUNCHED in hints.values():
-                known[_LAUNCHED] = find_world()
-            known |= {group: _built(group, values) for group in groups.values()}
-            arguments = {name: known[hint] for name, hint in hints.items() if hint in known}
-            del arguments["talk"]
+                injected[_LAUNCHED] = find_world()
+            injected |= {group: _build_group(group, values) for group in groups.values()}
+            arguments = {name: injected[hint] for name, hint in hints.items() if hint in injected}
+            del arguments["common"]
             call.__wrapped__(**arguments)  # type: ignore[attr-defined]
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    call.__name__, call.__doc__ = function.__name__, _unfolded(function.__doc__ or "")
+    call.__name__, call.__doc__ = function.__name__, _unwrap(function.__doc__ or "")
     call.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in (context, *options)}
     call.__wrapped__ = function  # type: ignore[attr-defined]
     return call
 
 
-def given_options(context: typer.Context) -> dict[str, str]:
+def typed_options(context: typer.Context) -> dict[str, str]:
     """Return the options on the command line as the user typed them.
 
     Args:
@@ -141,7 +143,7 @@ def given_options(context: typer.Context) -> dict[str, str]:
     Returns:
         Names such as `--world` for `--gpus`, by field.
     """
-    by_name = {name: typed for names, typed in _given(context) for name in names}
+    by_name = {name: typed for names, typed in _typed_options(context) for name in names}
     return {
         str(one.name): by_name[one.opts[0]]
         for one in context.command.params
@@ -149,7 +151,7 @@ def given_options(context: typer.Context) -> dict[str, str]:
     }
 
 
-def unhide(command: Any) -> None:
+def show_all_options(command: Any) -> None:
     """Let the help and shells show all options of a command.
 
     Args:
@@ -159,7 +161,7 @@ def unhide(command: Any) -> None:
         parameter.hidden = False
 
 
-def _options(group: Any) -> list[inspect.Parameter]:
+def _option_parameters(group: Any) -> list[inspect.Parameter]:
     """Return the fields of `group` that are options or arguments, as keyword parameters."""
     hints = get_type_hints(group, include_extras=True)
     return [
@@ -180,17 +182,17 @@ def _position(parameter: inspect.Parameter) -> int:
     return PANELS.index(panel) if panel in PANELS else -1
 
 
-def _built(group: Any, values: Mapping[str, Any]) -> Any:
+def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
     """Return the group with its fields among `values`; the others keep their defaults."""
     return group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
 
 
-def _given(context: typer.Context) -> list[tuple[list[str], str]]:
+def _typed_options(context: typer.Context) -> list[tuple[list[str], str]]:
     """Return all names of each option on the command line, and the one that was typed."""
     words = [word.partition("=")[0] for word in context.obj or ()]
     found = []
     for one in context.command.params:
-        names = names_of(one.opts)
+        names = with_aliases(one.opts)
         source = context.get_parameter_source(str(one.name))
         is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and one.param_type_name == "option":
@@ -198,13 +200,13 @@ def _given(context: typer.Context) -> list[tuple[list[str], str]]:
     return found
 
 
-def _offered(context: typer.Context) -> set[str]:
+def _available_options(context: typer.Context) -> set[str]:
     """Return the options that the user can give; a launcher decides the number of ranks."""
-    names = {name for one in context.command.params for name in names_of(one.opts)}
+    names = {name for one in context.command.params for name in with_aliases(one.opts)}
     return names - {"--gpus", "--world"} if was_launched() else names
 
 
-def _refuse_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
+def _reject_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
     """Refuse empty texts, which a shell makes of a variable that is not set."""
     for one in context.command.params:
         if values.get(str(one.name)) == "" and one.name not in _MAY_BE_EMPTY:
@@ -215,7 +217,7 @@ def _refuse_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
             )
 
 
-def _unfolded(text: str) -> str:
+def _unwrap(text: str) -> str:
     """Return the paragraphs before the sections, each in one line: rich folds them."""
     prose = re.split(r"\n\n(?:Args|Raises):\n", inspect.cleandoc(text))[0]
     paragraphs = prose.split("\n\n")

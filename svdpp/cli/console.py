@@ -21,7 +21,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from svdpp.cli.hints import offered
+from svdpp.cli.hints import keep_available
 from svdpp.errors import (
     Interrupted,
     RankError,
@@ -87,7 +87,7 @@ class Console:
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
-        self._answered = False
+        self._has_printed_json = False
         self._typed = dict(typed or {})
         self._options = options
         self.out = Stdout(highlight=False, soft_wrap=True)
@@ -122,14 +122,14 @@ class Console:
         """
         if not self.as_json:
             return
-        self._answered = True
+        self._has_printed_json = True
         try:
             sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
             sys.stdout.flush()
         except BrokenPipeError:
             self.out.on_broken_pipe()
 
-    def answer(self, value: Mapping[str, Any]) -> None:
+    def report(self, value: Mapping[str, Any]) -> None:
         """Print the whole result: with `--json` as JSON, else the same as lines and tables.
 
         Args:
@@ -142,7 +142,7 @@ class Console:
         """Print a part of the result as lines and tables; nothing with `--json`.
 
         Args:
-            value: as for `answer`.
+            value: as for `report`.
         """
         for name, each in value.items():
             if name != "schema_version":
@@ -173,7 +173,7 @@ class Console:
         """
         for text in () if self.quiet else filter(None, texts):
             folds = self.err.is_terminal and not _COMMAND.search(text)
-            self.err.print(_shown(text), markup=False, soft_wrap=not folds)
+            self.err.print(_sanitize(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
         """Print the first `MAX_ROWS` rows of a table; numbers are aligned to the right.
@@ -218,17 +218,17 @@ class Console:
         if debug:
             trace = error.trace if isinstance(error, RankError) else ""
             text = "".join(traceback.format_exception(error)) + trace
-            self.err.print(_shown(text), markup=False)
+            self.err.print(_sanitize(text), markup=False)
         if isinstance(error, (SvdppError, Interrupted)):
             message, hint = error.message, error.hint
         else:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
-        message, hint = self._as_typed(message), self.hint(hint)
-        self.err.print(Text.assemble(("error: ", "bold red"), _shown(message)))
+        message, hint = self._use_typed_names(message), self.hint(hint)
+        self.err.print(Text.assemble(("error: ", "bold red"), _sanitize(message)))
         if hint:
-            self.err.print(Text.assemble(("hint: ", "bold"), _shown(hint)))
-        if self.as_json and not self._answered:  # by a result that names the error
+            self.err.print(Text.assemble(("hint: ", "bold"), _sanitize(hint)))
+        if self.as_json and not self._has_printed_json:  # by a result that names the error
             record = {
                 "type": error_to_dict(error)["type"] or type(error).__name__,
                 "exit_code": exit_code_of(error),
@@ -242,8 +242,8 @@ class Console:
         Args:
             text: proposals between commas, semicolons and "or".
         """
-        text = self._as_typed(text)
-        return text if self._options is None else offered(text, self._options)
+        text = self._use_typed_names(text)
+        return text if self._options is None else keep_available(text, self._options)
 
     def rename_options(self, names: Mapping[str, str]) -> None:
         """Give options other names in errors, and let hints name only those.
@@ -254,12 +254,12 @@ class Console:
         self._typed.update(names)
         self._options = {*names.values()}
 
-    def _as_typed(self, text: str) -> str:
+    def _use_typed_names(self, text: str) -> str:
         """`text` with the names of options that the user knows."""
         return _OPTION.sub(lambda name: self._typed.get(name[0], name[0]), text)
 
 
-def _shown(text: str) -> str:
+def _sanitize(text: str) -> str:
     return printable(redact(text))
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.files import out_option
-from svdpp.cli.options.model import ModelName, WithoutLooks
+from svdpp.cli.options.model import ModelName, WithoutAppearance
 from svdpp.cli.options.pipeline import PipelineOptions, WithoutLayout
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(WithoutLooks, WithoutLayout):
+class DoctorOptions(WithoutAppearance, WithoutLayout):
     """Model, size, devices and folder that are checked."""
 
     model: ModelName = DEMO_MODEL
@@ -43,7 +43,7 @@ class DoctorOptions(WithoutLooks, WithoutLayout):
     param: list[str] | None = None
 
 
-@app.command(**about("svdpp doctor", "svdpp doctor --gpus 8 --out clips"))
+@app.command(**command_settings("svdpp doctor", "svdpp doctor --gpus 8 --out clips"))
 @with_option_groups
 def doctor(
     console: Console,
@@ -99,5 +99,5 @@ def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfi
         device=options.device_name(any_on_cpu=True),  # also on a machine without GPUs
         from_image=from_image,
     )
-    config = request.with_a_step_each().resolve()[0]
+    config = request.with_one_step_per_rank().resolve()[0]
     return replace(config, model=replace(config.model, name=options.model))

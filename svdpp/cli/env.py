@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import VARIABLES
 from svdpp.errors import redact
@@ -14,7 +14,7 @@ from svdpp.errors import redact
 app = typer.Typer(add_completion=False)
 
 
-@app.command(**about("svdpp env", "svdpp env --json"))
+@app.command(**command_settings("svdpp env", "svdpp env --json"))
 @with_option_groups
 def env(console: Console) -> None:
     """Show versions, devices, ffmpeg and settings, ready to paste into a report.
@@ -27,4 +27,4 @@ def env(console: Console) -> None:
     named = sorted(name for name in os.environ if name.startswith("SVDPP_"))
     defaults = {name: redact(os.environ[name]) for name in named if name in VARIABLES}
     others = [name for name in named if name not in VARIABLES]
-    console.answer({**environment(), "defaults": defaults, "without_effect": others})
+    console.report({**environment(), "defaults": defaults, "without_effect": others})

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import typer
 
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import names_of
+from svdpp.cli.options.declare import with_aliases
 from svdpp.errors import (
     Interrupted,
     RankError,
@@ -35,7 +35,7 @@ _AMP = r"no such option: --(?:amp|autocast)\b|'(?:amp|autocast)' is not one of '
 _REPORT_SECONDS = 30.0
 
 
-def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
+def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> int:
     """Report a command line that Typer refuses.
 
     Args:
@@ -55,7 +55,7 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
     hint = f"{path} --help shows its usage"
     if (word := getattr(error, "option_name", None)) and sentence.startswith("No such option"):
         sentence = f"no such option: {word}"
-        known = [name for one in context.command.params for name in names_of(one.opts)]
+        known = [name for one in context.command.params for name in with_aliases(one.opts)]
         hint = nearest(word, known, hint)
     refused = RequestError(sentence[:1].lower() + sentence[1:], hint)
     if re.search(_AMP, sentence):
@@ -67,7 +67,7 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def answered(console: Console, *, debug: bool) -> Iterator[None]:
+def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
     """Report signals and errors of the block in one sentence.
 
     Args:
@@ -88,11 +88,11 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
         # A launcher signals its other ranks when one fails: in the middle of what follows.
         signals: list[int] = []
         process_lifetime.handle_signals(
-            (lambda number, _: signals.append(number)) if was_launched() else end_at_once
+            (lambda number, _: signals.append(number)) if was_launched() else exit_immediately
         )
         if isinstance(error, Interrupted):
             previous = {}  # also for a second signal until the process ends
-        if debug or not _is_told_elsewhere(error, signals):
+        if debug or not _is_reported_elsewhere(error, signals):
             console.error(error, debug=debug)
         raise typer.Exit(exit_code_of(error)) from raised
     finally:
@@ -100,7 +100,7 @@ def answered(console: Console, *, debug: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _is_told_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
+def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
     """Whether another rank reports `error` or the cause of it, or nobody needs to.
 
     A rank that cannot start sends its error to rank 0.
@@ -126,11 +126,11 @@ def _is_told_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     """Ends the run in order at the first signal, and at once at the second."""
-    process_lifetime.handle_signals(end_at_once)
+    process_lifetime.handle_signals(exit_immediately)
     raise Interrupted(number)
 
 
-def end_at_once(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
+def exit_immediately(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
     """End the process silently as by a signal; its ranks notice and end, too.
 
     Args:

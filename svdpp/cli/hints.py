@@ -14,7 +14,7 @@ _BETWEEN = re.compile(r"(; |, or |, and | or |, (?!which ))")
 _VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")
 
 
-def offered(hint: str, options: Collection[str]) -> str:
+def keep_available(hint: str, options: Collection[str]) -> str:
     """Return `hint` without the proposals that need other options.
 
     Args:

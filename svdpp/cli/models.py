@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import argument
@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NameOptions:
+class ModelsOptions:
     """Family or checkpoint that is shown."""
 
     name: Annotated[
@@ -34,15 +34,17 @@ class NameOptions:
     ] = None
 
 
-@app.command(**about("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint"))
+@app.command(
+    **command_settings("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint")
+)
 @with_option_groups
-def models(console: Console, asked: NameOptions) -> None:
+def models(console: Console, options: ModelsOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 
     A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
     configs are read; svdpp plan --memory estimates its memory.
     """
-    name = asked.name
+    name = options.name
     if name is None:
         found = [describe(family) for family in SAMPLING_CLASSES]
         columns = ("family", "title", "from")

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from svdpp.cli.command import about, given_options, with_option_groups
+from svdpp.cli.command import command_settings, typed_options, with_option_groups
 from svdpp.cli.console import MAX_ROWS, Console, pluralize
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, flag, option
 from svdpp.cli.options.files import ClipOptions, clips_option
-from svdpp.cli.options.model import WithoutLooks
-from svdpp.cli.options.pipeline import OF_LAYOUT, Device, PipelineOptions, gpus_option
-from svdpp.cli.options.request import PipelineRequest, remark_on
+from svdpp.cli.options.model import WithoutAppearance
+from svdpp.cli.options.pipeline import LAYOUT_FIELDS, Device, PipelineOptions, gpus_option
+from svdpp.cli.options.request import PipelineRequest, describe_assumed_costs
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import MAX_CLIPS, check_int, require
 from svdpp.errors import RequestError
@@ -34,10 +34,10 @@ SCHEMA_VERSION = 2
 # Visits of clips at ranks: about a second of drawing.
 _MAX_DRAWN = 50_000
 _MAX_CUTS = 16
-_COMPARED = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
+_COMPARISON_COLUMNS = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
 #: The fields of `CostModel` that options give.
-_SECONDS = (
+_TIME_FIELDS = (
     *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds"),
     "inter_host_transfer_seconds",
 )
@@ -57,7 +57,7 @@ def _seconds(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
+class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
     """Options of the pipeline, and what to forecast; times replace those of `--costs`."""
 
     world: Annotated[int | None, gpus_option("all GPUs, or 4")] = None
@@ -164,19 +164,19 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
         Raises:
             RequestError: the numbers are not one, or one for each rank.
         """
-        asked = self.device_memory
-        if asked is None:
+        sizes_text = self.device_memory
+        if sizes_text is None:
             return ()
         try:
-            sizes = tuple(map(float, asked.split(",")))
+            sizes = tuple(map(float, sizes_text.split(",")))
         except ValueError:
             sizes = ()
         require(
             len(sizes) in (1, world_size) and all(0 < size < math.inf for size in sizes),
-            f"--device-memory must be 1 or {world_size} finite numbers above 0, got {asked!r}",
+            f"--device-memory must be 1 or {world_size} finite numbers above 0, got {sizes_text!r}",
             "such as --device-memory 79, or 79,79,47,47 for devices that differ",
             devices=(1, world_size),
-            value=asked,
+            value=sizes_text,
         )
         return sizes if len(sizes) == world_size else sizes * world_size
 
@@ -219,11 +219,11 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
             RequestError: a time is out of range.
             ModelError: the configuration of `--model` cannot be read.
         """
-        given = {name: getattr(self, name) for name in _SECONDS}
-        given = {name: value for name, value in given.items() if value is not None}
+        times = {name: getattr(self, name) for name in _TIME_FIELDS}
+        times = {name: value for name, value in times.items() if value is not None}
         if ranks_per_host is not None:
-            given["ranks_per_host"] = ranks_per_host
-        costs = replace(self.assumed_costs(family=self.family), **given)
+            times["ranks_per_host"] = ranks_per_host
+        costs = replace(self.assumed_costs(family=self.family), **times)
         if not self.memory:
             return costs
         from svdpp.driver.resolve import memory_as_costs
@@ -234,7 +234,7 @@ class PlanOptions(WithoutLooks, PipelineOptions, ClipOptions):
 
 
 @app.command(
-    **about(
+    **command_settings(
         "svdpp plan --gpus 7 --split alternating",
         "svdpp plan --gpus 8 --clips 100 --compare",
         "svdpp plan --hosts 2x4 --split alternating --inter-host-transfer-seconds 0.002",
@@ -251,7 +251,7 @@ def plan(
     `svdpp run` follows this plan with the same options. Times come from the costs. The default
     costs are published ones, of SVD-XT at 576x1024 under TensorRT.
     """
-    _refuse_contradictions(context, options)
+    _check_contradictions(context, options)
     world_size, ranks_per_host = options.world_and_per_host()
     options = replace(options, world=world_size)
     costs = options.costs_on(ranks_per_host)
@@ -285,7 +285,7 @@ def plan(
         lacking = "--device-memory leaves out no layout: these costs have no memory"
         console.info(f"{lacking}; --memory adds it")
     if options.costs is None and None in (options.step_seconds, options.decode_seconds):
-        console.info(remark_on(costs))
+        console.info(describe_assumed_costs(costs))
 
 
 def _default_world() -> int:
@@ -299,13 +299,13 @@ def _default_world() -> int:
     return _DEFAULT_WORLD
 
 
-def _refuse_contradictions(context: typer.Context, options: PlanOptions) -> None:
-    is_used = options.device_memory is None or options.compare or options.chooses
+def _check_contradictions(context: typer.Context, options: PlanOptions) -> None:
+    is_used = options.device_memory is None or options.compare or options.uses_auto
     require(is_used, "--device-memory has an effect only with --layout auto or --compare")
     is_given = options.memory and options.expert_boundary is not None
     require(not is_given, "with --memory the model gives the boundary: leave out --expert-boundary")
-    for name, typed in given_options(context).items():
-        is_shown = options.compare and name in OF_LAYOUT
+    for name, typed in typed_options(context).items():
+        is_shown = options.compare and name in LAYOUT_FIELDS
         require(not is_shown, f"--compare shows all layouts: leave out {typed}")
 
 
@@ -323,14 +323,14 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
         LayoutForecast(name, each, forecast_layout(each, num_clips), steady_seconds_per_clip(each))
         for name, each in (("this layout", layout), ("data parallel", data_parallel))
     ]
-    ranks = [_rank(layout, rank) for rank in range(layout.world_size)]
+    ranks = [_rank_json(layout, rank) for rank in range(layout.world_size)]
     ours, theirs = (_row_json(row)["forecast"] for row in rows)
     times = ("makespan_seconds", "first_clip_seconds", "seconds_per_clip")
     console.json(
         {
             "schema_version": SCHEMA_VERSION,
             **{name: getattr(layout, name) for name in ("num_steps", "world_size", "split")},
-            "layout": _facts(layout) | {"reason": reason or None},
+            "layout": _layout_json(layout) | {"reason": reason or None},
             "ranks": ranks,
             "costs": layout.costs.to_json(),
             "forecast": {
@@ -364,7 +364,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     _print_forecasts(console, rows[:1] if is_data_parallel else rows, num_clips, layout.world_size)
 
 
-def _rank(layout: ParallelConfig, rank: int) -> dict[str, Any]:
+def _rank_json(layout: ParallelConfig, rank: int) -> dict[str, Any]:
     role, found = layout.roles[rank], layout.all_shares[rank]._asdict()
     found |= {name: getattr(role, name) for name in ("encode", "denoise", "decode")}
     if layout.expert_boundary is not None:
@@ -386,7 +386,7 @@ def _print_picture(console: Console, layout: ParallelConfig, num_clips: int) -> 
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
-def _facts(layout: ParallelConfig) -> dict[str, Any]:
+def _layout_json(layout: ParallelConfig) -> dict[str, Any]:
     """The properties of a layout, for JSON; those of experts only if the model has two."""
     facts = {"description": str(layout), **layout.options()}
     if layout.expert_boundary is not None:
@@ -398,7 +398,7 @@ def _facts(layout: ParallelConfig) -> dict[str, Any]:
 def _print_forecasts(
     console: Console, rows: Sequence[LayoutForecast], num_clips: int, world_size: int
 ) -> None:
-    console.table([_compared(row) for row in rows])
+    console.table([_comparison_row(row) for row in rows])
     lines = (
         "",
         f"total: {pluralize(num_clips, 'clip')} on {pluralize(world_size, 'rank')}",
@@ -416,8 +416,8 @@ def _print_forecasts(
             console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")
 
 
-def _compared(row: LayoutForecast) -> dict[str, str]:
-    forecast, cells = row.forecast, ["-"] * len(_COMPARED)
+def _comparison_row(row: LayoutForecast) -> dict[str, str]:
+    forecast, cells = row.forecast, ["-"] * len(_COMPARISON_COLUMNS)
     if forecast is not None and row.layout is not None:
         rate = f"{60 / row.seconds_per_clip:.2f}" if row.seconds_per_clip else "-"
         times = forecast.makespan, forecast.first_clip, forecast.latency, forecast.jitter
@@ -425,13 +425,13 @@ def _compared(row: LayoutForecast) -> dict[str, str]:
         peaks = [peak for peak in row.layout.peak_gib if peak is not None]
         both = dict.fromkeys(f"{each(peaks):.1f}" for each in (min, max) if peaks)
         cells = [total, rate, *others, "..".join(both) or "-", f"{forecast.bubble:.0%}"]
-    return {"layout": row.name, **dict(zip(_COMPARED, cells, strict=True))}
+    return {"layout": row.name, **dict(zip(_COMPARISON_COLUMNS, cells, strict=True))}
 
 
 def _row_json(row: LayoutForecast) -> dict[str, Any]:
     facts: dict[str, Any] = {"layout": None, "forecast": None}
     if row.forecast is not None and row.layout is not None:
-        facts["layout"] = _facts(row.layout) | {"peak_gib": row.layout.peak_gib}
+        facts["layout"] = _layout_json(row.layout) | {"peak_gib": row.layout.peak_gib}
         facts["forecast"] = {
             **row.forecast.to_json(),
             "seconds_per_clip": row.seconds_per_clip,

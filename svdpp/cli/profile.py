@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console
-from svdpp.cli.options.declare import COSTS, RECOVERY, between, flag, option, path_option
+from svdpp.cli.options.declare import COSTS, RECOVERY, flag, in_range, option, path_option
 from svdpp.cli.options.files import LogOptions, PromptOptions
-from svdpp.cli.options.model import WithoutLooks
+from svdpp.cli.options.model import WithoutAppearance
 from svdpp.cli.options.pipeline import WithoutLayout
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import PipelineConfig
@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOptions(WithoutLooks, WithoutLayout, PromptOptions):
+class ProfileOptions(WithoutAppearance, WithoutLayout, PromptOptions):
     """Options of the pipeline, number of repeats, and output file of a measurement."""
 
     out: Annotated[
@@ -38,7 +38,7 @@ class MeasureOptions(WithoutLooks, WithoutLayout, PromptOptions):
             panel=COSTS,
             metavar="N",
             help="Number of clips to measure after the warm-up; the result is their median.",
-            callback=between(1),
+            callback=in_range(1),
             common=True,
         ),
     ] = 3
@@ -57,13 +57,13 @@ class MeasureOptions(WithoutLooks, WithoutLayout, PromptOptions):
 
 
 @app.command(
-    **about(
+    **command_settings(
         "svdpp profile --model demo --device cpu --frames 4",
         "svdpp profile --gpus 8 --out a100.json",
     )
 )
 @with_option_groups
-def profile(console: Console, launched: World | None, options: MeasureOptions) -> None:
+def profile(console: Console, launched: World | None, options: ProfileOptions) -> None:
     """Measure the costs that plans are based on.
 
     The costs are the times of encode, step, decode and transfer, and an estimate of the
@@ -72,7 +72,7 @@ def profile(console: Console, launched: World | None, options: MeasureOptions) -
     --costs.
     """
     request = PipelineRequest(options=options, num_clips=None, launched=launched)
-    config = request.with_a_step_each().resolve()[0]
+    config = request.with_one_step_per_rank().resolve()[0]
     if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
         from svdpp.diagnostics.machine import measured_config
@@ -95,7 +95,7 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
     output_files.check_writable(path.absolute().parent)
 
 
-def _measure(console: Console, config: PipelineConfig, options: MeasureOptions) -> None:
+def _measure(console: Console, config: PipelineConfig, options: ProfileOptions) -> None:
     from svdpp.cli.progress import Progress
     from svdpp.diagnostics.machine import profile as measure
     from svdpp.media import output_files
@@ -108,7 +108,7 @@ def _measure(console: Console, config: PipelineConfig, options: MeasureOptions) 
         prompt=options.prompt,
     )
     output_files.write_json(options.out, costs.to_json())
-    console.answer(costs.to_json())
+    console.report(costs.to_json())
     path = shlex.quote(str(options.out))
     console.info(f"wrote {path}")
     console.info(f"next: svdpp plan --world {config.world_size} --costs {path} --compare")

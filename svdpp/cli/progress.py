@@ -58,7 +58,7 @@ _WARNING_SECONDS = 3600.0
 # Level of sends and receives, between INFO and DEBUG.
 _TRANSFER = "PACKET"
 logger.level(_TRANSFER, no=15)
-_WORDS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
+_ACTION_LABELS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
 
 
 class Progress(Bars):
@@ -82,7 +82,7 @@ class Progress(Bars):
         costs: CostModel | None = None,
         ranks: bool = True,
     ) -> None:
-        self._remarks, self._title, self._schedule = console, title, schedule
+        self._remark_console, self._title, self._schedule = console, title, schedule
         self._has_ranks = ranks
         scheduled = len({action.clip for actions in schedule for action in actions})
         self.num_clips = scheduled if num_clips is None else num_clips
@@ -91,11 +91,11 @@ class Progress(Bars):
         ]
         self._costs = costs or CostModel()
         self._means = MeasuredCosts()
-        self._settled: set[int] = set()
+        self._ended_clips: set[int] = set()
         self.num_done = self.num_failed = 0
         self._has_lost_checkpoints = False
         self._started = time.monotonic()
-        self._begun: float | None = None
+        self._first_work_at: float | None = None
         self._ended: float | None = None
         self._makespan: float | None = None
         self._next_forecast = 0.0
@@ -129,28 +129,28 @@ class Progress(Bars):
         self._means.add(event)
         match event:
             case StepDone() | Heartbeat(action=Action()):
-                self._begun = self._begun or time.monotonic()
-            case ClipDone() | ClipFailed() if event.clip not in self._settled:
-                self._settled.add(event.clip)
-                self._settle(event)
+                self._first_work_at = self._first_work_at or time.monotonic()
+            case ClipDone() | ClipFailed() if event.clip not in self._ended_clips:
+                self._ended_clips.add(event.clip)
+                self._record_outcome(event)
             case PromptTruncated():
-                self._say(
+                self._print(
                     "warning: the model does not read the end of the prompt of "
                     f"{self._labels[event.clip]}: {event.text!r}"
                 )
             case CheckpointLost() if not self._has_lost_checkpoints:
                 self._has_lost_checkpoints = True
-                self._say(f"{event.error['message']}: {event.error['hint']}")
+                self._print(f"{event.error['message']}: {event.error['hint']}")
             case _:
                 pass
         if self.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
-            self._remarks.info(self._summary())
+            self._remark_console.info(self._summary())
 
     @property
-    def closing(self) -> str:
+    def summary_line(self) -> str:
         """Clips, time and rate in one line, for after the block."""
-        seconds = (self._ended or time.monotonic()) - (self._begun or self._started)
+        seconds = (self._ended or time.monotonic()) - (self._first_work_at or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
         done = pluralize(self.num_done, "clip")
         return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
@@ -173,29 +173,31 @@ class Progress(Bars):
             case Heartbeat(action=None):
                 is_loading = task.fields["state"] in ("starting", "loading")
                 state = "loading" if is_loading else "idle"
-            case Heartbeat(action=Action() as action) if event.waiting or action.kind in _WORDS:
-                word = "waiting" if event.waiting else _WORDS[action.kind]
+            case Heartbeat(action=Action() as action) if (
+                event.waiting or action.kind in _ACTION_LABELS
+            ):
+                word = "waiting" if event.waiting else _ACTION_LABELS[action.kind]
                 state = f"{self._labels[action.clip]:.20}, {word}"
             case _:
                 return
         self.update(task.id, state=state)
 
-    def _settle(self, event: ClipDone | ClipFailed) -> None:
+    def _record_outcome(self, event: ClipDone | ClipFailed) -> None:
         label = self._labels[event.clip]
         self._ended = time.monotonic()
         if isinstance(event, ClipFailed):
             self.num_failed += 1
-            self._say(f"{label} is lost: {event.error['message']}")
+            self._print(f"{label} is lost: {event.error['message']}")
             return
         self.num_done += 1
         if self._has_ranks:
             metadata = event.metadata
             name = f" -> {metadata['output']}" if metadata.get("output") else ""
             took = f", {metadata['wall_seconds']:.1f} s" if "wall_seconds" in metadata else ""
-            self._say(f"{self._counted}: {label}{name}{took}")
+            self._print(f"{self._counted}: {label}{name}{took}")
 
-    def _say(self, text: str) -> None:
-        self._remarks.info(f"{self._title}: {text}")
+    def _print(self, text: str) -> None:
+        self._remark_console.info(f"{self._title}: {text}")
 
     @property
     def _counted(self) -> str:
@@ -207,9 +209,9 @@ class Progress(Bars):
 
     def _summary(self) -> str:
         now = time.monotonic()
-        elapsed = 0.0 if self._begun is None else now - self._begun
+        elapsed = 0.0 if self._first_work_at is None else now - self._first_work_at
         how = f"{_clock(elapsed)} elapsed"
-        if self._begun is None:
+        if self._first_work_at is None:
             how = f"starting, {_clock(now - self._started)}"
         left = self._seconds_left(elapsed)
         about = "" if left is None else f", about {_clock(left)} left"

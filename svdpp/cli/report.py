@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.declare import path_argument
 from svdpp.cli.options.pipeline import PeakTflops
@@ -32,7 +32,7 @@ class ReportOptions:
     peak_tflops: PeakTflops = None
 
 
-@app.command(**about("svdpp report out", "svdpp report out --json"))
+@app.command(**command_settings("svdpp report out", "svdpp report out --json"))
 @with_option_groups
 def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run, and what would make it faster.

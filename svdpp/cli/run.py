@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.files import (
     InputOptions,
@@ -51,7 +51,7 @@ _TRACE_CLIPS = 1000
 _FEW_CLIPS = 8  # checking these takes a second or two
 
 # Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
-_AT_ONCE = 1000
+_BATCH_SIZE = 1000
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
@@ -68,7 +68,7 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
 
 
 @app.command(
-    **about(
+    **command_settings(
         "svdpp run photo.jpg",
         "svdpp run photos/ --seeds 1-4 --out clips --resume",
         "svdpp run photo.jpg --model demo --device cpu",
@@ -86,16 +86,16 @@ def run(
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.media.output_files import lock_folder
 
-    asked = Run(console=console, traces=traces, launched=launched, options=options)
-    asked.check()
-    found, refused = asked.clip_inputs()
+    command = RunCommand(console=console, traces=traces, launched=launched, options=options)
+    command.check()
+    found, input_errors = command.read_inputs()
     device = options.device_name()
     if launched is None and not options.dry_run:
         # The fork server imports torch at the same time as this process.
         start_fork_server_early(family=options.family, device=device)
     config, why = PipelineRequest(
         options=options,
-        num_clips=None if launched else len(found) * len(asked.seeds),
+        num_clips=None if launched else len(found) * len(command.seeds),
         launched=launched,
         device=device,
         from_image=bool(options.inputs),
@@ -104,20 +104,20 @@ def run(
     if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
 
-        serve_member(asked.pipeline(config), launched, console)
+        serve_member(command.pipeline(config), launched, console)
         return
     if options.dry_run:
-        asked.show(config, found, why)
+        command.show_plan(config, found, why)
         return
     traces.check()
-    with lock_folder(asked.policy.folder, asked.policy.single_clip) as why_not:
-        pipeline, clips = asked.planned(config, found)
+    with lock_folder(command.policy.folder, command.policy.single_clip) as why_not:
+        pipeline, clips = command.plan(config, found)
         console.info(why, _UNLOCKED.format(why_not) if why_not else "")
-        asked.make(pipeline, clips, refused)
+        command.execute(pipeline, clips, input_errors)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunCommand:
     """One call of `svdpp run`: its request is checked and combined step by step, then made."""
 
     console: Console
@@ -166,7 +166,7 @@ class Run:
         missing = "INPUT is missing: name an image, or give a prompt to a model that takes one"
         require(has_prompt or bool(options.inputs), missing, "svdpp run photo.jpg")
 
-    def clip_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
+    def read_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
         """Return what clips are made from; only rank 0 has it.
 
         Returns:
@@ -217,9 +217,7 @@ class Run:
     def _sampling(self) -> SamplingConfig:
         return self.options.sampling_config(from_image=bool(self.options.inputs))
 
-    def planned(
-        self, config: PipelineConfig, found: Sequence[ClipInput]
-    ) -> tuple[Pipeline, RunPlan]:
+    def plan(self, config: PipelineConfig, found: Sequence[ClipInput]) -> tuple[Pipeline, RunPlan]:
         """Return the pipeline and the clips that it is to make.
 
         Args:
@@ -243,13 +241,15 @@ class Run:
         self.console.info(*pipeline.checkpoint.remarks, *([remark] if remark else []))
         return pipeline, clips
 
-    def make(self, pipeline: Pipeline, clips: RunPlan, refused: Sequence[SvdppError]) -> None:
+    def execute(
+        self, pipeline: Pipeline, clips: RunPlan, input_errors: Sequence[SvdppError]
+    ) -> None:
         """Make the clips and print them.
 
         Args:
             pipeline: not started yet.
             clips: to be made, or finished before.
-            refused: errors of inputs that make no clip.
+            input_errors: errors of inputs that make no clip.
 
         Raises:
             SvdppError: a clip is lost or was refused; the error with the highest exit code.
@@ -259,12 +259,12 @@ class Run:
 
         console, policy = self.console, self.policy
         lost: list[dict[str, Any]] = [
-            {"output": None, "error": error_to_dict(error)} for error in refused
+            {"output": None, "error": error_to_dict(error)} for error in input_errors
         ]
         manifest = open_manifest(policy.manifest, pipeline.config, clips, lost)
-        made, gone, figures = self._perform(pipeline, clips, manifest)
+        made, missing, figures = self._run_pipeline(pipeline, clips, manifest)
         lost += [
-            {"output": output, "error": error_to_dict(error)} for output, error in gone.items()
+            {"output": output, "error": error_to_dict(error)} for output, error in missing.items()
         ]
         for failure in pipeline.failures:
             output = clips.metadata[failure.clip]["output"]
@@ -273,7 +273,7 @@ class Run:
             limits = diagnose(figures, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, report if limits else "")
-        skipped = [each for each in clips.skipped if each["output"] not in gone]
+        skipped = [each for each in clips.skipped if each["output"] not in missing]
         console.json([*skipped, *made, *lost])
         self._print(skipped, made, lost)
         if lost:
@@ -314,7 +314,7 @@ class Run:
             path = shlex.quote(str(out / exact[0]["output"]))
             console.info(f"to prove one: svdpp verify {path}")
 
-    def _perform(
+    def _run_pipeline(
         self, pipeline: Pipeline, clips: RunPlan, manifest: RunManifest
     ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunFigures | None]:
         """Return what was made, in the order of the request, what is gone since, and the figures.
@@ -332,11 +332,11 @@ class Run:
             pipeline.dismiss()
             with manifest:  # a run that was killed after its last clip left an old manifest
                 return [], {}, None
-        console.info(_in_words(config, requests))
+        console.info(_describe(config, requests))
         progress = Progress(
             console,
             "run",
-            pipeline.schedule(requests[:_AT_ONCE]),
+            pipeline.schedule(requests[:_BATCH_SIZE]),
             labels=labels(requests),
             num_clips=len(requests),
             costs=config.costs,
@@ -346,7 +346,9 @@ class Run:
                 pipeline.observe(observer)
             try:
                 with self.traces.of(pipeline), pipeline:
-                    results = sorted(results_of(pipeline, clips), key=lambda result: result.clip)
+                    results = sorted(
+                        submit_and_collect(pipeline, clips), key=lambda result: result.clip
+                    )
             except (Interrupted, RankError) as error:
                 finished = (
                     f"{progress.num_done} of {pluralize(progress.num_clips, 'clip')} finished"
@@ -358,13 +360,13 @@ class Run:
                 if (figures := figures_of_run(pipeline, requests)) is not None:
                     manifest.set_measurements(figures.to_json())
             made = [result.metadata for result in results]
-            gone = find_missing_outputs(self.policy.folder, [*clips.skipped, *made])
-            for output, removed in gone.items():
+            missing = find_missing_outputs(self.policy.folder, [*clips.skipped, *made])
+            for output, removed in missing.items():
                 manifest.mark_lost(output, removed)
-        console.info(", wrote ".join([progress.closing, *self.traces.paths]))
-        return [each for each in made if each["output"] not in gone], gone, figures
+        console.info(", wrote ".join([progress.summary_line, *self.traces.paths]))
+        return [each for each in made if each["output"] not in missing], missing, figures
 
-    def show(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
+    def show_plan(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
         """Check a run, and print what it would make; `svdpp plan` forecasts its times.
 
         Args:
@@ -382,8 +384,8 @@ class Run:
         clips = plan_clips(found, self.seeds, policy, config, checkpoint)
         console.info(why)
         ranks = estimate_ranks(config)
-        console.result(_in_words(config, clips.requests))
-        console.answer(
+        console.result(_describe(config, clips.requests))
+        console.report(
             {
                 "schema_version": 1,
                 "folder": str(policy.folder),
@@ -400,7 +402,7 @@ class Run:
         )
 
 
-def _in_words(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
+def _describe(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
     begun, sampling = sum(request.done_steps > 0 for request in requests), config.sampling
     return (
         f"{pluralize(len(requests), 'clip')} of {pluralize(sampling.frames, 'frame')}, "
@@ -411,7 +413,7 @@ def _in_words(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
     )
 
 
-def results_of(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
+def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
     """Submit the clips, the last ones while earlier ones are made.
 
     Args:
@@ -421,10 +423,10 @@ def results_of(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
     Yields:
         Finished clips, in the order in which they end.
     """
-    for first in range(0, len(clips.requests), _AT_ONCE):
-        batch = slice(first, first + _AT_ONCE)
+    for first in range(0, len(clips.requests), _BATCH_SIZE):
+        batch = slice(first, first + _BATCH_SIZE)
         handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
         for result in pipeline.results():
             yield result
-            if handles[0].done() and first + _AT_ONCE < len(clips.requests):
+            if handles[0].done() and first + _BATCH_SIZE < len(clips.requests):
                 break

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.declare import (
     COSTS,
     LAYOUT,
     SERVICE,
     VIDEO,
-    between,
     flag,
+    in_range,
     option,
     path_option,
 )
@@ -52,7 +52,7 @@ def _service(metavar: str, help: str, **more: Any) -> Any:
 
 
 def _limit(metavar: str, help: str, most: int, **more: Any) -> Any:
-    return _service(metavar, help, callback=between(1, most), **more)
+    return _service(metavar, help, callback=in_range(1, most), **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         ),
     ] = "127.0.0.1"
     port: Annotated[
-        int, _service("PORT", "Port; 0 takes a free one.", callback=between(0, 65535), common=True)
+        int, _service("PORT", "Port; 0 takes a free one.", callback=in_range(0, 65535), common=True)
     ] = 8000
     data: Annotated[
         Path,
@@ -292,7 +292,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
 
 
 @app.command(
-    **about(
+    **command_settings(
         "svdpp serve --gpus 7 --data clips",
         "svdpp serve --new-key alice --api-key-file keys.txt",
     )
@@ -323,67 +323,69 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
         console.info("ended before it served")
 
 
-def _serve_rank(console: Console, asked: ServeOptions, launched: World, log: LogOptions) -> None:
+def _serve_rank(console: Console, options: ServeOptions, launched: World, log: LogOptions) -> None:
     """Works for rank 0, which serves."""
     from svdpp.cli.progress import serve_member
     from svdpp.driver.pipeline import Pipeline
 
-    config, _ = _config(asked, launched)
+    config, _ = _config(options, launched)
     log.open(console, launched, warns=True)
     pipeline = Pipeline(
         config,
-        latents_folder=str(asked.data.absolute() / "latents"),
+        latents_folder=str(options.data.absolute() / "latents"),
         history_clips=1,
         ranks_ignore_signals=True,
     )
     serve_member(pipeline, launched, console)
 
 
-def _serve(console: Console, asked: ServeOptions, launched: World | None, log: LogOptions) -> None:
+def _serve(
+    console: Console, options: ServeOptions, launched: World | None, log: LogOptions
+) -> None:
     """Checks the request, the quick checks first, and serves until a signal."""
     from svdpp.cli.progress import EventLog
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.serve.auth import check_host
     from svdpp.serve.server import Server, build
 
-    sizes = asked.all_sizes()
-    keys = check_host(asked.host, asked.api_key_file)
-    with _bind(asked.host, asked.port) as bound:
-        config, why = _config(asked, launched)
+    sizes = options.all_sizes()
+    keys = check_host(options.host, options.api_key_file)
+    with _bind(options.host, options.port) as bound:
+        config, why = _config(options, launched)
         if launched is None:
-            family = None if asked.is_dummy else asked.family
+            family = None if options.is_dummy else options.family
             start_fork_server_early(family=family, device=config.device)
         log.open(console, launched, warns=True)
         console.info(why)
-        settings = _settings(asked, sizes, config)
+        settings = _settings(options, sizes, config)
         app, service = build(settings, keys)
         service.engine.observe(EventLog(settings.config.layout, service.engine.name_of))
         server = Server(
             app,
             service,
             bound,
-            grace_seconds=asked.grace,
-            on_listening=lambda: _announce(console, asked.data, settings.config, bound),
+            grace_seconds=options.grace,
+            on_listening=lambda: _announce(console, options.data, settings.config, bound),
             on_ready=lambda: console.info("ready to make clips"),
         )
         server.run()
     console.info("ended; the next start goes on with what is left")
 
 
-def _config(asked: ServeOptions, launched: World | None) -> tuple[PipelineConfig, str]:
+def _config(options: ServeOptions, launched: World | None) -> tuple[PipelineConfig, str]:
     return PipelineRequest(
-        options=asked,
+        options=options,
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
         # Ranks for clips from images also make clips from text, if the model allows both.
-        from_image=asked.image_use != "refused",
+        from_image=options.image_use != "refused",
         serves=True,
-        time_scale=asked.time_scale,
-    ).resolve(heartbeat_timeout_seconds=asked.heartbeat_timeout)
+        time_scale=options.time_scale,
+    ).resolve(heartbeat_timeout_seconds=options.heartbeat_timeout)
 
 
 def _settings(
-    asked: ServeOptions, sizes: tuple[tuple[int, int], ...], config: PipelineConfig
+    options: ServeOptions, sizes: tuple[tuple[int, int], ...], config: PipelineConfig
 ) -> ServerSettings:
     from svdpp.serve.auth import read_secrets
     from svdpp.serve.server import check_config
@@ -391,29 +393,29 @@ def _settings(
 
     config = check_config(config, sizes)
     steps, frames = config.sampling.num_inference_steps, config.sampling.frames
-    limits = (("steps", asked.max_steps, steps), ("frames", asked.max_frames, frames))
-    for name, most, own in limits:
-        wrong = f"--max-{name} {most} is less than the {own} {name} of a clip by default"
-        require(own <= most, wrong, f"add --{name} {most} or less", most=most, default=own)
-    secret_file = asked.callback_secret_file
+    limits = (("steps", options.max_steps, steps), ("frames", options.max_frames, frames))
+    for name, most, default in limits:
+        wrong = f"--max-{name} {most} is less than the {default} {name} of a clip by default"
+        require(default <= most, wrong, f"add --{name} {most} or less", most=most, default=default)
+    secret_file = options.callback_secret_file
     return ServerSettings(
         config=config,
-        folder=asked.data,
+        folder=options.data,
         sizes=sizes,
-        max_open=asked.max_queue,
-        max_steps=asked.max_steps,
-        max_frames=asked.max_frames,
-        upload_bytes=asked.max_upload_mb * 2**20,
-        max_pixels=asked.max_megapixels * 10**6,
-        keep_seconds=None if asked.keep_days is None else asked.keep_days * 86400,
-        keep_bytes=None if asked.keep_gb is None else int(asked.keep_gb * 1e9),
-        verifies_when_idle=asked.verify_when_idle,
-        adopts=asked.adopt,
-        callback_hosts=asked.callback_hosts or (),
+        max_open=options.max_queue,
+        max_steps=options.max_steps,
+        max_frames=options.max_frames,
+        upload_bytes=options.max_upload_mb * 2**20,
+        max_pixels=options.max_megapixels * 10**6,
+        keep_seconds=None if options.keep_days is None else options.keep_days * 86400,
+        keep_bytes=None if options.keep_gb is None else int(options.keep_gb * 1e9),
+        verifies_when_idle=options.verify_when_idle,
+        adopts=options.adopt,
+        callback_hosts=options.callback_hosts or (),
         callback_secrets=() if secret_file is None else read_secrets(secret_file),
-        queue_url=asked.queue,
-        store_url=asked.files,
-        lease_seconds=asked.lease,
+        queue_url=options.queue,
+        store_url=options.files,
+        lease_seconds=options.lease,
     )
 
 

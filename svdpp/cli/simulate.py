@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from svdpp.cli.command import about, with_option_groups
+from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import COSTS, MODEL, option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
-from svdpp.cli.options.model import WithoutLooks
+from svdpp.cli.options.model import WithoutAppearance
 from svdpp.cli.options.pipeline import Device, PipelineOptions, costs_option
 from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalOptions(WithoutLooks, PipelineOptions, PromptOptions, ClipOptions):
+class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOptions):
     """Options of the pipeline, and clips and speed of a rehearsal."""
 
     model: Annotated[
@@ -77,7 +77,7 @@ class RehearsalOptions(WithoutLooks, PipelineOptions, PromptOptions, ClipOptions
 
 
 @app.command(
-    **about(
+    **command_settings(
         "svdpp simulate --gpus 2 --steps 8",
         "svdpp simulate --gpus 4 --split alternating --time-scale 0.01 --trace t.json",
     )
@@ -88,7 +88,7 @@ def simulate(
     launched: World | None,
     traces: TraceOptions,
     log: LogOptions,
-    options: RehearsalOptions,
+    options: SimulateOptions,
 ) -> None:
     """Rehearse a run with real processes, without weights or GPUs.
 
@@ -100,8 +100,8 @@ def simulate(
     from svdpp.media.inputs import example_requests
 
     traces.check()
-    given = {"frames": options.num_frames, "height": options.height, "width": options.width}
-    for name, value in given.items() if options.is_dummy else ():
+    sizes = {"frames": options.num_frames, "height": options.height, "width": options.width}
+    for name, value in sizes.items() if options.is_dummy else ():
         message = f"--{name} has no effect on the dummy model"
         require(value is None, message, "--latent-shape sets its size", option=name, value=value)
     request = PipelineRequest(
@@ -119,11 +119,11 @@ def simulate(
     console.info(why)
     seed, prompt = options.seed or 0, options.prompt
     requests = example_requests(config, num_clips, seed=seed, prompt=prompt)
-    _perform(console, pipeline, requests, traces)
+    _run_pipeline(console, pipeline, requests, traces)
     _show(console, pipeline, requests)
 
 
-def _perform(
+def _run_pipeline(
     console: Console, pipeline: Pipeline, requests: list[ClipRequest], traces: TraceOptions
 ) -> None:
     from svdpp.cli.progress import EventLog, Progress
@@ -135,7 +135,7 @@ def _perform(
         pipeline.observe(EventLog(config.layout))
         with traces.of(pipeline), pipeline:
             pipeline.run(requests)
-    console.info(", wrote ".join([progress.closing, *traces.paths]))
+    console.info(", wrote ".join([progress.summary_line, *traces.paths]))
 
 
 def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> None:
@@ -147,7 +147,7 @@ def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> 
     config, figures = pipeline.config, measured_figures(pipeline.trace, pipeline.config)
     assert figures is not None, "a simulation has a clip"
     names = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
-    console.answer(
+    console.report(
         {
             "schema_version": 1,
             "num_steps": config.sampling.num_inference_steps,

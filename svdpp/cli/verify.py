@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from svdpp.cli.command import about, given_options, with_option_groups
+from svdpp.cli.command import command_settings, typed_options, with_option_groups
 from svdpp.cli.console import Console
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, clips_option
@@ -61,7 +61,7 @@ app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
+class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
     """Options of the pipeline, and the inputs of a proof."""
 
     inputs: Annotated[
@@ -124,7 +124,7 @@ class ProofOptions(PipelineOptions, PromptOptions, ClipOptions):
 
 
 @app.command(
-    **about(
+    **command_settings(
         "svdpp verify",
         "svdpp verify out/photo_0.mp4",
     )
@@ -135,7 +135,7 @@ def verify(
     console: Console,
     launched: World | None,
     log: LogOptions,
-    options: ProofOptions,
+    options: VerifyOptions,
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
@@ -151,7 +151,7 @@ def verify(
     inputs = options.inputs or []
     clips = find_clips([] if options.as_family else inputs)
     if clips:
-        _refuse_without_effect(context)
+        _check_effective(context)
         if not is_secondary_rank(launched):  # one device is enough
             _verify_clips(console, clips, options, tolerance)
         return
@@ -179,7 +179,7 @@ def verify(
 
 
 def _requests(
-    options: ProofOptions, inputs: Sequence[str], *, from_image: bool
+    options: VerifyOptions, inputs: Sequence[str], *, from_image: bool
 ) -> list[ClipRequest]:
     from svdpp.media.inputs import EXAMPLE_PROMPT, check_inputs, example_images, round_robin
 
@@ -229,17 +229,20 @@ def _compare(
     raise VerificationError(str(verdict), hint, details=verdict.failure_details())
 
 
-def _refuse_without_effect(context: typer.Context) -> None:
-    given = [each for name, each in given_options(context).items() if name not in _EFFECTIVE]
+def _check_effective(context: typer.Context) -> None:
+    without_effect = [
+        each for name, each in typed_options(context).items() if name not in _EFFECTIVE
+    ]
     require(
-        not given,
-        f"no effect on a finished clip: {', '.join(given)}; its metadata says how it was made",
+        not without_effect,
+        f"no effect on a finished clip: {', '.join(without_effect)}; its metadata says how it was "
+        "made",
         "leave that out; svdpp verify PHOTO runs the ranks with it",
     )
 
 
 def _verify_clips(
-    console: Console, paths: Sequence[Path], options: ProofOptions, tolerance: Tolerance
+    console: Console, paths: Sequence[Path], options: VerifyOptions, tolerance: Tolerance
 ) -> None:
     from svdpp.cli.progress import Progress
     from svdpp.verification.clip_verification import (

@@ -10,12 +10,12 @@ import pytest
 
 from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.console import Console
-from svdpp.cli.hints import offered
-from svdpp.cli.options.declare import names_of
+from svdpp.cli.hints import keep_available
+from svdpp.cli.options.declare import with_aliases
 from tests.cli.shell import ROOT, svdpp_here
 
 OPTIONS = {
-    name: {option for one in load_command(name).params for option in names_of(one.opts)}
+    name: {option for one in load_command(name).params for option in with_aliases(one.opts)}
     for name in COMMANDS
 }
 _OTHER_PROGRAMS = re.compile(r"\b(hf|docker|pip|torchrun|srun) [^,;()]*")
@@ -77,7 +77,7 @@ def test_a_hint_names_only_options_of_the_command(command: str) -> None:
     ],
 )
 def test_proposals_are_left_out(hint: str, left: str) -> None:
-    assert offered(hint, {"--frames"}) == left
+    assert keep_available(hint, {"--frames"}) == left
 
 
 def test_simulate_and_ranks_of_a_launcher_get_no_hint_that_they_would_refuse() -> None:

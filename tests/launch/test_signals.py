@@ -29,7 +29,7 @@ def test_a_signal_while_an_error_is_reported_changes_nothing(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(failures, "_is_told_elsewhere", signalled)
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(typer.Exit) as caught, failures.answered(Console(), debug=False):
+    with pytest.raises(typer.Exit) as caught, failures.report_errors(Console(), debug=False):
         raise RequestError("10 steps do not divide")
     assert caught.value.exit_code == 2
     assert capsys.readouterr().err == "error: 10 steps do not divide\n"

@@ -28,7 +28,7 @@ import torch
 import typer
 
 from svdpp.cli.console import Console
-from svdpp.cli.failures import answered
+from svdpp.cli.failures import report_errors
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media import output_files
@@ -227,7 +227,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] != ["work"]:
         sys.exit(main())
     try:
-        with answered(Console(), debug=False):
+        with report_errors(Console(), debug=False):
             work(folder=Path(sys.argv[2]), num_clips=int(sys.argv[3]))
     except typer.Exit as ended:
         sys.exit(ended.exit_code)

@@ -29,7 +29,7 @@ VARIABLES = (
 
 #: Further spellings of options and choices, which the help does not show: those of diffusers and
 #: torchrun, and those of earlier versions.
-FURTHER_NAMES = {
+ALIASES = {
     "world": "gpus",
     "num-inference-steps": "steps",
     "total-steps": "steps",
@@ -104,7 +104,7 @@ def path_argument(metavar: str, help: str) -> Any:
     return argument(metavar, help, parser=_path)
 
 
-def between(low: int, high: int | None = None) -> Any:
+def in_range(low: int, high: int | None = None) -> Any:
     """Return a check of a whole number, for `callback` of an option.
 
     Args:
@@ -127,22 +127,22 @@ def between(low: int, high: int | None = None) -> Any:
     return check
 
 
-def present_name(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Return the present name of an option or choice.
 
     Args:
         name: without dashes, such as `world` or `dithered`.
     """
-    return FURTHER_NAMES.get(name, name)
+    return ALIASES.get(name, name)
 
 
-def names_of(options: list[str]) -> list[str]:
+def with_aliases(options: list[str]) -> list[str]:
     """Return options with their further names: `--gpus` as `--gpus` and `--world`.
 
     Args:
         options: names of one option.
     """
-    further = [f"--{old}" for old, new in FURTHER_NAMES.items() if f"--{new}" in options]
+    further = [f"--{old}" for old, new in ALIASES.items() if f"--{new}" in options]
     return [*options, *further]
 
 

@@ -21,8 +21,8 @@ from svdpp.cli.options.declare import (
     RECOVERY,
     VIDEO,
     argument,
-    between,
     flag,
+    in_range,
     option,
     path_option,
 )
@@ -59,7 +59,7 @@ def clips_option(help: str, default: str | bool) -> Any:
         metavar="M",
         help=help,
         show_default=default,
-        callback=between(1, MAX_CLIPS),
+        callback=in_range(1, MAX_CLIPS),
         common=True,
     )
 
@@ -202,7 +202,7 @@ class ImageOptions:
             panel=VIDEO,
             metavar="N",
             help=f"Largest image, in millions of pixels, {MAX_MEGAPIXELS} at most.",
-            callback=between(1, MAX_MEGAPIXELS),
+            callback=in_range(1, MAX_MEGAPIXELS),
         ),
     ] = 24
 

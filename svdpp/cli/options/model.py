@@ -41,7 +41,7 @@ _SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
 
 
-def _of(name: str, metavar: str = "", *, default: str = "", **more: Any) -> Any:
+def _param_option(name: str, metavar: str = "", *, default: str = "", **more: Any) -> Any:
     """Return the option of the parameter `name`, as its `Param` describes it."""
     param = _SHARED[name]
     if not default and param.default is not None and name not in PROMPT_FIELDS:
@@ -156,9 +156,11 @@ class ModelOptions:
             show_default="1 4 14 64 64; 1 4 2 8 8 with --time-scale",
         ),
     ] = None
-    steps: Annotated[int | None, _of("num_inference_steps", common=True)] = None
-    num_frames: Annotated[int | None, _of("num_frames", "F", common=True)] = None
-    decode_chunk_size: Annotated[int | None, _of("decode_chunk_size", "F", common=True)] = None
+    steps: Annotated[int | None, _param_option("num_inference_steps", common=True)] = None
+    num_frames: Annotated[int | None, _param_option("num_frames", "F", common=True)] = None
+    decode_chunk_size: Annotated[
+        int | None, _param_option("decode_chunk_size", "F", common=True)
+    ] = None
     seed: Annotated[
         int | None,
         option(
@@ -168,8 +170,8 @@ class ModelOptions:
             common=True,
         ),
     ] = None
-    height: Annotated[int | None, _of("height", "N", common=True)] = None
-    width: Annotated[int | None, _of("width", "N", common=True)] = None
+    height: Annotated[int | None, _param_option("height", "N", common=True)] = None
+    width: Annotated[int | None, _param_option("width", "N", common=True)] = None
     fit: Annotated[
         Fit,
         option(
@@ -180,13 +182,13 @@ class ModelOptions:
             common=True,
         ),
     ] = "stretch"
-    fps: Annotated[float | None, _of("fps", "FPS", common=True)] = None
-    motion_bucket_id: Annotated[int | None, _of("motion_bucket_id")] = None
-    noise_aug_strength: Annotated[float | None, _of("noise_aug_strength")] = None
-    min_guidance_scale: Annotated[float | None, _of("min_guidance_scale")] = None
-    max_guidance_scale: Annotated[float | None, _of("max_guidance_scale")] = None
-    guidance_scale: Annotated[float | None, _of("guidance_scale", common=True)] = None
-    max_sequence_length: Annotated[int | None, _of("max_sequence_length")] = None
+    fps: Annotated[float | None, _param_option("fps", "FPS", common=True)] = None
+    motion_bucket_id: Annotated[int | None, _param_option("motion_bucket_id")] = None
+    noise_aug_strength: Annotated[float | None, _param_option("noise_aug_strength")] = None
+    min_guidance_scale: Annotated[float | None, _param_option("min_guidance_scale")] = None
+    max_guidance_scale: Annotated[float | None, _param_option("max_guidance_scale")] = None
+    guidance_scale: Annotated[float | None, _param_option("guidance_scale", common=True)] = None
+    max_sequence_length: Annotated[int | None, _param_option("max_sequence_length")] = None
     param: Annotated[
         list[str] | None,
         option(
@@ -264,25 +266,25 @@ class ModelOptions:
         """
         family = self.family
         kind = SAMPLING_CLASSES[family]
-        known = {field.name for field in fields(kind)}
-        own = {**vars(self), "num_inference_steps": self.steps}
+        field_names = {field.name for field in fields(kind)}
+        values = {**vars(self), "num_inference_steps": self.steps}
         if self.memory_opt and self.decode_chunk_size is None:
-            own["decode_chunk_size"] = _LOW_MEMORY_CHUNK
-        given = {name: own[name] for name in (*_SHARED, "fit") if own[name] is not None}
-        given |= parse_params(self.param or (), family)
-        for name in given.keys() - known:
+            values["decode_chunk_size"] = _LOW_MEMORY_CHUNK
+        arguments = {name: values[name] for name in (*_SHARED, "fit") if values[name] is not None}
+        arguments |= parse_params(self.param or (), family)
+        for name in arguments.keys() - field_names:
             option = _SHARED[name].option
             wrong = f"{option} is not for {self.model}, a model of the family {family}"
             details = {"option": option, "model": self.model, "family": family}
             raise RequestError(wrong, f"leave {option} out", details=details)
-        if "from_image" in known:
-            given["from_image"] = from_image
-        sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **given})
+        if "from_image" in field_names:
+            arguments["from_image"] = from_image
+        sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **arguments})
         return sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithoutLooks(ModelOptions):
+class WithoutAppearance(ModelOptions):
     """Model options of commands that make no videos; costs and memory depend on no look."""
 
     fit: Fit = "stretch"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     pass
 
 #: The options that the choice of a layout replaces.
-OF_LAYOUT = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
+LAYOUT_FIELDS = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
 #: The default costs; a layout depends mainly on the ratio of a decode to a step.
 ASSUMED_COSTS = "svd-xt-a100"
 SPLIT_HELP = (
@@ -206,32 +206,32 @@ class PipelineOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.refined if self.layout in ("auto", "data-parallel") else ():
+        for name in self.layout_overrides if self.layout in ("auto", "data-parallel") else ():
             raise RequestError(
                 f"--layout {self.layout} chooses the layout: leave out --{name}",
                 details={"layout": self.layout, "option": f"--{name}"},
             )
-        is_twice = self.chooses and self.decode_ranks is not None
+        is_twice = self.uses_auto and self.decode_ranks is not None
         require(not is_twice, "auto chooses the layout: leave out --decode-ranks")
 
     @property
-    def refined(self) -> dict[str, Any]:
+    def layout_overrides(self) -> dict[str, Any]:
         """Given refinements of a layout, as fields of a `PipelineConfig`."""
         names = "split", "replicas", "decoders"
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
-    def pair_size(self) -> int:
+    def cfg_parallel_size(self) -> int:
         """Ranks that do each step together; 1 where that is left to `auto`."""
         return 2 if self.cfg_parallel == "2" else 1
 
     @property
-    def chooses(self) -> bool:
+    def uses_auto(self) -> bool:
         """Whether the forecast decides something."""
         return "auto" in (self.layout, self.cfg_parallel)
 
     @property
-    def must_divide(self) -> bool:
+    def requires_even_steps(self) -> bool:
         """Whether the number of ranks must divide the steps."""
         is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
         return is_pipeline and self.split in (None, "uniform")

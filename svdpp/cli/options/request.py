@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from svdpp.plan.choose import Choice
 
 
-def remark_on(costs: CostModel) -> str:
+def describe_assumed_costs(costs: CostModel) -> str:
     """Return a remark on costs that the user did not give.
 
     Args:
@@ -77,8 +77,8 @@ class PipelineRequest:
             is_scale = is_number(scale) and scale > 0
             wrong = f"--time-scale must be a finite number above 0, got {scale}"
             require(is_scale, wrong, above=0, value=scale)
-        plan, reason = self._plan()
-        why = "; ".join(filter(None, (self._remark, reason)))
+        plan, reason = self._layout_fields()
+        why = "; ".join(filter(None, (self._note, reason)))
         num_local = self.world_size if launched is None else launched.local_size
         config = PipelineConfig(
             world_size=self.world_size,
@@ -96,7 +96,7 @@ class PipelineRequest:
         )
         return config, why
 
-    def with_a_step_each(self) -> PipelineRequest:
+    def with_one_step_per_rank(self) -> PipelineRequest:
         """Return the same request with a step for each rank, two at least for some schedulers."""
         world_size = self.world_size
         options = replace(self.options, steps=max(world_size, 2), world=world_size)
@@ -122,7 +122,7 @@ class PipelineRequest:
         return self.options.model_config(self._device, family, dummy_sleeps=sleeps)
 
     @cached_property
-    def _read(self) -> tuple[Checkpoint | None, SamplingConfig]:
+    def _checkpoint_and_sampling(self) -> tuple[Checkpoint | None, SamplingConfig]:
         """The model's configs and the parameters with its values; of SVD none, and as they are."""
         if self._sampling.family == "svd":
             return None, self._sampling
@@ -132,11 +132,11 @@ class PipelineRequest:
         return checkpoint, checkpoint.resolve_sampling(self._sampling)
 
     @cached_property
-    def _experts(self) -> dict[str, Any]:
+    def _expert_fields(self) -> dict[str, Any]:
         """The fields of a `PipelineConfig` for a model with two experts; empty for others."""
         share, boundary = self.options.share_experts, self.expert_boundary
         if boundary is None:
-            checkpoint, sampling = self._read
+            checkpoint, sampling = self._checkpoint_and_sampling
             boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
         if boundary is not None:
             return {"expert_boundary": boundary, "share_experts": share}
@@ -147,18 +147,23 @@ class PipelineRequest:
     def _layout(self) -> PipelineOptions:
         """The options, with a split if the uniform one, their default, cannot be meant."""
         layout = self.options
-        if self._experts:  # which rarely have equal steps
+        if self._expert_fields:  # which rarely have equal steps
             is_of_model = self.expert_boundary is None
-            if is_of_model and layout.must_divide and not layout.split:
+            if is_of_model and layout.requires_even_steps and not layout.split:
                 return replace(layout, split="balanced")
-        elif self.serves and not (layout.refined or layout.layout):
+        elif self.serves and not (layout.layout_overrides or layout.layout):
             return replace(layout, split="alternating")
-        if self._takes_all and layout.must_divide and not layout.split and self._odd_steps(layout):
+        if (
+            self._uses_all_devices
+            and layout.requires_even_steps
+            and not layout.split
+            and self._has_remainder(layout)
+        ):
             return replace(layout, split="balanced")
         return layout
 
     @property
-    def _takes_all(self) -> bool:
+    def _uses_all_devices(self) -> bool:
         """Whether nobody says how many ranks there are, so that all devices are used."""
         return self.launched is None and self.options.world is None
 
@@ -173,24 +178,28 @@ class PipelineRequest:
 
         return torch.cuda.device_count()
 
-    def _odd_steps(self, layout: PipelineOptions) -> bool:
+    def _has_remainder(self, layout: PipelineOptions) -> bool:
         """Whether the stages of all devices do not divide the steps."""
-        stages = max(1, self._devices // layout.pair_size - (layout.decoders or 1) + 1)
+        stages = max(1, self._devices // layout.cfg_parallel_size - (layout.decoders or 1) + 1)
         return self._sampling.num_inference_steps % stages > 0
 
     @cached_property
-    def _remark(self) -> str:
+    def _note(self) -> str:
         """Remark on the number of ranks, or the split, where all devices are to be used."""
-        if not self._takes_all or self._layout.chooses:
+        if not self._uses_all_devices or self._layout.uses_auto:
             return ""
         count, used, steps = self._devices, self.world_size, self._sampling.num_inference_steps
         kind = "GPUs" if self._device.startswith("cuda") else "ranks"
         if used < count:
             pairs = "pairs need an even number" if self._layout.split != "uniform" else ""
             return f"{used} of {count} {kind}: {pairs or f'{count} do not divide {steps} steps'}"
-        is_odd = self.options.must_divide and not self.options.split and not self._experts
+        is_odd = (
+            self.options.requires_even_steps and not self.options.split and not self._expert_fields
+        )
         if is_odd and self._layout.split == "balanced":
-            best = self._layout.pair_size * largest_world(steps, count // self._layout.pair_size)
+            best = self._layout.cfg_parallel_size * largest_world(
+                steps, count // self._layout.cfg_parallel_size
+            )
             return (
                 f"--split balanced: {count} {kind} do not divide {steps} steps; --gpus {best} does"
             )
@@ -203,21 +212,22 @@ class PipelineRequest:
         Raises:
             RequestError: `--gpus` disagrees with the launcher.
         """
-        launched, asked = self.launched, self.options.world
+        launched, requested = self.launched, self.options.world
         if launched is not None:
             require(
-                asked in (None, launched.size),
-                f"--gpus {asked} disagrees with the launcher's world of {launched.size}",
+                requested in (None, launched.size),
+                f"--gpus {requested} disagrees with the launcher's world of {launched.size}",
                 "leave it out",
-                gpus=asked,
+                gpus=requested,
                 world_size=launched.size,
             )
             return launched.size
-        if asked is not None:
-            return asked
-        size = self._layout.pair_size
+        if requested is not None:
+            return requested
+        size = self._layout.cfg_parallel_size
         stages = max(1, self._devices // size)
-        if self._layout.must_divide and self._layout.split:  # the user asks for a uniform split
+        # The user asks for a uniform split.
+        if self._layout.requires_even_steps and self._layout.split:
             stages = largest_world(self._sampling.num_inference_steps, stages)
         return size * stages
 
@@ -239,7 +249,7 @@ class PipelineRequest:
             return False
         if self.options.is_dummy:
             return True
-        checkpoint, sampling = self._read
+        checkpoint, sampling = self._checkpoint_and_sampling
         return (
             checkpoint is not None
             and sampling.uses_guidance
@@ -262,10 +272,10 @@ class PipelineRequest:
             )
         needs, limits = self._memory()
         # A server without pairs also takes clips without guidance: only the user gives that up.
-        is_open = layout.chooses and layout.cfg_parallel in (None, "auto")
+        is_open = layout.uses_auto and layout.cfg_parallel in (None, "auto")
         may_pair = is_open and not (self.serves and layout.cfg_parallel is None)
         return {
-            **self._experts,
+            **self._expert_fields,
             "costs": replace(self._costs, **needs),
             "num_steps": self._sampling.num_inference_steps,
             "world_size": world_size,
@@ -296,26 +306,28 @@ class PipelineRequest:
         from svdpp.plan.layout import layout_fields
 
         layout = self._layout
-        if not layout.chooses:
+        if not layout.uses_auto:
             return None
-        fixed = {} if layout.layout == "data-parallel" else {"replicas": 1, **layout.refined}
+        fixed = (
+            {} if layout.layout == "data-parallel" else {"replicas": 1, **layout.layout_overrides}
+        )
         return choose_layout(
             **self.counts,
-            cfg_parallel_size=layout.pair_size,
+            cfg_parallel_size=layout.cfg_parallel_size,
             fixed=None if layout.layout == "auto" else layout_fields(fixed),
             decodes=self._decodes,
         )
 
-    def _plan(self) -> tuple[dict[str, Any], str]:
+    def _layout_fields(self) -> tuple[dict[str, Any], str]:
         """The layout and its costs as fields of a `PipelineConfig`, and a remark."""
         layout, choice, why = self._layout, self.choice, ""
-        plan = {**self._experts, "costs": self._costs}
+        plan = {**self._expert_fields, "costs": self._costs}
         if choice is None:
-            plan |= layout.refined
+            plan |= layout.layout_overrides
             if layout.layout == "data-parallel":
-                plan["replicas"] = max(1, self.world_size // layout.pair_size)
+                plan["replicas"] = max(1, self.world_size // layout.cfg_parallel_size)
             if layout.cfg_parallel is not None:
-                plan["cfg_parallel"] = layout.pair_size
+                plan["cfg_parallel"] = layout.cfg_parallel_size
             if layout.decode_ranks is not None:
                 plan["decode_ranks"] = layout.decode_ranks
         else:
@@ -326,7 +338,7 @@ class PipelineRequest:
                 plan["share_experts"] = True
             why = f"layout: {choice.reason}"
             if layout.costs is None:
-                why += f"; {remark_on(self._costs)}"
+                why += f"; {describe_assumed_costs(self._costs)}"
         if self.time_scale is not None:  # transfers and files take their real time
             plan["costs"] = plan["costs"].scaled(self.time_scale)
         return plan, why

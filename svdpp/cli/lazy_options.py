@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from svdpp.cli.options.declare import flag, names_of
+from svdpp.cli.options.declare import flag, with_aliases
 
 _HELP = ("-h", "--help", "--help-all")
 
@@ -46,7 +46,7 @@ def help_option() -> Any:
     )
 
 
-class GivenGroup(TyperGroup):
+class LazyOptionGroup(TyperGroup):
     """A group whose options are converted only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -59,15 +59,15 @@ class GivenGroup(TyperGroup):
         Returns:
             The words from the command's name on.
         """
-        offered = self.params
-        self.params = [*_given(offered, args[:1], ctx)]
+        all_params = self.params
+        self.params = [*_options_to_parse(all_params, args[:1], ctx)]
         try:
             return super().parse_args(ctx, args)
         finally:
-            self.params = offered
+            self.params = all_params
 
 
-class GivenCommand(TyperCommand):
+class LazyOptionCommand(TyperCommand):
     """A command whose options are converted only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -80,26 +80,28 @@ class GivenCommand(TyperCommand):
         Returns:
             The words that no parameter took.
         """
-        offered = self.params
-        self.params = [*_given(offered, args, ctx)]
+        all_params = self.params
+        self.params = [*_options_to_parse(all_params, args, ctx)]
         try:
             return super().parse_args(ctx, args)
         finally:
-            self.params = offered
+            self.params = all_params
 
 
-def _given(offered: Sequence[Any], words: list[str], context: typer.Context) -> Iterator[Any]:
+def _options_to_parse(
+    all_params: Sequence[Any], words: list[str], context: typer.Context
+) -> Iterator[Any]:
     """Yield the parameters to parse: arguments, and options with a value from the user."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
     # Such as -o, -ofile and -vq.
     has_short = any(word[:1] == "-" and word[:2] != "--" for word in words)
-    for one in offered:
+    for one in all_params:
         is_short = any(name[:2] != "--" for name in one.opts)
         if (
             needs_all
             or one.param_type_name == "argument"
-            or not heads.isdisjoint(names_of(one.opts))
+            or not heads.isdisjoint(with_aliases(one.opts))
             or (has_short and is_short)
             or (one.envvar is not None and os.environ.get(one.envvar))
         ):
