@@ -30,7 +30,7 @@ import svdpp
 from svdpp import errors
 from svdpp.cli.app import app
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig
-from svdpp.diagnostics.figures import figures_of_run
+from svdpp.diagnostics.run_metrics import metrics_of_pipeline
 from svdpp.errors import SvdppError
 from svdpp.models.dummy import DummyUNet
 from tests.cli.shell import ROOT, Answer, python, svdpp_alone, svdpp_here
@@ -435,7 +435,7 @@ def test_18_each_rank_is_monitored() -> None:
     requests = [ClipRequest(seed=seed) for seed in range(2)]
     with svdpp.Pipeline(dummy()) as pipeline:
         pipeline.run(requests)
-    figures = figures_of_run(pipeline, requests)
+    figures = metrics_of_pipeline(pipeline, requests)
     assert figures is not None
     ranks = figures.to_json()["ranks"]
     moved = 2 * 4 * math.prod(SHAPE)  # two fp32 latents

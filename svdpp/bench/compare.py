@@ -192,7 +192,7 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
 def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
     """Return a figure of a case in each round; empty if it was not measured."""
     rounds = summary["cases"].get(case, {"rounds": []})["rounds"]
-    values = [figures.get(name) for figures in rounds]
+    values = [metrics.get(name) for metrics in rounds]
     return [] if None in values else values
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from svdpp.bench.runner import Bench, Round, differing
 from svdpp.bench.targets import ONE_DEVICE, PIPELINE, outcomes
-from svdpp.diagnostics.figures import rounded
 from svdpp.diagnostics.machine import environment, median_costs
-from svdpp.diagnostics.report import diagnose
+from svdpp.diagnostics.report import analyze
+from svdpp.diagnostics.run_metrics import rounded
 from svdpp.diagnostics.utilisation import peaks_of, speed_of_run
 from svdpp.driver.trace import StepSpan, TimedSpan, Trace, TransferSpan, WaitSpan
 from svdpp.media import output_files
@@ -55,7 +55,7 @@ class Results:
             OutputError: The files cannot be written.
         """
         about = {"case": done.case, "round": done.number}
-        self._append(ROUNDS, [{**about, "measured": done.figures.to_json()}])
+        self._append(ROUNDS, [{**about, "measured": done.metrics.to_json()}])
         self._append(SPANS, ({**about, **span} for span in spans_of(done.trace)))
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
@@ -74,11 +74,11 @@ class Results:
         """
         bench, path = self._bench, self.folder / COSTS
         cases = {case: _case(bench, case) for case in bench.cases}
-        rounds = sorted(bench.rounds_of(PIPELINE), key=lambda done: done.figures.makespan)
+        rounds = sorted(bench.rounds_of(PIPELINE), key=lambda done: done.metrics.makespan)
         median, traces = rounds[(len(rounds) - 1) // 2], [done.trace for done in rounds]
         source = f"measured by: svdpp bench, {bench.asked.experiment}/{self.run_id}"
         costs = median_costs(bench.config, None, traces, source=source)
-        limits = diagnose(median.figures, path, "--pipeline.{}={}").to_json()
+        limits = analyze(median.metrics, path, "--pipeline.{}={}").to_json()
         found = {
             "schema_version": SCHEMA_VERSION,
             "experiment": bench.asked.experiment,
@@ -146,12 +146,12 @@ def write_table(path: Path, cases: Mapping[str, Any]) -> None:
         for case, about in cases.items():
             if about["rounds"]:
                 rounds = [*about["rounds"], {**about["over_rounds"], "round": "all"}]
-                table.writerows({"case": case, **figures} for figures in rounds)
+                table.writerows({"case": case, **metrics} for metrics in rounds)
 
 
 def _case(bench: Bench, case: str) -> dict[str, Any]:
     config, error = bench.cases[case], bench.out_of_memory.get(case)
-    rounds = [_figures(bench, done) for done in bench.rounds_of(case)]
+    rounds = [_round_metrics(bench, done) for done in bench.rounds_of(case)]
     names = [name for name in rounds[0] if name != "round"] if rounds else []
     return {
         "layout": "diffusers' own pipeline" if case == ONE_DEVICE else str(config.layout),
@@ -168,7 +168,7 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     It is the geometric mean, so that the ratio of two cases is the mean of the rounds' ratios. For
     shares it is the arithmetic mean, so that they still add up to 1; for memory the maximum.
     """
-    values = [figures[name] for figures in rounds if figures[name] is not None]
+    values = [metrics[name] for metrics in rounds if metrics[name] is not None]
     if not values:
         return None
     if name.startswith("peak_"):
@@ -178,26 +178,26 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     return statistics.geometric_mean(values) if all(values) else 0.0
 
 
-def _figures(bench: Bench, done: Round) -> dict[str, Any]:
-    """Return a round's figures by the names of `FIGURES`; each rank's are in `rounds.jsonl`."""
-    figures, forecast = done.figures, done.figures.forecast_seconds
-    steps, ranks = [step.end - step.start for step in done.trace.steps], done.figures.ranks
+def _round_metrics(bench: Bench, done: Round) -> dict[str, Any]:
+    """Return a round's figures by the names of `METRICS`; each rank's are in `rounds.jsonl`."""
+    metrics, forecast = done.metrics, done.metrics.forecast_seconds
+    steps, ranks = [step.end - step.start for step in done.trace.steps], done.metrics.ranks
     wall = sum(rank.wall for rank in ranks)
-    peaks = peaks_of(figures, bench.config.model.dtype, bench.asked.measure.peak_tflops)
-    speed = speed_of_run(figures, bench.flops, peaks)
+    peaks = peaks_of(metrics, bench.config.model.dtype, bench.asked.measure.peak_tflops)
+    speed = speed_of_run(metrics, bench.flops, peaks)
     parts = ("compute", "wait", "transfer", "idle", "unaccounted")
     values = {
-        "clips": figures.clips,
-        "makespan_seconds": figures.makespan,
-        "overhead": figures.makespan / forecast if forecast else None,
-        "first_clip_seconds": figures.first_clip,
-        RATE: 60 / figures.seconds_per_clip,
+        "clips": metrics.clips,
+        "makespan_seconds": metrics.makespan,
+        "overhead": metrics.makespan / forecast if forecast else None,
+        "first_clip_seconds": metrics.first_clip,
+        RATE: 60 / metrics.seconds_per_clip,
         **{f"step_p{n}_seconds": float(np.percentile(steps, n)) for n in (50, 90, 95)},
         "tflops": speed.tflops,
         "utilisation": speed.utilisation,
-        "bubble": figures.bubble,
+        "bubble": metrics.bubble,
         **{f"{part}_share": sum(getattr(r, part) for r in ranks) / wall for part in parts},
-        "start_seconds": figures.start_seconds,
+        "start_seconds": metrics.start_seconds,
         "load_seconds": max(rank.load_seconds for rank in ranks),
         "peak_allocated_gib": max(rank.allocated_bytes or 0 for rank in ranks) / 2**30 or None,
         "peak_reserved_gib": max(rank.peak_bytes or 0 for rank in ranks) / 2**30 or None,
@@ -207,11 +207,11 @@ def _figures(bench: Bench, done: Round) -> dict[str, Any]:
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pipeline's clips per minute over those of each other case in the same round."""
-    ours = {figures["round"]: figures[RATE] for figures in cases[PIPELINE]["rounds"]}
+    ours = {metrics["round"]: metrics[RATE] for metrics in cases[PIPELINE]["rounds"]}
     result = {}
     for case, about in cases.items():
         rounds = about["rounds"]
-        ratios = [round(ours[figures["round"]] / figures[RATE], 4) for figures in rounds]
+        ratios = [round(ours[metrics["round"]] / metrics[RATE], 4) for metrics in rounds]
         if case != PIPELINE and ratios:
             result[case] = {"rounds": ratios, "over_rounds": statistics.geometric_mean(ratios)}
     return result

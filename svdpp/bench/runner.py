@@ -12,7 +12,7 @@ from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE, check_measurable
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.sampling import PromptedSampling
-from svdpp.diagnostics.figures import RunFigures, measured_figures
+from svdpp.diagnostics.run_metrics import RunMetrics, collect_run_metrics
 from svdpp.diagnostics.utilisation import count_flops, peak_tflops
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.supervisor import Observer, OpenObserver, no_observer
@@ -44,7 +44,7 @@ class Round:
     number: int
     """Number of the round, from 0."""
     trace: Trace
-    figures: RunFigures
+    metrics: RunMetrics
     sha256: list[tuple[str, str | None]]
     """SHA-256 of latents and frames of each clip."""
 
@@ -125,7 +125,7 @@ class Bench:
                 continue
             self.rounds.append(done)
             keep(done)
-            makespan, first = done.figures.makespan, done.figures.first_clip
+            makespan, first = done.metrics.makespan, done.metrics.first_clip
             log(f"{title}: makespan {makespan:.2f} s, first clip after {first:.2f} s")
 
     def profile(self, path: Path) -> None:
@@ -159,13 +159,13 @@ class Bench:
                     if warmups:
                         pipeline.run(warmups)
                     made = [result.metadata for result in pipeline.run(self.requests)]
-        figures = measured_figures(trace, config, config.layout.schedule(len(self.requests)))
-        assert figures is not None, "a round has a clip"
+        metrics = collect_run_metrics(trace, config, config.layout.schedule(len(self.requests)))
+        assert metrics is not None, "a round has a clip"
         return Round(
             case=case,
             number=number,
             trace=trace,
-            figures=figures,
+            metrics=metrics,
             sha256=[(clip["latents_sha256"], clip["frames_sha256"]) for clip in made],
         )
 

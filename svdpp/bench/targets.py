@@ -19,7 +19,7 @@ SPEEDUPS = {"speedup_over_data_parallel": DATA_PARALLEL, "speedup_over_diffusers
 
 _PARTS = ("compute", "wait", "transfer", "idle", "unaccounted")
 #: The figures of each case in a summary, in its order.
-FIGURES = (
+METRICS = (
     *("clips", "makespan_seconds", "overhead", "first_clip_seconds", "steady_clips_per_minute"),
     *("step_p50_seconds", "step_p90_seconds", "step_p95_seconds", "tflops", "utilisation"),
     *("bubble", *(f"{part}_share" for part in _PARTS)),
@@ -93,9 +93,9 @@ def check_name(name: str) -> None:
         RequestError: It is neither; the hint has the nearest name.
     """
     case, figure = split_name(name)
-    if name in SPEEDUPS or (case in CASES and figure in FIGURES):
+    if name in SPEEDUPS or (case in CASES and figure in METRICS):
         return
-    names = (*SPEEDUPS, *FIGURES)
+    names = (*SPEEDUPS, *METRICS)
     hint = nearest(figure, names, f"known: {', '.join(names)}")
     raise RequestError(f"targets: no figure {name!r}", hint, details={"figure": name})
 

@@ -57,10 +57,10 @@ def doctor(
     """
     config = _examined(launched, options)
     console.info("importing PyTorch and diffusers, then trying one thing after the other")
-    from svdpp.diagnostics.machine import examine
+    from svdpp.diagnostics.machine import run_checks
 
     checks = []
-    for check in examine(config, options.out):
+    for check in run_checks(config, options.out):
         checks.append(check)
         console.prose(f"{check.verdict:<8}{check.name:<18}{redact(check.detail)}", " " * 26)
         if fix := console.hint(check.fix):

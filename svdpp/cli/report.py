@@ -16,8 +16,8 @@ from svdpp.cli.options.pipeline import PeakTflops
 from svdpp.config.limits import require
 
 if TYPE_CHECKING:
-    from svdpp.diagnostics.figures import RankFigures
-    from svdpp.diagnostics.report import Diagnosis
+    from svdpp.diagnostics.report import RunAnalysis
+    from svdpp.diagnostics.run_metrics import RankRunMetrics
     from svdpp.diagnostics.utilisation import Speed, Speeds
 
 
@@ -50,30 +50,30 @@ def report(console: Console, options: ReportOptions) -> None:
         f"--peak-tflops must be a number above 0, got {peak}",
         peak_tflops=peak,
     )
-    found, diagnosis = read_report(options.folder)
-    speeds = Speeds() if diagnosis is None else speeds_of(diagnosis.figures, peak)
+    found, analysis = read_report(options.folder)
+    speeds = Speeds() if analysis is None else speeds_of(analysis.metrics, peak)
     console.json({**found, "speed": speeds.to_json()})
     states = ", ".join(f"{number} {state}" for state, number in found["clips"].items())
     console.result(f"clips: {states or 'none'}")
     for clip in found["lost"]:
         console.prose(f"{clip['output'] or '(no clip)'}: {clip['why']}", "  ")
-    if diagnosis is None:
+    if analysis is None:
         console.prose("times: none, because the run was killed, made no clip, or left no figures")
     else:
-        _print_diagnosis(console, diagnosis, speeds)
+        _print_analysis(console, analysis, speeds)
 
 
-def _print_diagnosis(console: Console, found: Diagnosis, speeds: Speeds) -> None:
-    figures = found.figures
+def _print_analysis(console: Console, found: RunAnalysis, speeds: Speeds) -> None:
+    metrics = found.metrics
     console.prose(
-        f"times: {figures.start_seconds:.1f} s to start, "
-        f"then {pluralize(figures.clips, 'clip')} in "
-        f"{figures.makespan:.1f} s, the first after {figures.first_clip:.1f} s, then one every "
-        f"{figures.seconds_per_clip:.2f} s; bubble {figures.bubble:.0%}"
+        f"times: {metrics.start_seconds:.1f} s to start, "
+        f"then {pluralize(metrics.clips, 'clip')} in "
+        f"{metrics.makespan:.1f} s, the first after {metrics.first_clip:.1f} s, then one every "
+        f"{metrics.seconds_per_clip:.2f} s; bubble {metrics.bubble:.0%}"
     )
     console.result()
-    of_ranks = speeds.ranks or (None,) * figures.world_size
-    console.table([*map(_row, figures.ranks, of_ranks)])
+    of_ranks = speeds.ranks or (None,) * metrics.world_size
+    console.table([*map(_row, metrics.ranks, of_ranks)])
     if speeds.run is not None:
         console.prose(f"speed: {_speed(speeds.run)} TFLOP/s a rank with all waits")
     if speeds.note:
@@ -96,7 +96,7 @@ def _speed(speed: Speed) -> str:
     return f"{speed.tflops:.3g}{share}"
 
 
-def _row(rank: RankFigures, speed: Speed | None) -> dict[str, str]:
+def _row(rank: RankRunMetrics, speed: Speed | None) -> dict[str, str]:
     row = {"rank": str(rank.rank), "steps": f"{rank.start}:{rank.end}"}
     for name in ("compute", "wait", "transfer", "idle"):
         row[name] = f"{getattr(rank, name) / rank.wall:.0%}" if rank.wall else "-"

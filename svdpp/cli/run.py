@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from svdpp.config import ClipRequest
-    from svdpp.diagnostics.figures import RunFigures
+    from svdpp.diagnostics.run_metrics import RunMetrics
     from svdpp.driver.clips import ClipResult
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.manifest import RunManifest
@@ -254,7 +254,7 @@ class RunCommand:
         Raises:
             SvdppError: a clip is lost or was refused; the error with the highest exit code.
         """
-        from svdpp.diagnostics.report import diagnose
+        from svdpp.diagnostics.report import analyze
         from svdpp.driver.manifest import open_manifest
 
         console, policy = self.console, self.policy
@@ -262,15 +262,15 @@ class RunCommand:
             {"output": None, "error": error_to_dict(error)} for error in input_errors
         ]
         manifest = open_manifest(policy.manifest, pipeline.config, clips, lost)
-        made, missing, figures = self._run_pipeline(pipeline, clips, manifest)
+        made, missing, metrics = self._run_pipeline(pipeline, clips, manifest)
         lost += [
             {"output": output, "error": error_to_dict(error)} for output, error in missing.items()
         ]
         for failure in pipeline.failures:
             output = clips.metadata[failure.clip]["output"]
             lost.append({"output": output, "error": error_to_dict(failure.error)})
-        if made and figures is not None and figures.clips > figures.world_size:
-            limits = diagnose(figures, policy.manifest).lines
+        if made and metrics is not None and metrics.clips > metrics.world_size:
+            limits = analyze(metrics, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, report if limits else "")
         skipped = [each for each in clips.skipped if each["output"] not in missing]
@@ -316,7 +316,7 @@ class RunCommand:
 
     def _run_pipeline(
         self, pipeline: Pipeline, clips: RunPlan, manifest: RunManifest
-    ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunFigures | None]:
+    ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunMetrics | None]:
         """Return what was made, in the order of the request, what is gone since, and the figures.
 
         Returns:
@@ -324,7 +324,7 @@ class RunCommand:
             of an earlier run, by `output`; None for figures if nothing was measured.
         """
         from svdpp.cli.progress import EventLog, Progress, labels
-        from svdpp.diagnostics.figures import figures_of_run
+        from svdpp.diagnostics.run_metrics import metrics_of_pipeline
         from svdpp.driver.manifest import find_missing_outputs
 
         console, requests, config = self.console, clips.requests, pipeline.config
@@ -357,14 +357,14 @@ class RunCommand:
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
             finally:
-                if (figures := figures_of_run(pipeline, requests)) is not None:
-                    manifest.set_measurements(figures.to_json())
+                if (metrics := metrics_of_pipeline(pipeline, requests)) is not None:
+                    manifest.set_measurements(metrics.to_json())
             made = [result.metadata for result in results]
             missing = find_missing_outputs(self.policy.folder, [*clips.skipped, *made])
             for output, removed in missing.items():
                 manifest.mark_lost(output, removed)
         console.info(", wrote ".join([progress.summary_line, *self.traces.paths]))
-        return [each for each in made if each["output"] not in missing], missing, figures
+        return [each for each in made if each["output"] not in missing], missing, metrics
 
     def show_plan(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
         """Check a run, and print what it would make; `svdpp plan` forecasts its times.

@@ -22,7 +22,7 @@ from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.config import ClipRequest
-    from svdpp.diagnostics.figures import RankFigures
+    from svdpp.diagnostics.run_metrics import RankRunMetrics
     from svdpp.driver.pipeline import Pipeline
 
 
@@ -139,13 +139,13 @@ def _run_pipeline(
 
 
 def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> None:
-    from svdpp.diagnostics.figures import measured_figures
+    from svdpp.diagnostics.run_metrics import collect_run_metrics
     from svdpp.plan.forecast import summarise
 
     forecast = summarise(pipeline.replayed(requests), pipeline.config.world_size)
     times = {"measured": pipeline.trace.summary(), "forecast": forecast}
-    config, figures = pipeline.config, measured_figures(pipeline.trace, pipeline.config)
-    assert figures is not None, "a simulation has a clip"
+    config, metrics = pipeline.config, collect_run_metrics(pipeline.trace, pipeline.config)
+    assert metrics is not None, "a simulation has a clip"
     names = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
     console.report(
         {
@@ -157,13 +157,13 @@ def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> 
             "backend": pipeline.backend,
             "clips": times["measured"].clips,
             **{name: one.to_json() for name, one in times.items()},
-            "ranks": [_row(rank) for rank in figures.ranks],
+            "ranks": [_row(rank) for rank in metrics.ranks],
         }
     )
     console.grid(pipeline.trace.spans, config.world_size)
 
 
-def _row(rank: RankFigures) -> dict[str, Any]:
+def _row(rank: RankRunMetrics) -> dict[str, Any]:
     times = {f"{name}_seconds": getattr(rank, name) for name in ("compute", "wait", "transfer")}
     return {
         **{name: getattr(rank, name) for name in ("rank", "device", "start", "end")},

@@ -31,7 +31,7 @@ from svdpp.config import (
     SvdSampling,
 )
 from svdpp.config.sampling import PromptedSampling
-from svdpp.diagnostics.figures import costs_of
+from svdpp.diagnostics.run_metrics import average_costs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import estimate_parts, estimate_ranks, resolve_config
 from svdpp.driver.supervisor import OpenObserver
@@ -84,8 +84,8 @@ def environment() -> dict[str, Any]:
                 {"name": gpu.name, "memory_bytes": gpu.total_bytes, "capability": gpu.capability}
                 for gpu in gpus.visible_gpus()
             ],
-            "clocks": gpu_clocks(_output),
-            "topology": (_output("nvidia-smi", "topo", "-m") or "").splitlines(),
+            "clocks": gpu_clocks(_run_command),
+            "topology": (_run_command("nvidia-smi", "topo", "-m") or "").splitlines(),
         },
         "ffmpeg": _ffmpeg_version(),
         "hub_cache": {"path": HF_HUB_CACHE},
@@ -151,10 +151,13 @@ def _git() -> dict[str, Any] | None:
     root = Path(svdpp.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
-    sha = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    sha = _run_command("git", "-C", str(root), "rev-parse", "HEAD")
     if sha is None:
         return None
-    return {"sha": sha, "dirty": bool(_output("git", "-C", str(root), "status", "--porcelain"))}
+    return {
+        "sha": sha,
+        "dirty": bool(_run_command("git", "-C", str(root), "status", "--porcelain")),
+    }
 
 
 def _host() -> dict[str, Any]:
@@ -177,11 +180,11 @@ def _ffmpeg_version() -> dict[str, Any] | None:
         path = find_ffmpeg()
     except OutputError:
         return None
-    words = (_output(path, "-version") or "").split()
+    words = (_run_command(path, "-version") or "").split()
     return {"path": path, "version": words[2] if words[:2] == ["ffmpeg", "version"] else None}
 
 
-def _output(*command: str) -> str | None:
+def _run_command(*command: str) -> str | None:
     """Return the output of a command, stripped; None if it fails."""
     try:
         done = subprocess.run(
@@ -216,7 +219,7 @@ class _Skipped(Exception):
     """The check does not apply, or depends on a failed one; the text says which."""
 
 
-def examine(config: PipelineConfig, out: Path) -> Iterator[Check]:
+def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
     """Try everything that a run needs, one thing after the other, and yield each result.
 
     Args:
@@ -434,11 +437,11 @@ def median_costs(
     on_cpu = config.device == "cpu"
     processors = [cpu_model()] if on_cpu else [gpu.name for gpu in gpus.visible_gpus()]
     ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
-    return costs_of(
+    return average_costs(
         config,
         traces,
         average=statistics.median,
-        tells_ranks_apart=config.device == "cuda" or per_host is not None,
+        per_rank=config.device == "cuda" or per_host is not None,
         ranks_per_host=per_host,
         name=f"{config.model.name} {config.model.dtype}, {size}",
         source=source,

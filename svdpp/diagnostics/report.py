@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from svdpp.diagnostics.figures import RankFigures, RunFigures, WorkFigures, figures_of
+from svdpp.diagnostics.run_metrics import RankRunMetrics, RunMetrics, WorkMetrics, parse_run_metrics
 from svdpp.driver.manifest import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.choose import choose_layout
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 # The form of an option of a command.
-_OF_COMMANDS = "--{} {}"
+_OPTION_FORMAT = "--{} {}"
 
 
 class Advice(NamedTuple):
@@ -53,10 +53,10 @@ class Advice(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class RunAnalysis:
     """Findings in the figures of a run, or of one round of a benchmark."""
 
-    figures: RunFigures
+    metrics: RunMetrics
     findings: tuple[Finding, ...]
     """The costliest first."""
     advice: Advice | None
@@ -76,9 +76,9 @@ class Diagnosis:
 
         None for so few clips that the first one, which warms up, decides.
         """
-        figures, seconds = self.figures, self.figures.forecast_seconds
-        is_long = figures.clips > figures.world_size
-        return figures.makespan / seconds - 1 if seconds and is_long else None
+        metrics, seconds = self.metrics, self.metrics.forecast_seconds
+        is_long = metrics.clips > metrics.world_size
+        return metrics.makespan / seconds - 1 if seconds and is_long else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as plain values."""
@@ -87,43 +87,43 @@ class Diagnosis:
             "findings": [finding._asdict() for finding in self.findings],
             "advice": self.advice and self.advice._asdict(),
             "forecast_error": self.forecast_error,
-            "measured": self.figures.to_json(),
+            "measured": self.metrics.to_json(),
         }
 
 
-def _limits(figures: RunFigures) -> list[Finding]:
+def _find_limits(metrics: RunMetrics) -> list[Finding]:
     """Return what limits the run, the costliest first; `balanced` if no rank does.
 
     The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
     of all ranks, and what keeps it from working.
     """
-    least = _WORTH_NAMING * (figures.makespan + figures.write_tail)
-    causes = [*_imbalance(figures), *_waits(figures)]
+    least = _WORTH_NAMING * (metrics.makespan + metrics.write_tail)
+    causes = [*_imbalance(metrics), *_waits(metrics)]
     worth = [each for each in causes if each.lost_seconds >= least]
-    shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in figures.ranks]
+    shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in metrics.ranks]
     text = f"no rank: each computes {min(shares):.0%} to {max(shares):.0%} of the time"
     return sorted(worth, key=lambda cause: -cause.lost_seconds) or [Finding("balanced", text)]
 
 
-def _busiest(figures: RunFigures) -> RankFigures:
+def _busiest(metrics: RunMetrics) -> RankRunMetrics:
     """Return the rank that works longest, or waits for something that is no other rank's fault."""
-    return max(figures.ranks, key=lambda rank: rank.compute + rank.image_wait + rank.writer_wait)
+    return max(metrics.ranks, key=lambda rank: rank.compute + rank.image_wait + rank.writer_wait)
 
 
-def _imbalance(figures: RunFigures) -> Iterator[Finding]:
+def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
     """Yield why the busiest rank is busier than the others."""
-    limit = _busiest(figures)
-    others = [rank for rank in figures.ranks if rank is not limit]
-    excess = limit.compute - statistics.fmean(rank.compute for rank in figures.ranks)
+    limit = _busiest(metrics)
+    others = [rank for rank in metrics.ranks if rank is not limit]
+    excess = limit.compute - statistics.fmean(rank.compute for rank in metrics.ranks)
     if not others or excess <= 0:
         return
     stepped = [rank.step.mean_seconds for rank in others if rank.step.count]
-    usual, own = statistics.median(stepped or [0.0]), limit.step
-    slowness = own.mean_seconds / usual if usual and own.count else 1.0
+    usual, limit_step = statistics.median(stepped or [0.0]), limit.step
+    slowness = limit_step.mean_seconds / usual if usual and limit_step.count else 1.0
     slowness = slowness if slowness >= _SLOW else 1.0
     steps = statistics.fmean(rank.step.count for rank in others)
 
-    def more(work: WorkFigures, theirs: list[WorkFigures]) -> float:
+    def more(work: WorkMetrics, theirs: list[WorkMetrics]) -> float:
         return work.seconds / slowness - statistics.fmean(each.seconds for each in theirs)
 
     # Seconds of the excess by each cause alone, and what is said of it.
@@ -132,69 +132,69 @@ def _imbalance(figures: RunFigures) -> Iterator[Finding]:
          f"its decodes take {limit.decode.seconds / limit.compute:.0%} of its work"),
         (more(limit.encode, [rank.encode for rank in others]), "encode",
          f"its encodes take {limit.encode.seconds / limit.compute:.0%} of its work"),
-        ((own.count - steps) * own.mean_seconds / slowness, "steps",
-         f"it does {own.count} steps, the others {steps:.0f} on average"),
+        ((limit_step.count - steps) * limit_step.mean_seconds / slowness, "steps",
+         f"it does {limit_step.count} steps, the others {steps:.0f} on average"),
         (limit.compute * (1 - 1 / slowness), "slow_device",
-         f"a step takes {own.mean_seconds:.3g} s, on the others {usual:.3g} s"),
+         f"a step takes {limit_step.mean_seconds:.3g} s, on the others {usual:.3g} s"),
     )  # fmt: skip
     text = f"rank {limit.rank}: {why}"
     yield Finding(kind, text, limit.rank, min(excess, lost))
 
 
-def _waits(figures: RunFigures) -> Iterator[Finding]:
+def _waits(metrics: RunMetrics) -> Iterator[Finding]:
     """Yield what keeps ranks from working."""
-    rank = max(figures.ranks, key=lambda rank: rank.image_wait)
+    rank = max(metrics.ranks, key=lambda rank: rank.image_wait)
     text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
     yield Finding("images", text, rank.rank, rank.image_wait)
-    rank = max(figures.ranks, key=lambda rank: rank.writer_wait + rank.write.seconds)
+    rank = max(metrics.ranks, key=lambda rank: rank.writer_wait + rank.write.seconds)
     text = (
         f"rank {rank.rank} writes a clip in {rank.write.mean_seconds:.3g} s, and one comes every "
-        f"{figures.seconds_per_clip:.3g} s"
+        f"{metrics.seconds_per_clip:.3g} s"
     )
-    yield Finding("disk", text, rank.rank, rank.writer_wait + figures.write_tail)
-    rank = max(figures.ranks, key=lambda rank: rank.transfer)
+    yield Finding("disk", text, rank.rank, rank.writer_wait + metrics.write_tail)
+    rank = max(metrics.ranks, key=lambda rank: rank.transfer)
     text = (
         f"rank {rank.rank} waits {rank.transfer:.1f} s while packets arrive, "
-        f"{figures.transfer_seconds:.3g} s each"
+        f"{metrics.transfer_seconds:.3g} s each"
     )
     yield Finding("transfers", text, rank.rank, rank.transfer)
-    rank = _busiest(figures)
-    filling = max(0.0, min(rank.idle + rank.packet_wait - rank.transfer, figures.first_clip))
-    clips = f"{figures.clips} clip{'s' if figures.clips > 1 else ''}"
+    rank = _busiest(metrics)
+    filling = max(0.0, min(rank.idle + rank.packet_wait - rank.transfer, metrics.first_clip))
+    clips = f"{metrics.clips} clip{'s' if metrics.clips > 1 else ''}"
     text = (
-        f"{clips} cannot fill {figures.world_size} ranks: at start and end rank {rank.rank} has no "
+        f"{clips} cannot fill {metrics.world_size} ranks: at start and end rank {rank.rank} has no "
         "work"
     )
     yield Finding("few_clips", text, None, filling)
 
 
-def diagnose(figures: RunFigures, costs: Path, option: str = _OF_COMMANDS) -> Diagnosis:
+def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> RunAnalysis:
     """Return the diagnosis of a run's figures.
 
     Args:
-        figures: of the finished run.
+        metrics: of the finished run.
         costs: a file that has the measured costs.
         option: the form of an option of the layout; another one in a bench.
     """
-    advice = _best_layout(figures, costs, option)
-    return Diagnosis(figures=figures, findings=tuple(_limits(figures)), advice=advice)
+    advice = _advise_layout(metrics, costs, option)
+    return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)
 
 
-def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None:
+def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | None:
     """Both sides are forecasts, so that what no forecast knows of is in neither."""
-    if figures.costs is None or not figures.forecast_seconds:
+    if metrics.costs is None or not metrics.forecast_seconds:
         return None
-    clips = min(figures.clips, _CLIPS_PER_RANK * figures.world_size)
+    clips = min(metrics.clips, _CLIPS_PER_RANK * metrics.world_size)
     try:
         layout = choose_layout(
-            num_steps=figures.num_steps,
-            world_size=figures.world_size,
+            num_steps=metrics.num_steps,
+            world_size=metrics.world_size,
             num_clips=clips,
-            costs=figures.costs,
-            decodes=figures.decodes,
-            cfg_parallel_size=figures.cfg_parallel,
+            costs=metrics.costs,
+            decodes=metrics.decodes,
+            cfg_parallel_size=metrics.cfg_parallel,
         ).layout
-        now = figures.forecast_seconds * clips / figures.clips
+        now = metrics.forecast_seconds * clips / metrics.clips
         times = now / forecast_layout(layout, clips).makespan
     except (RequestError, ZeroDivisionError):
         return None
@@ -203,19 +203,19 @@ def _best_layout(figures: RunFigures, costs: Path, option: str) -> Advice | None
     text = f"{layout}, {times:.2f} times as fast"
     if layout.replica_size == 1:
         text += ", if each device holds the whole model"
-        if option == _OF_COMMANDS:
+        if option == _OPTION_FORMAT:
             return Advice(text, "--layout data-parallel", times)
     options = layout.options()
-    given = {name: options[name] for name in ("split", "replicas", "decoders")}
+    options = {name: options[name] for name in ("split", "replicas", "decoders")}
     if layout.split != "uniform":
-        given["costs"] = shlex.quote(str(costs))
-    return Advice(text, " ".join(option.format(*each) for each in given.items()), times)
+        options["costs"] = shlex.quote(str(costs))
+    return Advice(text, " ".join(option.format(*each) for each in options.items()), times)
 
 
 # --- the report on a folder ----------------------------------------------------------------------
 
 
-def read_report(path: Path) -> tuple[dict[str, Any], Diagnosis | None]:
+def read_report(path: Path) -> tuple[dict[str, Any], RunAnalysis | None]:
     """Read the report on a run, and its diagnosis.
 
     Args:
@@ -239,16 +239,16 @@ def read_report(path: Path) -> tuple[dict[str, Any], Diagnosis | None]:
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
-    figures = figures_of(content, repr(str(manifest)))
-    diagnosis = None if figures is None else diagnose(figures, manifest)
+    metrics = parse_run_metrics(content, repr(str(manifest)))
+    analysis = None if metrics is None else analyze(metrics, manifest)
     report = {
         "schema_version": SCHEMA_VERSION,
         "manifest": str(manifest),
         "clips": dict(states),
         "lost": lost,
-        **(_NOTHING if diagnosis is None else diagnosis.to_json()),
+        **(_NOTHING if analysis is None else analysis.to_json()),
     }
-    return report, diagnosis
+    return report, analysis
 
 
 def _find_manifest(path: Path) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from svdpp.config import ModelConfig, PipelineConfig, sampling_from
-from svdpp.diagnostics.figures import RankFigures, RunFigures
+from svdpp.diagnostics.run_metrics import RankRunMetrics, RunMetrics
 from svdpp.driver import memory_process
 from svdpp.driver.resolve import resolve_config
 from svdpp.errors import SvdppError
@@ -96,39 +96,39 @@ class Speed:
 
 
 def speed_of_rank(
-    figures: RunFigures, rank: RankFigures, flops: PartFlops, peak: float | None
+    metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops, peak: float | None
 ) -> Speed:
     """Return the speed of a rank while it computes: its waits do not count.
 
     Args:
-        figures: Figures of the run.
+        metrics: Figures of the run.
         rank: One of its ranks.
         flops: FLOPs of the run's model for one clip.
         peak: Peak of the rank's device in TFLOP/s; None if it is unknown.
     """
-    return _speed(_flops_of_rank(figures, rank, flops), rank.compute, peak)
+    return _speed(_flops_of_rank(metrics, rank, flops), rank.compute, peak)
 
 
-def speed_of_run(figures: RunFigures, flops: PartFlops, peaks: Iterable[float | None]) -> Speed:
+def speed_of_run(metrics: RunMetrics, flops: PartFlops, peaks: Iterable[float | None]) -> Speed:
     """Return the mean speed of the ranks from the first action's start to the last one's end.
 
     The utilisation is the model FLOPs utilisation (MFU) of Chowdhery et al., PaLM, 2022
     (arXiv:2204.02311, appendix B), with all waits: FLOPs / (seconds * sum of the devices' peaks).
 
     Args:
-        figures: Figures of the run.
+        metrics: Figures of the run.
         flops: FLOPs of the run's model for one clip.
         peaks: Peak of each rank's device in TFLOP/s; None where it is unknown.
     """
-    done = sum(_flops_of_rank(figures, rank, flops) for rank in figures.ranks)
+    done = sum(_flops_of_rank(metrics, rank, flops) for rank in metrics.ranks)
     known = [peak for peak in peaks if peak is not None]
-    mean = sum(known) / len(known) if len(known) == figures.world_size else None
-    return _speed(done, figures.makespan * figures.world_size, mean)
+    mean = sum(known) / len(known) if len(known) == metrics.world_size else None
+    return _speed(done, metrics.makespan * metrics.world_size, mean)
 
 
-def _flops_of_rank(figures: RunFigures, rank: RankFigures, flops: PartFlops) -> float:
+def _flops_of_rank(metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops) -> float:
     # Each rank of a pair does half of each step that it takes part in.
-    step = flops.step / figures.cfg_parallel
+    step = flops.step / metrics.cfg_parallel
     decoded = rank.decode.count * rank.decode_fraction
     return rank.encode.count * flops.encode + rank.step.count * step + decoded * flops.decode
 
@@ -138,15 +138,15 @@ def _speed(flops: float, seconds: float, peak: float | None) -> Speed:
     return Speed(tflops=tflops, utilisation=tflops / peak if peak else None)
 
 
-def peaks_of(figures: RunFigures, dtype: str, given: float | None) -> list[float | None]:
+def peaks_of(metrics: RunMetrics, dtype: str, override: float | None) -> list[float | None]:
     """Return the peak of each rank's device in TFLOP/s; None where it is unknown.
 
     Args:
-        figures: Figures of the run.
+        metrics: Figures of the run.
         dtype: Dtype of its model.
-        given: Peak that the user names, for every rank; None: that of the table.
+        override: Peak that the user names, for every rank; None: that of the table.
     """
-    return [given or peak_tflops(rank.device_name, dtype) for rank in figures.ranks]
+    return [override or peak_tflops(rank.device_name, dtype) for rank in metrics.ranks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,46 +165,46 @@ class Speeds:
         return asdict(self)
 
 
-def speeds_of(figures: RunFigures, given_peak: float | None = None) -> Speeds:
+def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds:
     """Return the speeds of a finished run, whose FLOPs are counted now: seconds.
 
     Nothing is downloaded: the model's configs must still be on this machine.
 
     Args:
-        figures: Figures of the run, from its manifest.
-        given_peak: Peak of each rank's device in TFLOP/s; None: that of the table.
+        metrics: Figures of the run, from its manifest.
+        peak_override: Peak of each rank's device in TFLOP/s; None: that of the table.
     """
-    if not figures.model or not figures.sampling:
+    if not metrics.model or not metrics.sampling:
         return Speeds(note="no TFLOP/s: the run is of an earlier version")
     try:
-        flops = _flops_of_model(figures)
+        flops = _flops_of_model(metrics)
     except (SvdppError, TypeError) as error:  # the model is gone, or the manifest was edited
         return Speeds(note=f"no TFLOP/s: {error}")
-    peaks = peaks_of(figures, str(figures.model.get("dtype")), given_peak)
+    peaks = peaks_of(metrics, str(metrics.model.get("dtype")), peak_override)
     unknown = {
         rank.device_name
-        for rank, peak in zip(figures.ranks, peaks, strict=True)
+        for rank, peak in zip(metrics.ranks, peaks, strict=True)
         if peak is None and rank.device_name
     }
     names = ", ".join(sorted(unknown))
     return Speeds(
-        run=speed_of_run(figures, flops, peaks),
+        run=speed_of_run(metrics, flops, peaks),
         ranks=tuple(
-            speed_of_rank(figures, rank, flops, peak)
-            for rank, peak in zip(figures.ranks, peaks, strict=True)
+            speed_of_rank(metrics, rank, flops, peak)
+            for rank, peak in zip(metrics.ranks, peaks, strict=True)
         ),
         note=f"no utilisation: no peak is known of {names}; --peak-tflops gives it" * bool(names),
     )
 
 
-def _flops_of_model(figures: RunFigures) -> PartFlops:
-    values = dict(figures.model)
+def _flops_of_model(metrics: RunMetrics) -> PartFlops:
+    values = dict(metrics.model)
     if str(values.get("name")).startswith("~/"):  # as manifests write the user's home
         values["name"] = os.path.expanduser(values["name"])
     if values.get("dummy_latent_shape"):
         values["dummy_latent_shape"] = tuple(values["dummy_latent_shape"])
     model = ModelConfig(**values, local_files_only=True)
-    sampling = sampling_from(figures.sampling)
+    sampling = sampling_from(metrics.sampling)
     return count_flops(PipelineConfig(world_size=1, model=model, sampling=sampling, device="cpu"))
 
 

@@ -169,13 +169,13 @@ class RunManifest:
         if self._changed and self._writing is None and time.monotonic() >= self._next_write:
             self._write()
 
-    def set_measurements(self, figures: Mapping[str, Any]) -> None:
+    def set_measurements(self, metrics: Mapping[str, Any]) -> None:
         """Add the figures of the run, for `svdpp report`; they are written on leaving.
 
         Args:
-            figures: JSON values by name.
+            metrics: JSON values by name.
         """
-        self._content["measured"] = redact_all(figures)
+        self._content["measured"] = redact_all(metrics)
         self._changed = True
 
     def mark_lost(self, output: str, error: OutputError) -> None:

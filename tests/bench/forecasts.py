@@ -31,7 +31,7 @@ from svdpp.config import (
     WanSampling,
     sampling_defaults,
 )
-from svdpp.diagnostics.figures import costs_of
+from svdpp.diagnostics.run_metrics import average_costs
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
@@ -76,7 +76,7 @@ def measure(pipeline: Pipeline, num_clips: int) -> Run:
     pipeline.run(example_requests(config, num_clips))
     spans = [span for span in trace.spans if span.clip == first]
     steps = seconds_of(spans, Kind.DENOISE)
-    return Run(trace.summary(), steps, costs_of(config, [trace]), config.layout)
+    return Run(trace.summary(), steps, average_costs(config, [trace]), config.layout)
 
 
 def seconds_of(spans: list[Span], *kinds: Kind) -> float:

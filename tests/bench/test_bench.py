@@ -210,22 +210,22 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     speedup = found["speedups"][ONE_DEVICE]
     assert speedup["rounds"] == [4.0, 2.0]
     assert speedup["over_rounds"] == pytest.approx(8**0.5)
-    figures = found["cases"][PIPELINE]["over_rounds"]
-    assert figures["start_seconds"] == pytest.approx(3.0)
-    assert figures["load_seconds"] == pytest.approx(2.0)
-    assert (figures["peak_allocated_gib"], figures["peak_reserved_gib"]) == (None, 1.0)
-    assert figures["step_p50_seconds"] == pytest.approx((0.5 * 1.0) ** 0.5)
+    metrics = found["cases"][PIPELINE]["over_rounds"]
+    assert metrics["start_seconds"] == pytest.approx(3.0)
+    assert metrics["load_seconds"] == pytest.approx(2.0)
+    assert (metrics["peak_allocated_gib"], metrics["peak_reserved_gib"]) == (None, 1.0)
+    assert metrics["step_p50_seconds"] == pytest.approx((0.5 * 1.0) ** 0.5)
     parts = ("compute", "wait", "transfer", "idle", "unaccounted")
-    assert sum(figures[f"{part}_share"] for part in parts) == pytest.approx(1.0, abs=1e-3)
+    assert sum(metrics[f"{part}_share"] for part in parts) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_the_known_bottleneck_comes_first_and_fields_of_the_configuration_are_advised(
     tmp_path: Path,
 ) -> None:
-    figures, one = replayed(replace(EVEN, step_seconds=(0.1, 0.2))), bench_of()
+    metrics, one = replayed(replace(EVEN, step_seconds=(0.1, 0.2))), bench_of()
     kept = Results(tmp_path, one)
     for number, makespan in enumerate((2.0, 2.1, 2.2)):
-        done = replace(round_of(PIPELINE, number), figures=replace(figures, makespan=makespan))
+        done = replace(round_of(PIPELINE, number), metrics=replace(metrics, makespan=makespan))
         one.rounds.append(done)
         kept.add(done)
     limits = kept.finish()["limits"]

@@ -16,7 +16,7 @@ from svdpp.bench.config import BenchConfig, Measure, Model, Ranks, read_config
 from svdpp.bench.results import SPANS, TABLE, Results
 from svdpp.bench.runner import Bench
 from svdpp.bench.targets import (
-    FIGURES,
+    METRICS,
     ONE_DEVICE,
     PIPELINE,
     SPEEDUPS,
@@ -78,11 +78,11 @@ def test_a_target_that_cannot_be_is_refused(override: str, words: str) -> None:
 
 
 def test_every_figure_of_a_summary_is_a_target_by_its_name(tmp_path: Path) -> None:
-    names = [*FIGURES, *(f"diffusers.{name}" for name in FIGURES), "speedup_over_diffusers"]
+    names = [*METRICS, *(f"diffusers.{name}" for name in METRICS), "speedup_over_diffusers"]
     overrides = [f"targets.{name}.max=1e9" for name in names]
     _, found, _ = _finished(tmp_path, *overrides)
 
-    assert tuple(found["cases"][PIPELINE]["over_rounds"]) == FIGURES
+    assert tuple(found["cases"][PIPELINE]["over_rounds"]) == METRICS
     assert [each["name"] for each in found["targets"]] == names
     measured = {each["name"]: each["measured"] for each in found["targets"]}
     assert measured["makespan_seconds"] == 2.0
@@ -145,9 +145,9 @@ def test_the_flops_are_those_of_the_models_real_calls(tmp_path: Path) -> None:
     folder, found, _ = _finished(tmp_path, "measure.peak_tflops=0.01")
     step = 2 * 2 * 27 * 4 * 16 * 14 * 64 * 64
     assert found["flops"] == {"encode": 0, "step": step, "decode": 0}
-    figures = found["cases"][PIPELINE]["over_rounds"]
-    assert figures["tflops"] == pytest.approx(2 * step / 2.0 / 1e12, rel=1e-4)
-    assert figures["utilisation"] == pytest.approx(figures["tflops"] / 0.01, rel=1e-4)
+    metrics = found["cases"][PIPELINE]["over_rounds"]
+    assert metrics["tflops"] == pytest.approx(2 * step / 2.0 / 1e12, rel=1e-4)
+    assert metrics["utilisation"] == pytest.approx(metrics["tflops"] / 0.01, rel=1e-4)
     assert (
         found["config_sha256"] == json.loads((folder / "summary.json").read_text())["config_sha256"]
     )
@@ -218,34 +218,34 @@ def test_published_peaks(name: str, dtype: str, peak: float | None) -> None:
 
 def test_speeds_of_ranks_are_those_of_their_own_work() -> None:
     """Rank 0 encodes and steps, rank 1 steps and decodes a half; waits count for the run alone."""
-    figures = replayed(replace(EVEN, decode_seconds=0.5), clips=4)
-    figures = with_rank(figures, 1, decode_fraction=0.5)
+    metrics = replayed(replace(EVEN, decode_seconds=0.5), clips=4)
+    metrics = with_rank(metrics, 1, decode_fraction=0.5)
     flops = PartFlops(encode=10**9, step=10**10, decode=4 * 10**9)
     first = 4 * 1e9 + 20 * 1e10
     last = 20 * 1e10 + 4 * 0.5 * 4e9
     assert [
-        speed_of_rank(figures, rank, flops, 2.0).tflops * rank.compute for rank in figures.ranks
+        speed_of_rank(metrics, rank, flops, 2.0).tflops * rank.compute for rank in metrics.ranks
     ] == pytest.approx([first / 1e12, last / 1e12])
-    run = speed_of_run(figures, flops, [2.0, 4.0])
-    assert run.tflops == pytest.approx((first + last) / 1e12 / figures.makespan / 2)
+    run = speed_of_run(metrics, flops, [2.0, 4.0])
+    assert run.tflops == pytest.approx((first + last) / 1e12 / metrics.makespan / 2)
     assert run.utilisation == pytest.approx(run.tflops / 3.0)
-    assert speed_of_run(figures, flops, [2.0, None]).utilisation is None
-    paired = replace(figures, cfg_parallel=2)
+    assert speed_of_run(metrics, flops, [2.0, None]).utilisation is None
+    paired = replace(metrics, cfg_parallel=2)
     assert speed_of_run(paired, PartFlops(0, 10**10, 0), []).tflops == pytest.approx(
-        speed_of_run(figures, PartFlops(0, 5 * 10**9, 0), []).tflops
+        speed_of_run(metrics, PartFlops(0, 5 * 10**9, 0), []).tflops
     )
 
 
 def test_the_report_counts_the_flops_of_the_runs_model() -> None:
     model = {"name": "dummy", "dtype": "fp32", "dummy_latent_shape": [1, 4, 2, 8, 8]}
     sampling = {"family": "svd", "num_inference_steps": 10}
-    figures = replace(replayed(), model=model, sampling=sampling)
-    speeds = speeds_of(figures)
+    metrics = replace(replayed(), model=model, sampling=sampling)
+    speeds = speeds_of(metrics)
     step = 2 * 2 * 27 * 4 * 16 * 2 * 8 * 8
     assert speeds.run is not None
-    assert speeds.run.tflops == pytest.approx(400 * step / 1e12 / figures.makespan / 2)
+    assert speeds.run.tflops == pytest.approx(400 * step / 1e12 / metrics.makespan / 2)
     assert (speeds.run.utilisation, speeds.note, len(speeds.ranks)) == (None, "", 2)
-    gpu = with_rank(figures, 0, device_name="Some GPU")
+    gpu = with_rank(metrics, 0, device_name="Some GPU")
     assert "no peak is known of Some GPU" in speeds_of(gpu).note
     assert speeds_of(gpu, 1.0).note == ""
 

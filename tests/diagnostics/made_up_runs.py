@@ -10,7 +10,7 @@ from typing import Any
 from svdpp.bench.config import read_config
 from svdpp.bench.runner import Bench, Round
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics.figures import RunFigures, measured_figures
+from svdpp.diagnostics.run_metrics import RunMetrics, collect_run_metrics
 from svdpp.driver.trace import Trace
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule
@@ -19,14 +19,14 @@ from svdpp.worker.messages import ActionDone, Finished, Joined, StepDone
 EVEN = CostModel(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
 
-def replayed(costs: CostModel = EVEN, **size: int) -> RunFigures:
+def replayed(costs: CostModel = EVEN, **size: int) -> RunMetrics:
     """The figures of a run that took exactly what the forecast says."""
     return _replayed(costs, **size)[1]
 
 
 def _replayed(
     costs: CostModel, *, world_size: int = 2, num_steps: int = 10, clips: int = 40
-) -> tuple[Trace, RunFigures]:
+) -> tuple[Trace, RunMetrics]:
     config = PipelineConfig(
         world_size=world_size,
         model=ModelConfig(name="demo"),
@@ -43,20 +43,20 @@ def _replayed(
         done = {"action": str(action), "start": start, "end": end, "waited": waited}
         trace(rank, ActionDone.model_validate({**done, "waits": {"packet": waited}}))
         ends[rank] = end
-    figures = measured_figures(trace, config, config.layout.schedule(clips))
-    assert figures is not None
-    return trace, replace(figures, start_seconds=3.0)
+    metrics = collect_run_metrics(trace, config, config.layout.schedule(clips))
+    assert metrics is not None
+    return trace, replace(metrics, start_seconds=3.0)
 
 
-def with_rank(figures: RunFigures, rank: int, **changes: Any) -> RunFigures:
-    """`figures` with other values of one rank."""
-    ranks = list(figures.ranks)
+def with_rank(metrics: RunMetrics, rank: int, **changes: Any) -> RunMetrics:
+    """`metrics` with other values of one rank."""
+    ranks = list(metrics.ranks)
     ranks[rank] = replace(ranks[rank], **changes)
-    return replace(figures, ranks=tuple(ranks))
+    return replace(metrics, ranks=tuple(ranks))
 
 
-def delayed(figures: RunFigures, rank: int, seconds: float, **changes: Any) -> RunFigures:
-    """`figures` of a run that took longer because one rank waited; the others waited for it."""
+def delayed(metrics: RunMetrics, rank: int, seconds: float, **changes: Any) -> RunMetrics:
+    """`metrics` of a run that took longer because one rank waited; the others waited for it."""
     ranks = [
         replace(
             each,
@@ -64,20 +64,20 @@ def delayed(figures: RunFigures, rank: int, seconds: float, **changes: Any) -> R
             wait=each.wait + seconds,
             **(changes if each.rank == rank else {"packet_wait": each.packet_wait + seconds}),
         )
-        for each in figures.ranks
+        for each in metrics.ranks
     ]
-    return replace(figures, ranks=tuple(ranks), makespan=figures.makespan + seconds)
+    return replace(metrics, ranks=tuple(ranks), makespan=metrics.makespan + seconds)
 
 
-def leave(folder: Path, figures: RunFigures | None) -> Path:
+def leave(folder: Path, metrics: RunMetrics | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     clips = [
         {"output": "a_0.mp4", "input": "a.jpg", "seed": 0, "state": "done"},
         {"output": "a_1.mp4", "state": "failed", "error": {"message": "a latent is not finite"}},
     ]
     content = {"schema_version": 1, "model": "demo", "clips": clips}
-    if figures is not None:
-        content["measured"] = figures.to_json()
+    if metrics is not None:
+        content["measured"] = metrics.to_json()
     path = folder / "run.json"
     path.write_text(json.dumps(content))
     return path
@@ -103,6 +103,6 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
     """A clip of two steps, on one rank."""
     costs = CostModel(step_seconds=seconds / 2)
-    trace, figures = _replayed(costs, world_size=1, num_steps=2, clips=1)
+    trace, metrics = _replayed(costs, world_size=1, num_steps=2, clips=1)
     hashes = [(sha256, None)]
-    return Round(case=case, number=number, trace=trace, figures=figures, sha256=hashes)
+    return Round(case=case, number=number, trace=trace, metrics=metrics, sha256=hashes)

@@ -67,7 +67,7 @@ def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.Mon
     names = ("devices", "cut test")
     monkeypatch.setattr(machine, "_CHECKS", {name: machine._CHECKS[name] for name in names})
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
-    *_, check = machine.examine(config, tmp_path)
+    *_, check = machine.run_checks(config, tmp_path)
     assert (check.verdict, check.exit_code) == ("failed", 3)
     assert check.detail.startswith("other bits than diffusers' whole call: clip 0, the latent")
 

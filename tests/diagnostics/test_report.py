@@ -11,15 +11,15 @@ import pytest
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
 from svdpp.config.cost_files import read_costs
-from svdpp.diagnostics.figures import (
-    RankFigures,
-    RunFigures,
-    WorkFigures,
-    figures_of,
-    figures_of_run,
-    measured_figures,
-)
 from svdpp.diagnostics.report import read_report
+from svdpp.diagnostics.run_metrics import (
+    RankRunMetrics,
+    RunMetrics,
+    WorkMetrics,
+    collect_run_metrics,
+    metrics_of_pipeline,
+    parse_run_metrics,
+)
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, RequestError
@@ -32,19 +32,19 @@ from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_
 from tests.faults.processes import allowing_for_others
 
 
-def _parts(trace: Trace) -> tuple[RankFigures, ...]:
+def _parts(trace: Trace) -> tuple[RankRunMetrics, ...]:
     """The time of each rank; only its trace is recorded."""
     config = PipelineConfig(
         world_size=trace.world_size,
         model=ModelConfig(name="dummy"),
         sampling=SvdSampling(num_inference_steps=6, num_frames=2),
     )
-    figures = measured_figures(trace, config)
-    assert figures is not None
-    return figures.ranks
+    metrics = collect_run_metrics(trace, config)
+    assert metrics is not None
+    return metrics.ranks
 
 
-def _run(*clips: int, of: int, last_clips: int = 1000) -> RunFigures | None:
+def _run(*clips: int, of: int, last_clips: int = 1000) -> RunMetrics | None:
     """The figures after `clips` of a run `of` so many: each waits, and computes for 0.5 s."""
     config = PipelineConfig(
         world_size=1,
@@ -60,35 +60,35 @@ def _run(*clips: int, of: int, last_clips: int = 1000) -> RunFigures | None:
         times = {"start": clip + 0.2, "end": clip + 0.7, "waited": 0.2}
         trace(0, ActionDone(action=f"DENOISE c{clip} 0:2", waits={"image": 0.2}, **times))
         trace(0, ClipDone(clip=clip, metadata={}, write_seconds=0.1 * (clip + 1)))
-    return figures_of_run(pipeline, [ClipRequest(seed=seed) for seed in range(of)])
+    return metrics_of_pipeline(pipeline, [ClipRequest(seed=seed) for seed in range(of)])
 
 
 def test_figures_are_sums_of_the_events() -> None:
-    figures = _run(0, 1, 2, of=3)
-    assert figures is not None
-    (rank,) = figures.ranks
+    metrics = _run(0, 1, 2, of=3)
+    assert metrics is not None
+    (rank,) = metrics.ranks
     assert (rank.device, rank.load_seconds) == ("cpu", 0.5)
-    assert (figures.clips, rank.step.count, rank.step.mean_seconds) == (3, 6, 0.25)
+    assert (metrics.clips, rank.step.count, rank.step.mean_seconds) == (3, 6, 0.25)
     assert rank.compute == pytest.approx(1.5)
     assert rank.image_wait == pytest.approx(0.6)
     assert (rank.write.count, rank.write.mean_seconds) == (3, pytest.approx(0.2))
-    assert figures.forecast_seconds == pytest.approx(1.5)
+    assert metrics.forecast_seconds == pytest.approx(1.5)
 
 
 def test_a_long_run_leaves_the_figures_of_its_last_clips() -> None:
-    figures = _run(*range(20), of=20, last_clips=5)
-    assert figures is not None
-    assert (figures.clips, figures.ranks[0].step.count) == (5, 10)
-    assert figures.ranks[0].image_wait == pytest.approx(1.0)  # of the same clips
-    assert figures.forecast_seconds == pytest.approx(2.5)
-    assert len(json.dumps(figures.to_json())) < 10_000
+    metrics = _run(*range(20), of=20, last_clips=5)
+    assert metrics is not None
+    assert (metrics.clips, metrics.ranks[0].step.count) == (5, 10)
+    assert metrics.ranks[0].image_wait == pytest.approx(1.0)  # of the same clips
+    assert metrics.forecast_seconds == pytest.approx(2.5)
+    assert len(json.dumps(metrics.to_json())) < 10_000
 
 
 def test_a_run_that_fails_has_figures_if_it_made_a_step() -> None:
     assert _run(of=3) is None
-    figures = _run(0, of=3)
-    assert figures is not None
-    assert (figures.clips, figures.forecast_seconds) == (1, None)  # not all clips were made
+    metrics = _run(0, of=3)
+    assert metrics is not None
+    assert (metrics.clips, metrics.forecast_seconds) == (1, None)  # not all clips were made
 
 
 def _trace() -> Trace:
@@ -132,13 +132,13 @@ def test_the_parts_of_real_ranks_add_up() -> None:
     requests = [ClipRequest(seed=seed) for seed in range(6)]
     with Pipeline(config) as pipeline:
         pipeline.run(requests)
-    figures = figures_of_run(pipeline, requests)
-    assert figures is not None
-    assert figures.clips == 6
-    assert figures.forecast_seconds == pytest.approx(figures.makespan, rel=0.3)
-    counts = [(rank.encode.count, rank.decode.count) for rank in figures.ranks]
+    metrics = metrics_of_pipeline(pipeline, requests)
+    assert metrics is not None
+    assert metrics.clips == 6
+    assert metrics.forecast_seconds == pytest.approx(metrics.makespan, rel=0.3)
+    counts = [(rank.encode.count, rank.decode.count) for rank in metrics.ranks]
     assert counts == [(6, 0), (0, 0), (0, 6)]
-    for rank in figures.ranks:
+    for rank in metrics.ranks:
         assert rank.peak_bytes
         causes = sum(pipeline.trace.rank_metrics[rank.rank].waits.values())
         assert causes == pytest.approx(rank.wait + rank.transfer, abs=1e-6)
@@ -152,33 +152,33 @@ def test_the_parts_of_real_ranks_add_up() -> None:
 _DECODE = replace(EVEN, decode_seconds=1.0)
 
 
-def _transfers() -> RunFigures:
-    figures = replace(delayed(replayed(), 1, 30.0), transfer_seconds=0.8)
-    return with_rank(figures, 1, transfer=30.0, wait=0.5, packet_wait=30.5)
+def _transfers() -> RunMetrics:
+    metrics = replace(delayed(replayed(), 1, 30.0), transfer_seconds=0.8)
+    return with_rank(metrics, 1, transfer=30.0, wait=0.5, packet_wait=30.5)
 
 
-def _few_steps_left() -> RunFigures:
+def _few_steps_left() -> RunMetrics:
     """A split by wrong costs: rank 0 does three steps in four."""
-    figures = replayed()
-    wall = figures.makespan * 1.5
-    figures = with_rank(
-        figures, 0, compute=wall, wait=0.0, packet_wait=0.0, idle=0.0,
-        step=WorkFigures(count=300, mean_seconds=0.1),
+    metrics = replayed()
+    wall = metrics.makespan * 1.5
+    metrics = with_rank(
+        metrics, 0, compute=wall, wait=0.0, packet_wait=0.0, idle=0.0,
+        step=WorkMetrics(count=300, mean_seconds=0.1),
     )  # fmt: skip
     return with_rank(
-        figures, 1, compute=wall / 3, packet_wait=wall * 2 / 3,
-        step=WorkFigures(count=100, mean_seconds=0.1),
+        metrics, 1, compute=wall / 3, packet_wait=wall * 2 / 3,
+        step=WorkMetrics(count=100, mean_seconds=0.1),
     )  # fmt: skip
 
 
-def _disk() -> RunFigures:
-    figures = replace(delayed(replayed(), 1, 20.0, writer_wait=20.0), write_tail=2.0)
-    return with_rank(figures, 1, write=WorkFigures(count=40, mean_seconds=1.2))
+def _disk() -> RunMetrics:
+    metrics = replace(delayed(replayed(), 1, 20.0, writer_wait=20.0), write_tail=2.0)
+    return with_rank(metrics, 1, write=WorkMetrics(count=40, mean_seconds=1.2))
 
 
 _FOUR: dict[str, Any] = {"world_size": 4, "num_steps": 12}
 #: What each made-up run suffers from, the rank that limits it, and words of the report.
-BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
+BOTTLENECKS: dict[str, tuple[RunMetrics, int | None, str]] = {
     "balanced": (replayed(), None, "no rank: each computes"),
     "decode": (replayed(_DECODE), 1, "its decodes take 67% of its work"),
     "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
@@ -196,8 +196,8 @@ BOTTLENECKS: dict[str, tuple[RunFigures, int | None, str]] = {
 
 @pytest.mark.parametrize("kind", BOTTLENECKS)
 def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_path: Path) -> None:
-    figures, rank, words = BOTTLENECKS[kind]
-    _, diagnosis = read_report(leave(tmp_path, figures))
+    metrics, rank, words = BOTTLENECKS[kind]
+    _, diagnosis = read_report(leave(tmp_path, metrics))
     assert diagnosis is not None
     first, advice = diagnosis.findings[0], diagnosis.advice
     assert (first.kind, first.rank) == (kind, rank)
@@ -208,17 +208,17 @@ def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_pa
     if advice is None:
         return
     asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
-    names: dict[str, Any] = {"data_parallel_size": figures.world_size}
+    names: dict[str, Any] = {"data_parallel_size": metrics.world_size}
     if asked.layout is None:
         names = {name: getattr(asked, name) for name in ("split", "replicas", "decoders")}
         names = layout_fields(names)
-    counts = {"num_steps": figures.num_steps, "world_size": figures.world_size}
-    layout = ParallelConfig(**counts, **names, costs=figures.costs)
+    counts = {"num_steps": metrics.num_steps, "world_size": metrics.world_size}
+    layout = ParallelConfig(**counts, **names, costs=metrics.costs)
     assert (layout.split, layout.data_parallel_size) != ("uniform", 1), (
         "the layout of each made-up run"
     )
-    assert figures.forecast_seconds is not None
-    times = figures.forecast_seconds / forecast_layout(layout, figures.clips).makespan
+    assert metrics.forecast_seconds is not None
+    times = metrics.forecast_seconds / forecast_layout(layout, metrics.clips).makespan
     assert times == pytest.approx(advice.times_as_fast, rel=0.05), advice
 
 
@@ -234,8 +234,8 @@ def test_a_slow_rank_gets_costs_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
-    figures = replace(replayed(), forecast_seconds=replayed().makespan / 2)
-    content = json.loads(json.dumps(read_report(leave(tmp_path, figures))[0]))
+    metrics = replace(replayed(), forecast_seconds=replayed().makespan / 2)
+    content = json.loads(json.dumps(read_report(leave(tmp_path, metrics))[0]))
     assert content["clips"] == {"done": 1, "failed": 1}
     assert content["lost"] == [{"output": "a_1.mp4", "why": "a latent is not finite"}]
     assert content["findings"][0]["kind"] == "balanced"
@@ -258,13 +258,13 @@ def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
 def test_damaged_figures_are_refused(changes: dict[str, Any] | None, words: str) -> None:
     measured: Any = [] if changes is None else {**replayed().to_json(), **changes}
     with pytest.raises(InputError, match=words):
-        figures_of({"measured": measured}, "'run.json'")
+        parse_run_metrics({"measured": measured}, "'run.json'")
 
 
 def test_figures_read_back_are_the_same_and_small() -> None:
-    figures = replayed(clips=100, world_size=8, num_steps=16)
-    content = json.dumps({"measured": figures.to_json()})
-    found = figures_of(json.loads(content), "")
+    metrics = replayed(clips=100, world_size=8, num_steps=16)
+    content = json.dumps({"measured": metrics.to_json()})
+    found = parse_run_metrics(json.loads(content), "")
     assert found is not None
-    assert found.to_json() == figures.to_json()
+    assert found.to_json() == metrics.to_json()
     assert len(content) < 100_000

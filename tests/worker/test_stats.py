@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.diagnostics.figures import figures_of_run
+from svdpp.diagnostics.run_metrics import metrics_of_pipeline
 from svdpp.driver.pipeline import Pipeline
 from svdpp.worker.messages import Event, RankStats
 from svdpp.worker.stats import read_gpu
@@ -35,9 +35,9 @@ def test_real_ranks_report_the_bytes_that_they_move_and_their_memory() -> None:
         assert last.resident_bytes > 2**20
         assert last.gpu_load is None
         assert last.allocated_bytes is None
-    figures = figures_of_run(pipeline, requests)
-    assert figures is not None
-    of_middle = figures.to_json()["ranks"][1]
+    metrics = metrics_of_pipeline(pipeline, requests)
+    assert metrics is not None
+    of_middle = metrics.to_json()["ranks"][1]
     assert (of_middle["sent_bytes"], of_middle["received_bytes"]) == (moved, moved)
     assert of_middle["resident_bytes"] > 2**20
 

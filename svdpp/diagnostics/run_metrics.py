@@ -1,0 +1,399 @@
+"""The figures of a run, from its trace: for its manifest, the rounds of a bench, and the report."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from svdpp.errors import InputError, RequestError, describe_fault, fault_details
+from svdpp.plan.actions import Kind
+from svdpp.plan.costs import CostModel, PerRank, step_from_pair
+from svdpp.plan.forecast import Span, simulate_schedule, summarise
+
+if TYPE_CHECKING:
+    from svdpp.config import ClipRequest, PipelineConfig
+    from svdpp.driver.pipeline import Pipeline
+    from svdpp.driver.trace import RankMetrics, Trace
+    from svdpp.plan.actions import Schedule
+
+# Ranks whose times of one step differ by less than this ratio count as equally fast.
+_SAME_SPEED = 1.1
+
+# The fields of a model on which its FLOPs depend.
+_MODEL_FIELDS = ("name", "family", "revision", "variant", "dtype", "dummy_latent_shape")
+
+#: Checked when they are read back, because a manifest is untrusted input.
+Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=10**15)]
+PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkMetrics:
+    """How often a rank did one kind of work, and the mean seconds of it."""
+
+    count: Count = 0
+    mean_seconds: Amount = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of them together."""
+        return self.count * self.mean_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRunMetrics:
+    """One rank's part of a run, in seconds and bytes; None where it is not known."""
+
+    rank: Count
+    device: str = ""
+    device_name: str = ""
+    """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
+    start: Count = 0
+    end: Count = 0
+    """The steps that it does of a clip: the earliest, and the latest (exclusive)."""
+    wall: Amount
+    """Seconds from the first start to the last end of any rank's work."""
+    compute: Amount
+    wait: Amount = 0.0
+    """Blocked without a transfer: by a neighbour, or by an image or file that is not ready."""
+    transfer: Amount = 0.0
+    """Blocked while a packet was arriving; transfers during the denoising do not count."""
+    idle: Amount = 0.0
+    """Before its first wait or work, and after its last."""
+    image_wait: Amount = 0.0
+    packet_wait: Amount = 0.0
+    writer_wait: Amount = 0.0
+    """Waits by their causes; `packet_wait` includes `transfer`."""
+    step: WorkMetrics = WorkMetrics()
+    encode: WorkMetrics = WorkMetrics()
+    decode: WorkMetrics = WorkMetrics()
+    decode_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Mean fraction of a clip's frames that one of its decodes makes."""
+    write: WorkMetrics = WorkMetrics()
+    """Writing clips, in a thread beside the other work."""
+    load_seconds: Amount = 0.0
+    allocated_bytes: Count | None = None
+    """Peak of tensors; None on the CPU."""
+    peak_bytes: Count | None = None
+    """Peak memory on its device; for a CPU rank, of the process."""
+    sent_bytes: Count | None = None
+    """Bytes of tensors that it sent to other ranks, from its start to its last sample."""
+    received_bytes: Count | None = None
+    resident_bytes: Count | None = None
+    """Largest resident set of its process among the samples, one a second."""
+    gpu_load: Amount | None = None
+    """Mean part of the time in which its GPU ran a kernel, 0 to 1, by NVML; None on the CPU."""
+    gpu_memory_bytes: Count | None = None
+    """Most memory in use on its GPU, by all processes, by NVML; None on the CPU."""
+    gpu_watts: Amount | None = None
+    """Mean power of its GPU, by NVML; None on the CPU."""
+
+    @property
+    def unaccounted(self) -> float:
+        """Seconds in none of the four parts of `wall`, each of which is measured on its own."""
+        return self.wall - self.compute - self.wait - self.transfer - self.idle
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMetrics:
+    """Measurements of a run."""
+
+    schema_version: Literal[1] = 1
+    ranks: Annotated[tuple[RankRunMetrics, ...], Field(min_length=1)]
+    clips: PositiveCount
+    """Clips that the ranks worked on in this run."""
+    num_steps: PositiveCount
+    cfg_parallel: PositiveCount = 1
+    decodes: bool = True
+    start_seconds: Amount = 0.0
+    """Seconds from the start of the ranks until the last of them was ready."""
+    makespan: Annotated[Amount, Field(gt=0)]
+    first_clip: Amount
+    seconds_per_clip: Amount
+    bubble: Amount
+    write_tail: Amount = 0.0
+    """Between the last action of a rank and the last written clip."""
+    transfer_seconds: Amount = 0.0
+    """Mean of one transfer, at its receiver."""
+    costs: CostModel | None = None
+    """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
+    forecast_seconds: Amount | None = None
+    """Seconds of the same actions at these costs; None if that is unknown."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Model and sampling parameters of the clips, by which their FLOPs are counted; empty in the
+    figures of earlier versions."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as plain values, with the costs as in a costs file."""
+        return {**rounded(asdict(self)), "costs": rounded(self.costs and self.costs.to_json())}
+
+
+def collect_run_metrics(
+    trace: Trace, config: PipelineConfig, schedule: Schedule | None = None
+) -> RunMetrics | None:
+    """Return the figures of the clips in a trace.
+
+    Args:
+        trace: Measurements of the run.
+        config: Resolved configuration of the run.
+        schedule: Actions of the ranks for these clips, for a forecast; None: unknown.
+
+    Returns:
+        The figures; None if no rank has done an action.
+    """
+    if not trace.spans:
+        return None
+    measured, end = trace.summary(), max(span.end for span in trace.spans)
+    device, costs = trace.rank_metrics[0].device, None
+    if trace.steps:
+        costs = average_costs(config, [trace], source="measured by svdpp run", device=device)
+    return RunMetrics(
+        ranks=tuple(_rank_metrics(trace, config, rank) for rank in range(trace.world_size)),
+        clips=measured.clips,
+        num_steps=config.sampling.num_inference_steps,
+        cfg_parallel=config.cfg_parallel,
+        decodes=config.decodes,
+        start_seconds=trace.ready - trace.begun,
+        makespan=measured.makespan,
+        first_clip=measured.first_clip,
+        seconds_per_clip=measured.seconds_per_clip,
+        bubble=measured.bubble,
+        write_tail=max(0.0, (trace.last_written or end) - end),
+        transfer_seconds=_work_metrics(
+            packet.end - packet.start for packet in trace.received
+        ).mean_seconds,
+        costs=costs,
+        forecast_seconds=_forecast(costs, schedule, trace.world_size),
+        model={name: getattr(config.model, name) for name in _MODEL_FIELDS},
+        sampling={**asdict(config.sampling), "family": config.sampling.family},
+    )
+
+
+def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunMetrics | None:
+    """Return the figures of a pipeline's clips; without a forecast if some clips are lost.
+
+    Args:
+        pipeline: A pipeline that has ended.
+        requests: Its clips, in order; the last ones count if its trace keeps no more.
+
+    Returns:
+        The figures; None if no rank has done an action.
+    """
+    kept = requests[-(pipeline.trace.last_clips or 0) :]
+    made = {span.clip for span in pipeline.trace.spans}
+    is_whole = len(made) == len(kept) and not pipeline.failures
+    schedule = pipeline.schedule(kept) if is_whole else None
+    return collect_run_metrics(pipeline.trace, pipeline.config, schedule)
+
+
+def _rank_metrics(trace: Trace, config: PipelineConfig, rank: int) -> RankRunMetrics:
+    share, reported = config.layout.all_shares[rank], trace.rank_metrics[rank]
+    spans = [span for span in trace.spans if span.rank == rank]
+    compute = sum(span.end - span.start for span in spans)
+    # The part of the run that the trace still has.
+    kept = compute / reported.compute_seconds if reported.compute_seconds else 1.0
+
+    fractions = [span.action.fraction for span in spans if span.action.kind is Kind.DECODE]
+
+    def work(kind: Kind) -> WorkMetrics:
+        return _work_metrics(
+            _whole_clip_seconds(span) for span in spans if span.action.kind is kind
+        )
+
+    return RankRunMetrics(
+        rank=rank,
+        device=reported.device,
+        device_name=reported.device_name,
+        start=share.start,
+        end=share.end,
+        compute=compute,
+        **{**_time_breakdown(trace, rank), **_stats_fields(reported)},
+        image_wait=kept * reported.waits.get("image", 0.0),
+        packet_wait=kept * reported.waits.get("packet", 0.0),
+        writer_wait=kept * reported.waits.get("writer", 0.0),
+        step=_work_metrics(step.end - step.start for step in trace.steps if step.rank == rank),
+        encode=work(Kind.ENCODE),
+        decode=work(Kind.DECODE),
+        decode_fraction=statistics.fmean(fractions) if fractions else 1.0,
+        write=WorkMetrics(
+            count=reported.num_written,
+            mean_seconds=reported.write_seconds / max(1, reported.num_written),
+        ),
+        load_seconds=reported.load_seconds,
+        allocated_bytes=reported.allocated_bytes,
+        peak_bytes=reported.reserved_bytes,
+    )
+
+
+def _stats_fields(reported: RankMetrics) -> dict[str, Any]:
+    stats = reported.stats
+    return {
+        "sent_bytes": None if stats is None else stats.sent_bytes,
+        "received_bytes": None if stats is None else stats.received_bytes,
+        "resident_bytes": reported.peak_resident_bytes or None,
+        "gpu_load": reported.gpu_load.value,
+        "gpu_memory_bytes": reported.peak_gpu_memory_bytes,
+        "gpu_watts": reported.gpu_watts.value,
+    }
+
+
+def _time_breakdown(trace: Trace, rank: int) -> dict[str, Any]:
+    """Return the parts of a rank's time by name, each measured on its own, in seconds."""
+    begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
+    end = max(span.end for span in trace.spans)
+    waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]
+    busy = [*waits, *((span.start, span.end) for span in trace.spans if span.rank == rank)]
+    head = min((start for start, _ in busy), default=end) - begin
+    tail = end - max((last for _, last in busy), default=end)
+    arriving = [(packet.start, packet.end) for packet in trace.received if packet.rank == rank]
+    transfer = _overlap(waits, arriving)
+    waited = sum(last - start for start, last in waits)
+    return {
+        "wall": end - begin,
+        "wait": max(0.0, waited - transfer),
+        "transfer": transfer,
+        "idle": head + tail,
+    }
+
+
+def _overlap(
+    waits: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]
+) -> float:
+    """Seconds of `waits` that overlap with any of `transfers`; two at once count once."""
+    reached, joined = float("-inf"), []
+    for start, end in sorted(transfers):
+        joined.append((max(start, reached), end))
+        reached = max(reached, end)
+    return sum(
+        max(0.0, min(end, last) - max(start, first))
+        for start, end in waits
+        for first, last in joined
+    )
+
+
+def _work_metrics(seconds: Iterable[float]) -> WorkMetrics:
+    each = list(seconds)
+    return WorkMetrics(count=len(each), mean_seconds=sum(each) / max(1, len(each)))
+
+
+def _whole_clip_seconds(span: Span) -> float:
+    """Return the seconds for a whole clip, also if the rank decodes a part of it."""
+    return (span.end - span.start) / span.action.fraction
+
+
+def _forecast(costs: CostModel | None, schedule: Schedule | None, world_size: int) -> float | None:
+    if schedule is None or costs is None:
+        return None
+    try:
+        return summarise(simulate_schedule(schedule, costs), world_size).makespan
+    except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
+        return None
+
+
+def average_costs(
+    config: PipelineConfig,
+    traces: Sequence[Trace],
+    *,
+    average: Callable[[Iterable[float]], float] = statistics.fmean,
+    per_rank: bool = True,
+    **fields: Any,
+) -> CostModel:
+    """Return the average costs of all clips in `traces`.
+
+    Args:
+        config: of the run that the traces are of.
+        traces: at least one, with steps.
+        average: how several times of one kind become one.
+        per_rank: whether all work has a time for each rank if their steps differ by more
+            than a tenth. A rank without steps counts as fast as the others.
+        fields: further fields of the costs.
+    """
+    host_of = CostModel(ranks_per_host=fields.get("ranks_per_host")).host_of
+    transfers: dict[bool, list[float]] = {False: [], True: []}
+    for packet in (packet for trace in traces for packet in trace.received):
+        crosses = host_of(packet.rank) != host_of(packet.peer)
+        transfers[crosses].append(packet.end - packet.start)
+    transfer = average(transfers[False] or [0.0])
+    steps = defaultdict[int, list[float]](list)
+    for each in (each for trace in traces for each in trace.steps):
+        steps[each.rank].append(each.end - each.start)
+
+    def step(seconds: Iterable[float]) -> float:
+        paired = config.cfg_parallel == 2
+        return step_from_pair(average(seconds), transfer) if paired else average(seconds)
+
+    usual = step([seconds for times in steps.values() for seconds in times])
+    ranks = range(config.world_size)
+    slowness = [step(steps[rank]) / usual if rank in steps else 1.0 for rank in ranks]
+    differs = per_rank and max(slowness) > _SAME_SPEED * min(slowness)
+
+    def on_ranks(seconds: float) -> PerRank:
+        return tuple(seconds * slow for slow in slowness) if differs else seconds
+
+    def action(kind: Kind) -> PerRank:
+        spans = [span for trace in traces for span in trace.spans if span.action.kind is kind]
+        seconds = [
+            _whole_clip_seconds(span) / (slowness[span.rank] if differs else 1.0) for span in spans
+        ]
+        return on_ranks(average(seconds or [0.0]))
+
+    return CostModel(
+        step_seconds=on_ranks(usual),
+        encode_seconds=action(Kind.ENCODE),
+        decode_seconds=action(Kind.DECODE),
+        transfer_seconds=transfer,
+        inter_host_transfer_seconds=average(transfers[True]) if transfers[True] else None,
+        **fields,
+    )
+
+
+_RUN_METRICS = TypeAdapter(RunMetrics)
+
+
+def parse_run_metrics(manifest: Mapping[str, Any], where: str) -> RunMetrics | None:
+    """Return the figures in a run's manifest.
+
+    Args:
+        manifest: Content of a `run.json`.
+        where: Its path, for errors.
+
+    Returns:
+        The figures; None if the run has left none.
+
+    Raises:
+        InputError: They are damaged.
+    """
+    values = manifest.get("measured")
+    if values is None:
+        return None
+    try:
+        return _RUN_METRICS.validate_python(values)
+    except RequestError as error:
+        what, details = error.message, error.details
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc'])) or 'it'} {describe_fault(first)}"
+        details = fault_details(first)
+    raise InputError(f"{where}: the run's figures are damaged: {what}", details=details)
+
+
+def rounded(value: Any) -> Any:
+    """Return plain values with numbers of six significant digits, which keeps files small.
+
+    Args:
+        value: A JSON value.
+    """
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
