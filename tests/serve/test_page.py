@@ -270,7 +270,7 @@ def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: 
     page.press(Keys.ENTER)
     page.wait(lambda: len(page.rows()) == 5)
     assert page.focused() == "queue"
-    page.wait_text("#say", "cancelled.")
+    page.wait_text("#toast", "cancelled.")
 
     button = page.one("#cancel-all")
     place = button.rect
@@ -279,7 +279,7 @@ def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: 
     assert button.rect == place  # a second press at the same place is meant for it
     assert len(page.rows()) == 5  # until it is pressed again
     button.click()
-    page.wait_text("#say", "5 clips cancelled.")
+    page.wait_text("#toast", "5 clips cancelled.")
     assert page.text("#queue-empty") == "The queue is empty."
     for video in server.client.get("/v1/videos?status=cancelled").json()["data"]:
         server.client.delete(f"/v1/videos/{video['id']}")

@@ -1,27 +1,27 @@
 // Owns what a person can do with a clip: cancel, remove, verify, download, copy its parameters.
 
-import { apiKey, fileNameOf, get, release, request, wordsOf } from "./api.js";
+import { apiKey, fileNameOf, get, release, request, errorText } from "./api.js";
 import { drop, isOpen, takeVideo } from "./clips.js";
-import { iconButton, make, say, setAttribute } from "./dom.js";
-import { tell } from "./signals.js";
+import { iconButton, make, toast, setAttribute } from "./dom.js";
+import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { plural } from "./text.js";
-import { parametersOf, titleOf } from "./words.js";
+import { parametersOf, titleOf } from "./format.js";
 
 /** Does what a person asked for with a clip, and shows that it is under way, and why it failed. */
 async function act(id, words, work) {
   if (state.busy.has(id)) return;
   state.busy.set(id, `${words}…`);
-  tell("change");
+  emit("change");
   try {
     await work();
   } catch (error) {
     if (error.status === 404) drop(id);
-    say(wordsOf(error));
+    toast(errorText(error));
   } finally {
     state.busy.delete(id);
-    tell("change");
-    tell("stale");
+    emit("change");
+    emit("stale");
   }
 }
 
@@ -51,7 +51,7 @@ export async function cancelAll() {
   while ([...tried].some((id) => state.videos.has(id) && isOpen(state.videos.get(id)))) {
     await new Promise((resolve) => setTimeout(resolve, 300));
   }
-  say(`${plural(tried.size, "clip")} cancelled.`);
+  toast(`${plural(tried.size, "clip")} cancelled.`);
 }
 
 /** Has a button do its work only at the second press, so that a slip loses nothing. */
@@ -65,7 +65,7 @@ export function pressTwice(button, question, label, work) {
   button.addEventListener("click", () => {
     if (button.classList.contains("danger")) {
       reset();
-      Promise.resolve(work()).catch((error) => say(wordsOf(error)));
+      Promise.resolve(work()).catch((error) => toast(errorText(error)));
       return;
     }
     button.classList.add("danger");
@@ -93,7 +93,7 @@ export async function verify(id) {
     const video = await get(`/v1/videos/${id}/verify`, { method: "POST" });
     takeVideo(video);
     if (video.proof !== "running") return; // it says why
-    say("The clip is made again on one device, once the ranks are idle, and compared bit by bit.");
+    toast("The clip is made again on one device, once the ranks are idle, and compared bit by bit.");
   });
 }
 
@@ -109,7 +109,7 @@ export async function download(id) {
     link.remove();
     setTimeout(() => release(address), 60000);
   } catch (error) {
-    say(wordsOf(error));
+    toast(errorText(error));
   }
 }
 
@@ -121,7 +121,7 @@ export async function copyParameters(id) {
     return `  "${name}": ${name === "seed" ? value : JSON.stringify(value)}`;
   });
   const copied = await copyText(`{\n${pairs.join(",\n")}\n}\n`);
-  say(copied ? "Parameters copied." : "The browser did not allow to copy.");
+  toast(copied ? "Parameters copied." : "The browser did not allow to copy.");
 }
 
 async function copyText(text) {

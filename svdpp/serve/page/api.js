@@ -1,10 +1,10 @@
 // Owns the requests to the API: the key, its errors, its JSON.
 
-import { tell } from "./signals.js";
+import { emit } from "./signals.js";
 import { duration, sentence } from "./text.js";
 
 /** What the server refuses, in its own words. */
-export class Refusal extends Error {
+export class ApiError extends Error {
   constructor(status, error, retryAfter) {
     super(error.message || `the server answered ${status}`);
     Object.assign(this, { status, code: error.code, hint: error.hint, details: error.details ?? {}, retryAfter });
@@ -18,16 +18,16 @@ export class Refusal extends Error {
 }
 
 /** No answer came. */
-export class Gone extends Error {
+export class ServerUnreachable extends Error {
   get words() { return "The server does not answer. Nothing is lost: try again."; }
 }
 
 /** What to tell a person about any error. */
-export const wordsOf = (error) => error.words ?? sentence(error.message);
+export const errorText = (error) => error.words ?? sentence(error.message);
 
 export const apiKey = () => sessionStorage.getItem("svdpp-key");
 
-export function keepKey(value) {
+export function storeKey(value) {
   if (value) sessionStorage.setItem("svdpp-key", value);
   else sessionStorage.removeItem("svdpp-key");
 }
@@ -39,14 +39,14 @@ export async function request(path, { headers = {}, ...options } = {}) {
     answer = await fetch(path, { headers, ...options });
   } catch (error) {
     if (options.signal?.aborted && options.signal.reason?.name !== "TimeoutError") throw error;
-    throw new Gone();
+    throw new ServerUnreachable();
   }
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => ({}));
-  if (answer.status === 401) tell("refused", body.error?.message);
+  if (answer.status === 401) emit("refused", body.error?.message);
   // A proxy in front of a server that is gone answers in its place, and not in the API's shape.
-  if (!body.error && [502, 503, 504].includes(answer.status)) throw new Gone();
-  throw new Refusal(answer.status, body.error ?? {}, Number(answer.headers.get("Retry-After")) || null);
+  if (!body.error && [502, 503, 504].includes(answer.status)) throw new ServerUnreachable();
+  throw new ApiError(answer.status, body.error ?? {}, Number(answer.headers.get("Retry-After")) || null);
 }
 
 /** JSON whose seeds keep all of their digits: above 2^53 they stay text. */

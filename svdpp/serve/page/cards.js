@@ -1,19 +1,19 @@
 // Owns the finished clips: a card for each, and what can be done with it.
 
 import { copyParameters, download, removeButton, verify } from "./actions.js";
-import { get, wordsOf } from "./api.js";
+import { get, errorText } from "./api.js";
 import { tintOf } from "./clips.js";
 import { pick } from "./compare.js";
 import { $, icon, iconButton, make, renderList, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
 import { randomSeed } from "./photos.js";
 import { Player } from "./player.js";
-import { makeAgain } from "./send.js";
-import { tell } from "./signals.js";
+import { requestAgain } from "./send.js";
+import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { capital, duration, plural } from "./text.js";
 import { thumbOf } from "./thumbs.js";
-import { ago, etaText, nameOf, parametersOf, proofOf, proofText, shapeOf, stepText, titleOf } from "./words.js";
+import { ago, etaText, nameOf, parametersOf, proofOf, proofText, shapeOf, stepText, titleOf } from "./format.js";
 
 export function renderClips(videos) {
   renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
@@ -45,7 +45,7 @@ function renderPlayAll() {
 export function playAll() {
   state.paused = !state.paused;
   for (const card of $("clip-list").children) card.player.play(!state.paused);
-  tell("change");
+  emit("change");
 }
 
 /** Tries again the clips that could not be loaded. */
@@ -86,7 +86,7 @@ function createCard(video) {
   const actions = make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }),
     parts.download,
     iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(id), "Copy"),
-    iconButton("again", `Make ${nameOf(video)} again with another seed`, () => makeAgain(id, { seed: randomSeed() }), "Again"),
+    iconButton("again", `Make ${nameOf(video)} again with another seed`, () => requestAgain(id, { seed: randomSeed() }), "Again"),
     parts.remove);
   const card = make("li", { className: "card" }, player.screen, about, actions, details(id, title));
   setAttribute(card, "data-tint", tintOf(id));
@@ -96,7 +96,7 @@ function createCard(video) {
 function updateCard(card, video) {
   const { made, compare, download: file, remove } = card.parts;
   const isDone = video.status === "completed";
-  setText(made, isDone ? madeText(video) : comingText(video));
+  setText(made, isDone ? madeText(video) : progressText(video));
   for (const button of [compare, file, remove]) button.disabled = !isDone;
   showProof(card, video, isDone);
   const isPicked = state.picked.includes(video.id);
@@ -104,7 +104,7 @@ function updateCard(card, video) {
   card.classList.toggle("chosen", isPicked);
 }
 
-const comingText = (video) => ["Exact clip", stepText(video).toLowerCase(), etaText(video)].filter(Boolean).join(" · ");
+const progressText = (video) => ["Exact clip", stepText(video).toLowerCase(), etaText(video)].filter(Boolean).join(" · ");
 
 function madeText(video) {
   if (!video.completed_at) return "";
@@ -139,6 +139,6 @@ async function fillDetails(body, video) {
     const metadata = await get(`/v1/videos/${video.id}/metadata`);
     body.append(...HASHES.filter((name) => metadata[name]).map((name) => line(name, metadata[name])));
   } catch (error) {
-    body.append(line("hashes", wordsOf(error)));
+    body.append(line("hashes", errorText(error)));
   }
 }

@@ -5,7 +5,7 @@ import { $, make, makeSvg, renderList, setAttribute, setText } from "./dom.js";
 import { WINDOW_SECONDS } from "./engine.js";
 import { state } from "./state.js";
 import { now } from "./text.js";
-import { nameOf, stemOf, stepText, titleOf } from "./words.js";
+import { nameOf, stemOf, stepText, titleOf } from "./format.js";
 
 const ACTIONS = { encode: "encoding", denoise: "denoising", decode: "decoding", send: "sending", recv: "receiving" };
 
@@ -39,9 +39,9 @@ function updateRank(node, rank) {
   for (const span of spans) seconds[span.kind] += span.end - span.start;
   const worked = Math.min(WINDOW_SECONDS, seconds.encode + seconds.denoise + seconds.decode);
   setText(device, rank.device);
-  setText(doing, rankNow(rank));
+  setText(doing, rankStatus(rank));
   setText(busy, `${Math.round(percent(worked))}% busy`);
-  setAttribute(strip, "aria-label", `Last minute of rank ${rank.rank}: ${said(seconds)}`);
+  setAttribute(strip, "aria-label", `Last minute of rank ${rank.rank}: ${describeSeconds(seconds)}`);
   const works = (time) => spans.some((span) => span.start < time && time < span.end);
   const waits = (state.waits.get(rank.rank) ?? []).filter((time) => !works(time));
   strip.replaceChildren(
@@ -53,12 +53,12 @@ function updateRank(node, rank) {
 
 const percent = (seconds) => 100 * seconds / WINDOW_SECONDS;
 
-function said(seconds) {
+function describeSeconds(seconds) {
   const parts = Object.entries(seconds).filter(([, value]) => value >= 0.5);
   return parts.map(([kind, value]) => `${kind} ${Math.round(value)} s`).join(", ") || "nothing";
 }
 
-function rankNow(rank) {
+function rankStatus(rank) {
   const video = state.videos.get(rank.video);
   const name = video ? nameOf(video) : rank.video ? "a clip of another key" : "";
   if (!rank.device && state.engine.state !== "ready") return "starts";

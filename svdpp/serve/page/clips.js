@@ -1,9 +1,9 @@
 // Owns the clips that the page knows: taking their newest states, their order and colours.
 
-import { say } from "./dom.js";
+import { toast } from "./dom.js";
 import { state } from "./state.js";
 import { now, sentence } from "./text.js";
-import { proofText, titleOf } from "./words.js";
+import { proofText, titleOf } from "./format.js";
 
 const NUM_TINTS = 8;
 
@@ -21,18 +21,18 @@ export function takeVideo(video, { quietly = false } = {}) {
   video.index = old?.index ?? state.numSeen++; // orders those of one second
   state.videos.set(video.id, video);
   tintOf(video.id);
-  if (!quietly) sayNews(old, video);
+  if (!quietly) announceChanges(old, video);
 }
 
-function sayNews(old, video) {
+function announceChanges(old, video) {
   const title = titleOf(video);
   if (old?.status !== video.status) {
-    if (video.status === "completed") say(`${title}: finished.`);
-    if (video.status === "failed") say(`${title}: failed. ${sentence(video.error?.message)}`);
-    if (video.status === "cancelled") say(`${title}: cancelled.`);
+    if (video.status === "completed") toast(`${title}: finished.`);
+    if (video.status === "failed") toast(`${title}: failed. ${sentence(video.error?.message)}`);
+    if (video.status === "cancelled") toast(`${title}: cancelled.`);
   }
   if (old && old.proof !== video.proof && video.proof !== "running") {
-    say(`${title}: ${proofText(video)}.`);
+    toast(`${title}: ${proofText(video)}.`);
   }
 }
 

@@ -1,19 +1,19 @@
 // Owns the comparison of two clips, side by side and in step.
 
-import { mediaOf, release, wordsOf } from "./api.js";
+import { mediaOf, release, errorText } from "./api.js";
 import { tintOf } from "./clips.js";
-import { $, icon, make, say, setAttribute, setText } from "./dom.js";
-import { tell } from "./signals.js";
+import { $, icon, make, toast, setAttribute, setText } from "./dom.js";
+import { emit } from "./signals.js";
 import { state } from "./state.js";
-import { PARAMETERS, parametersOf, proofText, titleOf } from "./words.js";
+import { PARAMETERS, parametersOf, proofText, titleOf } from "./format.js";
 
 const shown = { leader: null, players: [...document.querySelectorAll("#compare video")], origin: null, addresses: [] };
 
 export function pick(id) {
   state.picked = state.picked.includes(id) ? state.picked.filter((each) => each !== id) : [...state.picked, id];
-  if (state.picked.length === 1) say("Choose a second clip to compare.");
+  if (state.picked.length === 1) toast("Choose a second clip to compare.");
   if (state.picked.length === 2) openCompare(...state.picked.map((each) => state.videos.get(each)));
-  tell("change");
+  emit("change");
 }
 
 async function openCompare(...videos) {
@@ -31,7 +31,7 @@ async function openCompare(...videos) {
     shown.addresses = await Promise.all(videos.map((video) => mediaOf(video.id)));
   } catch (error) {
     $("compare").close();
-    say(wordsOf(error));
+    toast(errorText(error));
     return;
   }
   const lengths = videos.map((video) => video.frames / video.fps);
@@ -114,7 +114,7 @@ function closeCompare() {
   shown.addresses.forEach(release);
   shown.addresses = [];
   state.picked = [];
-  tell("change");
+  emit("change");
   shown.origin?.focus();
 }
 

@@ -71,9 +71,9 @@ function focusNear(node) {
 }
 
 /** Shows a message for a while and has a screen reader say it. */
-export function say(text) {
-  $("say").textContent = text;
-  $("say").classList.remove("past");
-  clearTimeout(say.timer);
-  say.timer = setTimeout(() => $("say").classList.add("past"), 6000);
+export function toast(text) {
+  $("toast").textContent = text;
+  $("toast").classList.remove("past");
+  clearTimeout(toast.timer);
+  toast.timer = setTimeout(() => $("toast").classList.add("past"), 6000);
 }

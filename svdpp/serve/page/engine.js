@@ -1,6 +1,6 @@
 // Owns what the server says about its ranks, each second.
 
-import { say } from "./dom.js";
+import { toast } from "./dom.js";
 import { isFollowed } from "./events.js";
 import { state } from "./state.js";
 import { now } from "./text.js";
@@ -9,7 +9,7 @@ export const WINDOW_SECONDS = 60; // of the chart
 
 export function takeEngine(engine) {
   if (engine.state === "restarting" && state.engine && state.engine.state !== "restarting") {
-    say("The ranks restart. Unfinished clips go on from their latest latent checkpoint, or begin again.");
+    toast("The ranks restart. Unfinished clips go on from their latest latent checkpoint, or begin again.");
   }
   // What a rank does now ends now, by the server's clock.
   if (engine.ranks.some((rank) => rank.doing === "compute") && engine.spans.length) {

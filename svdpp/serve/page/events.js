@@ -2,7 +2,7 @@
 
 import { parse, request } from "./api.js";
 import { byStart, isOpen, takeVideo } from "./clips.js";
-import { tell } from "./signals.js";
+import { emit } from "./signals.js";
 import { state } from "./state.js";
 
 // A browser opens six connections to a server over HTTP/1.1, for all of its tabs together.
@@ -55,7 +55,7 @@ function takeEvent(text) {
   const video = parse(data.join("\n"));
   takeVideo(video);
   if (!isOpen(video)) state.listAt = 0; // the others have moved up
-  tell("change");
+  emit("change");
 }
 
 function endStream(id) {

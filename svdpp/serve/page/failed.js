@@ -3,10 +3,10 @@
 import { copyParameters, removeButton } from "./actions.js";
 import { tintOf } from "./clips.js";
 import { $, iconButton, make, renderList, setAttribute, setText } from "./dom.js";
-import { makeAgain } from "./send.js";
+import { requestAgain } from "./send.js";
 import { plural, sentence } from "./text.js";
 import { thumbOf } from "./thumbs.js";
-import { nameOf, shapeOf, titleOf } from "./words.js";
+import { nameOf, shapeOf, titleOf } from "./format.js";
 
 export function renderFailed(videos) {
   $("failed").hidden = !videos.length;
@@ -25,7 +25,7 @@ function createFailed(video) {
     make("div", { className: "status" }, parts.reason),
     make("div", { className: "actions" },
       iconButton("copy", `Copy the parameters of ${titleOf(video)}`, () => copyParameters(video.id), "Copy"),
-      iconButton("again", `Make ${titleOf(video)} again`, () => makeAgain(video.id), "Again"),
+      iconButton("again", `Make ${titleOf(video)} again`, () => requestAgain(video.id), "Again"),
       removeButton(video)));
   setAttribute(node, "data-tint", tintOf(video.id));
   return Object.assign(node, { parts });

@@ -1,11 +1,11 @@
 // Owns the settings of new clips: the model's defaults, their limits, and where a wrong one is shown.
 
-import { $, make, say, setAttribute, setText } from "./dom.js";
-import { field, namesFor, shapeForm, videosOf } from "./knobs.js";
+import { $, make, toast, setAttribute, setText } from "./dom.js";
+import { field, namesFor, showModelFields, videosOf } from "./fields.js";
 import { on } from "./signals.js";
 import { state } from "./state.js";
 import { sentence } from "./text.js";
-import { TOYS } from "./top.js";
+import { TOY_MODELS } from "./header.js";
 
 export const model = () => state.models?.find((each) => each.id === field("model").value) ?? state.models?.[0];
 
@@ -17,16 +17,16 @@ function fillModels() {
   select.replaceChildren(...state.models.map((each) => option(each.id)));
   select.closest("label").hidden = state.models.length < 2;
   $("settings").disabled = false;
-  if (model()) shapeForm(model());
+  if (model()) showModelFields(model());
   if (before && state.models.some((each) => each.id === before)) select.value = before; // a person's values stay
   else fillDefaults();
 }
 
 function fillDefaults() {
   if (!model()) return;
-  setText($("toy"), TOYS[model().id] ?? "");
-  $("toy").hidden = !TOYS[model().id];
-  shapeForm(model());
+  setText($("toy"), TOY_MODELS[model().id] ?? "");
+  $("toy").hidden = !TOY_MODELS[model().id];
+  showModelFields(model());
   const { defaults, sizes } = model();
   field("size").replaceChildren(...sizes.map((each) => option(each, each.replace("x", " × "))));
   const priorities = Array.from({ length: 10 }, (_, value) => option(value));
@@ -54,17 +54,17 @@ export function settings() {
 
 export function fieldsAreValid() {
   const inputs = [...namesFor(model()), ...videosOf(model())].map(field);
-  const wrong = inputs.filter((input) => !input.checkValidity() || lacksText(input));
+  const wrong = inputs.filter((input) => !input.checkValidity() || isPromptMissing(input));
   for (const input of wrong) showFieldError(input.name, limitText(input));
   wrong[0]?.focus();
   return !wrong.length;
 }
 
-const lacksText = (input) => model().inputs[input.name] === "needed" && !input.value.trim();
+const isPromptMissing = (input) => model().inputs[input.name] === "needed" && !input.value.trim();
 
 function limitText(input) {
   if (input.type === "file") return "Choose a file.";
-  if (lacksText(input)) return "Say what happens in the clip.";
+  if (isPromptMissing(input)) return "Say what happens in the clip.";
   if (input.name === "seed") return "A whole number, or empty.";
   const unit = Number(input.step);
   if (unit > 1) return `A multiple of ${unit} plus 1: 1, ${1 + unit}, ${1 + 2 * unit}, up to ${input.max}.`;
@@ -74,7 +74,7 @@ function limitText(input) {
 }
 
 /** [field, words] of each setting that the server refuses. */
-export function faultsOf(error) {
+export function fieldErrorsOf(error) {
   const known = (name) => (["width", "height"].includes(name) ? "size" : name === "seconds" ? "frames" : name);
   const has = (name) => [...namesFor(model()), ...videosOf(model()), "model"].includes(known(name));
   const faults = (error.details.faults ?? []).filter((fault) => has(fault.field));
@@ -117,5 +117,5 @@ export function listenToForm() {
   on("models", fillModels);
   $("new").addEventListener("input", (event) => { clearFieldError(event.target); showLength(); });
   field("model").addEventListener("change", fillDefaults);
-  $("reset").addEventListener("click", () => { fillDefaults(); say("Settings are the model's defaults again."); });
+  $("reset").addEventListener("click", () => { fillDefaults(); toast("Settings are the model's defaults again."); });
 }

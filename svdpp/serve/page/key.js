@@ -1,10 +1,10 @@
 // Owns the panel for the API key: asking for it, and starting over with another.
 
-import { apiKey, keepKey } from "./api.js";
+import { apiKey, storeKey } from "./api.js";
 import { forget } from "./clips.js";
 import { $, setText } from "./dom.js";
 import { stopStreams } from "./events.js";
-import { on, tell } from "./signals.js";
+import { on, emit } from "./signals.js";
 import { state } from "./state.js";
 
 function lock(message) {
@@ -20,24 +20,24 @@ function openLock() {
   $("lock").dataset.open = "yes";
   $("key-forget").hidden = !apiKey();
   $("key-cancel").hidden = state.connection === "locked";
-  tell("change");
+  emit("change");
   $("key").focus();
 }
 
 function closeLock() {
   delete $("lock").dataset.open;
   $("key").value = "";
-  tell("change");
+  emit("change");
 }
 
 /** Starts with another key: what the former one could see goes. */
 function useKey(value) {
-  keepKey(value);
+  storeKey(value);
   stopStreams();
   [...state.videos.keys()].forEach(forget);
   Object.assign(state, { connection: "loading", engine: null, listed: false, counts: "", models: null });
   closeLock();
-  tell("stale");
+  emit("stale");
 }
 
 export function listenToLock() {

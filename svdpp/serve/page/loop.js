@@ -1,12 +1,12 @@
 // Owns the loop that asks for /v1/engine every second; its answer also says when the list of clips is out of date.
 
-import { get, Gone, Refusal } from "./api.js";
-import { say } from "./dom.js";
+import { get, ServerUnreachable, ApiError } from "./api.js";
+import { toast } from "./dom.js";
 import { takeEngine } from "./engine.js";
 import { follow, stopStreams } from "./events.js";
 import { listIsOld, readList } from "./lists.js";
 import { readServers } from "./servers.js";
-import { on, tell } from "./signals.js";
+import { on, emit } from "./signals.js";
 import { state } from "./state.js";
 import { now } from "./text.js";
 
@@ -23,13 +23,13 @@ export async function loop() {
     try {
       const signal = AbortSignal.timeout(ANSWER_SECONDS * 1000);
       takeEngine(await get("/v1/engine", { signal }));
-      if (state.connection !== "online") await comeOnline();
+      if (state.connection !== "online") await reconnect();
       if (listIsOld()) await Promise.all([readList(), readServers()]);
       follow();
     } catch (error) {
-      lose(error);
+      handleDisconnect(error);
     }
-    tell("change");
+    emit("change");
     await sleep(pauseSeconds());
   }
 }
@@ -40,38 +40,38 @@ function pauseSeconds() {
   return document.hidden ? 5 : 1;
 }
 
-function lose(error) {
+function handleDisconnect(error) {
   if (state.connection === "locked") return;
   state.failures += 1;
   state.problem = "";
-  if (error instanceof Refusal) state.problem = error.words;
-  else if (!(error instanceof Gone || error.name === "TimeoutError")) {
+  if (error instanceof ApiError) state.problem = error.words;
+  else if (!(error instanceof ServerUnreachable || error.name === "TimeoutError")) {
     console.error(error);
     state.problem = `The page cannot read the server's answer: ${error.message}.`;
   }
   state.retryAt = now() + Math.min(MAX_BACKOFF_SECONDS, 2 ** (state.failures - 1));
-  if (state.connection !== "gone") say("The server does not answer. The page tries again by itself.");
+  if (state.connection !== "gone") toast("The server does not answer. The page tries again by itself.");
   state.connection = "gone";
   stopStreams();
 }
 
-async function comeOnline() {
+async function reconnect() {
   const was = state.connection;
   if (!state.models || was === "gone") await readModels();
   state.connection = "online";
   state.failures = 0;
   await readList();
-  tell("online");
-  if (was === "gone") say("The server is back.");
+  emit("online");
+  if (was === "gone") toast("The server is back.");
 }
 
 async function readModels() {
   state.models = (await get("/v1/models")).data;
-  tell("models");
+  emit("models");
 }
 
 /** Tries now what would be tried later. */
 export function retry() {
   state.retryAt = 0;
-  tell("stale");
+  emit("stale");
 }

@@ -3,12 +3,12 @@
 // The page shows what the JSON API says, and asks the API for clips. Nothing here builds HTML from text, so no
 // name of a file can become markup.
 
-import { apiKey, wordsOf } from "./api.js";
+import { apiKey, errorText } from "./api.js";
 import { playAll, renderClips, retryCards } from "./cards.js";
 import { renderRanks } from "./chart.js";
 import { isOpen, newestFirst } from "./clips.js";
 import { listenToCompare } from "./compare.js";
-import { $, make, say } from "./dom.js";
+import { $, make, toast } from "./dom.js";
 import { stopStreams } from "./events.js";
 import { renderFailed } from "./failed.js";
 import { listenToForm } from "./form.js";
@@ -19,10 +19,10 @@ import { listenToPhotos } from "./photos.js";
 import { listenToQueue, renderQueue } from "./queue.js";
 import { submit } from "./send.js";
 import { renderServers } from "./servers.js";
-import { on, tell } from "./signals.js";
+import { on, emit } from "./signals.js";
 import { state } from "./state.js";
 import { listenToTheme } from "./theme.js";
-import { renderBanner, renderTop } from "./top.js";
+import { renderBanner, renderHeader } from "./header.js";
 
 function render() {
   document.body.classList.toggle("gone", state.connection === "gone");
@@ -30,7 +30,7 @@ function render() {
   $("main").hidden = state.connection === "locked";
   $("key-button").hidden = !apiKey();
   const videos = newestFirst([...state.videos.values()]);
-  renderTop();
+  renderHeader();
   renderBanner();
   renderRanks();
   renderServers();
@@ -44,11 +44,11 @@ function listen() {
   on("online", retryCards);
   $("new").addEventListener("submit", submit);
   $("queue-more").addEventListener("click", () => { state.wholeQueue = !state.wholeQueue; render(); });
-  $("older").addEventListener("click", () => readOlder().catch((error) => say(wordsOf(error))).finally(render));
+  $("older").addEventListener("click", () => readOlder().catch((error) => toast(errorText(error))).finally(render));
   $("play-all").addEventListener("click", playAll);
   $("picked-cancel").addEventListener("click", () => { state.picked = []; render(); });
   $("banner-button").addEventListener("click", retry);
-  document.addEventListener("visibilitychange", () => (document.hidden ? stopStreams() : tell("stale")));
+  document.addEventListener("visibilitychange", () => (document.hidden ? stopStreams() : emit("stale")));
   addEventListener("online", retry);
 }
 

@@ -1,6 +1,6 @@
 // Owns the chosen photographs, up to the press of the button.
 
-import { $, iconButton, make, renderList, say, setAttribute, setText } from "./dom.js";
+import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
 import { state } from "./state.js";
 import { fileSize } from "./text.js";
@@ -15,7 +15,7 @@ export const token = () =>
 
 function addPhotos(files) {
   if (model()?.inputs.input_reference === "refused") {
-    say("This model makes clips from text alone.");
+    toast("This model makes clips from text alone.");
     return;
   }
   for (const file of files) {
@@ -35,7 +35,7 @@ function faultOf(file) {
   return `The image has ${fileSize(file.size)}; this server takes ${fileSize(most)} at most.`;
 }
 
-export function leaveOut(photo) {
+export function removePhoto(photo) {
   state.photos = state.photos.filter((each) => each !== photo);
   renderPhotos();
 }
@@ -53,7 +53,7 @@ function createPhoto(photo) {
   const parts = {
     picture: make("span", { className: "blank" }),
     note: make("span", { className: "note number" }),
-    button: iconButton("close", `Leave out ${name}`, () => leaveOut(photo)),
+    button: iconButton("close", `Leave out ${name}`, () => removePhoto(photo)),
     error: make("p", { className: "error", id: `photo-${photo.id}`, hidden: true }),
   };
   const node = make("li", { className: "photo" }, parts.picture,

@@ -3,7 +3,7 @@
 import { mediaOf, release } from "./api.js";
 import { icon, iconButton, make, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
-import { titleOf } from "./words.js";
+import { titleOf } from "./format.js";
 
 // Clips outside the window neither load nor play.
 const watcher = new IntersectionObserver((entries) => {

@@ -5,7 +5,7 @@ import { byStart, isNewer, tintOf } from "./clips.js";
 import { $, make, renderList, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
 import { thumbOf } from "./thumbs.js";
-import { allText, etaText, nameOf, placeText, shapeOf, stepText, titleOf } from "./words.js";
+import { allText, etaText, nameOf, placeText, shapeOf, stepText, titleOf } from "./format.js";
 
 const SHOWN_IN_QUEUE = 8;
 

@@ -1,18 +1,18 @@
 // Owns the requests for clips: of the chosen photographs, and of a clip once more.
 
-import { get, getBlob, Refusal, wordsOf } from "./api.js";
+import { get, getBlob, ApiError, errorText } from "./api.js";
 import { takeVideo } from "./clips.js";
-import { $, say } from "./dom.js";
+import { $, toast } from "./dom.js";
 import {
-  clearErrors, faultsOf, fieldsAreValid, model, settings, showFieldError, showFormError,
+  clearErrors, fieldErrorsOf, fieldsAreValid, model, settings, showFieldError, showFormError,
 } from "./form.js";
-import { field, videosOf } from "./knobs.js";
-import { leaveOut, randomSeed, renderPhotos, token } from "./photos.js";
-import { tell } from "./signals.js";
+import { field, videosOf } from "./fields.js";
+import { removePhoto, randomSeed, renderPhotos, token } from "./photos.js";
+import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { duration, plural } from "./text.js";
 import { keepThumb } from "./thumbs.js";
-import { parametersOf, titleOf } from "./words.js";
+import { parametersOf, titleOf } from "./format.js";
 
 // What stands for the photograph of a clip from text alone.
 const newText = () => ({ file: null, seed: randomSeed() });
@@ -45,12 +45,12 @@ export async function submit(event) {
   const made = await sendAll(settings());
   $("make").disabled = false;
   renderPhotos();
-  tell("change");
+  emit("change");
   if (made.length) {
     const eta = Math.max(...made.map((video) => video.eta_seconds ?? -1));
-    say(`${plural(made.length, "clip")} in the queue${eta < 0 ? "" : `, finished in about ${duration(eta)}`}.`);
+    toast(`${plural(made.length, "clip")} in the queue${eta < 0 ? "" : `, finished in about ${duration(eta)}`}.`);
   }
-  tell("stale");
+  emit("stale");
 }
 
 /** Sends the chosen photographs one after another, or the text alone; those that are refused stay. */
@@ -62,8 +62,8 @@ async function sendAll(values) {
     try {
       made.push(await send(photo, { ...values, seed: values.seed || photo.seed }, videos));
       if (photo === text) text = newText();
-      leaveOut(photo);
-      tell("change");
+      removePhoto(photo);
+      emit("change");
     } catch (error) {
       if (showRefusal(error, photo)) break;
     } finally {
@@ -75,11 +75,11 @@ async function sendAll(values) {
 
 /** Shows why a request was refused, where it can be corrected; true if the next ones would be refused too. */
 function showRefusal(error, photo) {
-  if (!(error instanceof Refusal)) {
-    showFormError(wordsOf(error));
+  if (!(error instanceof ApiError)) {
+    showFormError(errorText(error));
     return true;
   }
-  const faults = faultsOf(error);
+  const faults = fieldErrorsOf(error);
   for (const [name, words] of faults) showFieldError(name, words);
   if (faults.length) {
     $("new").querySelector("[aria-invalid=true]").focus();
@@ -92,7 +92,7 @@ function showRefusal(error, photo) {
 }
 
 /** Requests a clip once more, of the photograph that the server has, if it has one. */
-export async function makeAgain(id, changes = {}) {
+export async function requestAgain(id, changes = {}) {
   const video = state.videos.get(id);
   const values = Object.fromEntries(["model", ...parametersOf(video)].map((name) => [name, video[name]]));
   try {
@@ -101,9 +101,9 @@ export async function makeAgain(id, changes = {}) {
     for (const name of Object.keys(video.videos ?? {}))
       videos.push([name, new File([await getBlob(`/v1/videos/${id}/input?field=${name}`)], name)]);
     const made = await send({ file }, { ...values, ...changes }, videos);
-    say(`${titleOf(made)}: in the queue.`);
+    toast(`${titleOf(made)}: in the queue.`);
   } catch (error) {
-    say(wordsOf(error));
+    toast(errorText(error));
   }
-  tell("change");
+  emit("change");
 }

@@ -6,6 +6,6 @@ const bus = new EventTarget();
  * Sends a signal. "change": what is shown is out of date. "stale": ask the server now.
  * "refused": it refuses the key, in its words. "models": they are known. "online": it answers again.
  */
-export const tell = (name, detail) => bus.dispatchEvent(new CustomEvent(name, { detail }));
+export const emit = (name, detail) => bus.dispatchEvent(new CustomEvent(name, { detail }));
 
 export const on = (name, react) => bus.addEventListener(name, (event) => react(event.detail));

@@ -2,7 +2,7 @@
 
 import { $, make, setText } from "./dom.js";
 import { capital } from "./text.js";
-import { PARAMETERS } from "./words.js";
+import { PARAMETERS } from "./format.js";
 
 const LABELS = {
   motion_bucket_id: "Motion bucket",
@@ -30,18 +30,18 @@ export const videosOf = (model) =>
   Object.keys(model?.inputs ?? {}).filter((name) => !["input_reference", "prompt", "negative_prompt"].includes(name));
 
 /** Gives the form the fields of a model. */
-export function shapeForm(model) {
+export function showModelFields(model) {
   const names = namesFor(model);
   for (const name of ["prompt", "negative_prompt", "fit"]) field(name).closest("label").hidden = !names.includes(name);
   showPhotoField(model.inputs.input_reference);
   $("files").accept = model.input_kind === "video" ? "video/*,image/*" : "image/*";
   setText($("drop").querySelector("strong"), `Choose ${model.input_kind}s`);
   showVideoFields(videosOf(model));
-  const knobs = names.filter((name) => LABELS[name]);
-  if (knobs.join() !== $("knobs").dataset.names) {
-    for (const old of [...$("knobs").querySelectorAll(".knob")]) old.remove();
-    $("knobs").prepend(...knobs.map(makeKnob));
-    $("knobs").dataset.names = knobs.join();
+  const modelFields = names.filter((name) => LABELS[name]);
+  if (modelFields.join() !== $("model-fields").dataset.names) {
+    for (const old of [...$("model-fields").querySelectorAll(".model-field")]) old.remove();
+    $("model-fields").prepend(...knobs.map(makeField));
+    $("model-fields").dataset.names = modelFields.join();
   }
   for (const name of names) limit(field(name), model.fields[name]);
   field("frames").step = model.limits.frames_unit;
@@ -60,9 +60,9 @@ function showVideoFields(names) {
     make("input", { name, type: "file", accept: "video/*,image/*", required: true }))));
 }
 
-function makeKnob(name) {
+function makeField(name) {
   const input = make("input", { name, type: "number", inputMode: "decimal", step: "any", placeholder: "default" });
-  return make("label", { className: "field knob" }, make("span", { textContent: LABELS[name] }), input);
+  return make("label", { className: "field model-field" }, make("span", { textContent: LABELS[name] }), input);
 }
 
 function limit(input, about) {

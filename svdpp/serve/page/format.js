@@ -1,4 +1,4 @@
-// Owns what the page says about a clip.
+// Owns how a clip is described: names, states, times.
 
 import { state } from "./state.js";
 import { duration, now, plural } from "./text.js";

@@ -1,26 +1,26 @@
-// Owns the top of the page: the state of the server, and what a person must know now.
+// Owns the header of the page: the state of the server, and what a person must know now.
 
 import { apiKey } from "./api.js";
 import { isOpen } from "./clips.js";
 import { $, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
 import { now } from "./text.js";
-import { titleOf } from "./words.js";
+import { titleOf } from "./format.js";
 
 const STATES = { loading: "Loading", gone: "Server gone", locked: "Locked", starting: "Starting", ready: "Ready",
   restarting: "Restarting", closing: "Shutting down" };
 
 /** What to say of built-in models that only try out a server. */
-export const TOYS = {
+export const TOY_MODELS = {
   demo: "demo is a toy model: it shows how the server works, not what Stable Video Diffusion makes.",
   dummy: "dummy is no model: it only takes time, and its clips have no files.",
 };
 
-export function renderTop() {
+export function renderHeader() {
   const shown = state.connection === "online" ? state.engine.state : state.connection;
   setText($("state"), STATES[shown] ?? shown);
   setAttribute($("state"), "data-state", shown);
-  setText($("model"), state.models?.map(({ id }) => (TOYS[id] ? `${id}, a toy` : id)).join(", ") ?? "");
+  setText($("model"), state.models?.map(({ id }) => (TOY_MODELS[id] ? `${id}, a toy` : id)).join(", ") ?? "");
   const open = [...state.videos.values()].filter(isOpen);
   setText($("summary"), summaryText(open));
   document.title = open.length ? `(${open.length}) svdpp` : "svdpp";
