@@ -118,7 +118,7 @@ def _server(queue: JobQueue) -> JobQueue:
     """One more server by the same connections."""
     other = copy.copy(queue)
     other.server = secrets.token_hex(8)
-    other._claims, other._passed = set(), other._passed.copy()
+    other._claims, other._incompatible = set(), other._incompatible.copy()
     return other
 
 

@@ -176,7 +176,7 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
     for seed in range(3):
         store.add(dummy_job(seed), max_open=None)
     made = estimates(ranks=2)
-    made._work.clear()
+    made._recent_work.clear()
     layout = ParallelConfig(
         num_steps=STEPS, world_size=2, costs=CostModel(step_seconds=2, decode_seconds=4)
     )

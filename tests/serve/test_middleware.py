@@ -48,7 +48,7 @@ class Asked:
 
     def __init__(self, owner_of: Any = None, app: ASGIApp = echo) -> None:
         self.requests: list[tuple[str, str, int]] = []
-        metrics: Any = SimpleNamespace(requested=lambda *about: self.requests.append(about[:3]))
+        metrics: Any = SimpleNamespace(count_request=lambda *about: self.requests.append(about[:3]))
         middleware = AuthMiddleware(app, metrics, owner_of=owner_of)
         transport = httpx.ASGITransport(middleware, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
@@ -197,14 +197,14 @@ def test_a_new_key_is_accepted_by_its_hash(tmp_path: Path) -> None:
     (first, first_hash), (second, second_hash) = new_key(), new_key()
     text = f"# who: when\n\nann {first_hash} open=5\n  bob.2@home\t{second_hash}\r\n"
     found = read_keys(put(tmp_path, text))
-    assert found.find(first) == Owner("ann", 5)
-    assert found.find(second) == Owner("bob.2@home", None)
+    assert found.find_owner(first) == Owner("ann", 5)
+    assert found.find_owner(second) == Owner("bob.2@home", None)
     assert first_hash == hashlib.sha256(first.encode()).hexdigest()
     # 43 characters of 6 bits hold 256 bits.
     assert first != second
     assert len(first) == len(second) == len("svdpp_") + 43
     for wrong in ("", "svdpp_", "ann", "\ud800", "\0", "x" * 10**6, first[:-1], first_hash):
-        assert found.find(wrong) is None
+        assert found.find_owner(wrong) is None
 
 
 def test_every_key_is_compared_in_constant_time(
@@ -214,7 +214,7 @@ def test_every_key_is_compared_in_constant_time(
     found = read_keys(put(tmp_path, "".join(f"n{i} {each[1]}\n" for i, each in enumerate(made))))
     compare = Mock()
     monkeypatch.setattr("hmac.compare_digest", compare)
-    found.find(made[0][0])
+    found.find_owner(made[0][0])
     assert [call.args[0] for call in compare.call_args_list] == [hash for _, hash in made]
 
 
@@ -222,7 +222,7 @@ def test_every_key_is_compared_in_constant_time(
 def test_an_owner_can_change_keys_without_a_gap(tmp_path: Path, limits: tuple[str, str]) -> None:
     (old, old_hash), (new, new_hash) = new_key(), new_key()
     found = read_keys(put(tmp_path, f"ann {old_hash} {limits[0]}\nann {new_hash} {limits[1]}\n"))
-    assert found.find(old) == found.find(new) == Owner("ann", 2)
+    assert found.find_owner(old) == found.find_owner(new) == Owner("ann", 2)
 
 
 KEY = "svdpp_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"

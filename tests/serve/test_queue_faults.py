@@ -144,7 +144,7 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
 
     thread = PeriodicThread("test", turn, 0.0, error_message="it fails")
     thread.start()
-    thread._thread.join(HANG_SECONDS)
+    thread._worker.join(HANG_SECONDS)
     assert [line.partition("\n")[0] for line in told] == [
         *["it fails: no links here"] * 2,
         "it fails: not now",

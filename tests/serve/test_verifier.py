@@ -53,7 +53,7 @@ class Proving:
     verdicts: list[str]
 
     def proofs(self) -> list[str]:
-        return [job.proof for id in self.ids if (job := self.store.get(id))]
+        return [job.verification for id in self.ids if (job := self.store.get(id))]
 
     def reasons(self) -> list[str | None]:
         return [job.verification_reason for id in self.ids if (job := self.store.get(id))]
