@@ -256,7 +256,10 @@ class Scraped:
         config = SimpleNamespace(world_size=2)
         self.engine: Any = SimpleNamespace(restarts=0, state="ready", config=config)
         queue: Any = SimpleNamespace(
-            counts=lambda: self.jobs, oldest_waiting=lambda: self.oldest, now=time.time
+            counts=lambda: self.jobs,
+            oldest_waiting=lambda: self.oldest,
+            now=time.time,
+            num_unreadable=0,
         )
         self.metrics = Metrics(queue, self.engine)
 
