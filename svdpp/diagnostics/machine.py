@@ -341,6 +341,7 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
         raise VerificationError(
             f"other bits than diffusers' whole call: {found}",
             "report it with the output of svdpp env",
+            details=found.to_json(),
         )
     return f"the demo model on {_STEPS} ranks has the bits of diffusers ({config.model.dtype})"
 
