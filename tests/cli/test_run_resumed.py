@@ -115,13 +115,13 @@ def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
 def test_clips_whose_folder_is_deleted_during_the_run_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, look = tmp_path / "out", manifest.find_missing
+    out, look = tmp_path / "out", manifest.find_missing_outputs
 
     def look_too_late(*given: Any) -> Any:
         shutil.rmtree(out)
         return look(*given)
 
-    monkeypatch.setattr(manifest, "find_missing", look_too_late)
+    monkeypatch.setattr(manifest, "find_missing_outputs", look_too_late)
     done = _run(PHOTOS[0], "--world", 1, "--out", out)
     assert done.code == 8, done
     assert "is gone: it was written, and removed during the run" in done.err
