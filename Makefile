@@ -42,17 +42,18 @@ serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0
 	$(BIN)/svdpp serve --device cpu --model demo --data $(SERVED) $(ARGS)
 
 test: $(STAMP) ## Test the installation in two minutes; ARGS="-k name" selects some tests
-	$(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-ci: $(STAMP) ## Run the other tests: processes, faults, commands, rehearsed GPU tests
 	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist worksteal \
-	  -m "(long or processes) and not promise and not full" $(ARGS)
+	  -m "(slow or gpu) and not full" $(ARGS)
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)
 
 test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threads; JITTER_SEED=7
-	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal \
+	  -m "not slow and not gpu" $(ARGS)
 
 test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); GPU_TESTS=small; BUNDLE=FOLDER: no network
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

@@ -1,7 +1,7 @@
 """The charter: one test for each promise that no change may weaken, shown from outside.
 
 The number in a test's name is the number of its row; `docs/architecture.md` lists the rows. Tests
-that need several processes run in CI (`processes` or `long`), the others in `make test`.
+that need several processes run in CI (`slow`), the others in `make test`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_02_packages_and_folders() -> None:
     assert svdpp_alone("--version").out == f"svdpp {svdpp.__version__}\n"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_02_torchrun_starts_the_same_commands(tmp_path: Path) -> None:
     options = ("--steps", "4", "--clips", "2", *SMALL, "--json")
     answer = torchrun("simulate", *options, temp=tmp_path)
@@ -137,7 +137,7 @@ def test_03_plan_prints_the_step_ranges() -> None:
         assert re.search(rf"{rank}\W+{rank * 4}\W+{rank * 4 + 4}\b", answer.out), answer.out
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_03_verify_compares_bitwise_or_within_a_tolerance() -> None:
     """`verify --model dummy`; the commands as typed in the charter are in the README's test."""
     options = (
@@ -160,7 +160,7 @@ def test_03_verify_compares_bitwise_or_within_a_tolerance() -> None:
     assert json.loads(tolerant.out)["verdict"] == "bitwise equal", "no difference is needed to pass"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_03_ranks_are_started_by_torch_multiprocessing() -> None:
     starters = [n for n, t in sources().items() if "torch.multiprocessing" in imported(t)]
     assert [name.split("/")[1] for name in starters] == ["launch"] * len(starters) != []
@@ -230,7 +230,7 @@ def test_06_latents_go_point_to_point() -> None:
             assert any("#" in each for each in above), f"{name}:{line}: a barrier without a reason"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_06_each_rank_is_a_process() -> None:
     with svdpp.Pipeline(dummy(3, steps=6)) as pipeline:
         processes = {*pids(pipeline), os.getpid()}
@@ -263,7 +263,7 @@ def test_08_no_training_no_sharding_no_kernels() -> None:
     assert not calls & {"backward", "zero_grad", "GradScaler", "enable_context_parallel_inference"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_08_each_rank_holds_the_full_denoiser() -> None:
     answer = svdpp_here("plan", "--gpus", "4", "--steps", "28", "--memory", "--json")
     assert answer.code == 0, answer.err
@@ -283,7 +283,7 @@ def test_09_a_dummy_conv3d_model_runs_without_weights() -> None:
     assert LatentSpec(shape=tuple(latent.shape)).dtype == "fp32"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_10_many_clips_fill_the_pipeline() -> None:
     """Rank 0 begins a later clip before rank 1 has ended an earlier one."""
     with svdpp.Pipeline(dummy()) as pipeline:
@@ -294,7 +294,7 @@ def test_10_many_clips_fill_the_pipeline() -> None:
     assert all(first[clip + 1] < last[clip] for clip in range(3)), (first, last)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -316,7 +316,7 @@ def test_11_a_mismatch_of_send_and_receive_is_named(kind: str, words: str) -> No
     assert {"clip": 1, "step": 2, "from_rank": 0, "to_rank": 1}.items() <= error.details.items()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timing
 def test_12_a_rank_that_stops_is_named() -> None:
     with (
@@ -329,7 +329,7 @@ def test_12_a_rank_that_stops_is_named() -> None:
     assert caught.value.exit_code == 6
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_13_logs_of_each_rank() -> None:
     options = ("simulate", "--world", "2", "--clips", "1", "--steps", "4", *SMALL)
     log = svdpp_here(*options, "-v").err
@@ -344,7 +344,7 @@ def test_13_logs_of_each_rank() -> None:
 RUN = ("run", str(PHOTOS / "rocket.jpg"), "--model", "demo", "--device", "cpu", "--dry-run")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["fp16", *(pytest.param(name, marks=pytest.mark.full) for name in ("fp32", "bf16"))]
 )
@@ -363,7 +363,7 @@ def test_14_amp_is_refused_with_its_reason(option: tuple[str, ...]) -> None:
 # --- Proof, speed and machines --------------------------------------------------------------------
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_15_a_planted_difference_is_found_and_named() -> None:
     requests = [ClipRequest(seed=seed) for seed in range(2)]
     verdict = svdpp.verify(dummy(), requests, fault=Damage("ulp", 0, 1))
@@ -383,8 +383,7 @@ BENCH = (
 )
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [pytest.param("svdpp", marks=pytest.mark.full), "torchrun"])
 def test_16_a_benchmark_writes_its_results(launcher: str, tmp_path: Path) -> None:
     options = (*BENCH, "--profile=true")
@@ -415,8 +414,7 @@ def test_16_a_configuration_is_checked() -> None:
     assert "pipeline.world must be a whole number" in answer.err
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_17_a_missed_target_has_its_own_exit_code(tmp_path: Path) -> None:
     targets = ("--targets.steady_clips_per_minute.min=1e9", "--targets.bubble.max=1")
     answer = svdpp_alone(*BENCH, *targets, cwd=tmp_path)
@@ -430,7 +428,7 @@ def test_17_a_missed_target_has_its_own_exit_code(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_18_each_rank_is_monitored() -> None:
     requests = [ClipRequest(seed=seed) for seed in range(2)]
     with svdpp.Pipeline(dummy()) as pipeline:
@@ -448,8 +446,7 @@ def test_18_each_rank_is_monitored() -> None:
     assert ranks[0].keys() >= {"transfer", "gpu_load", "gpu_watts", "gpu_memory_bytes"}
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_19_a_service_takes_concurrent_requests_and_verifies_when_idle(tmp_path: Path) -> None:
     small = ("--frames", "2", "--height", "64", "--width", "64", "--verify-when-idle")
     with HttpServer(tmp_path / "data", *DEMO, *small) as server:
@@ -477,7 +474,7 @@ def test_20_cases_empty_single_maximum(tmp_path: Path) -> None:
     assert not numbers_not_in_details(error)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_20_out_of_memory_says_requested_and_free() -> None:
     with (
         pytest.raises(errors.OutOfMemoryError) as caught,

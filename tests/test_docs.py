@@ -119,8 +119,7 @@ def _settings(name: str, arguments: list[str]) -> list[str]:
     return [word for word in words if word != "--overwrite" or "--resume" not in arguments]
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [name for name, shown in _SHOWN.items() if shown])
 def test_commands_run(
     page: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,7 +189,7 @@ def test_old_public_names_stay_for_a_version() -> None:
     assert inputs.example_photos is inputs.example_images
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_an_example_in_a_docstring_runs() -> None:
     found = doctest.testmod(verify)
     assert found.attempted > 0

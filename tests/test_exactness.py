@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PHOTO = Path(__file__).parent.parent / "svdpp/assets/photos/chelsea.jpg"
 SMALL = SvdSampling(num_inference_steps=3, height=64, width=64, num_frames=4)
 REQUEST = ClipRequest(seed=7)
-FULL = [pytest.mark.long, pytest.mark.full]
+FULL = [pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +56,17 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
     [
         ({}, {}),
         ({}, {"width": 96, "height": 64, "fps": 23.976, "motion_bucket_id": 200}),
-        pytest.param({}, {"num_frames": 3, "decode_chunk_size": 2}, marks=pytest.mark.long),
+        pytest.param({}, {"num_frames": 3, "decode_chunk_size": 2}, marks=pytest.mark.slow),
         ({}, {"noise_aug_strength": 0.5, "min_guidance_scale": 2.0, "max_guidance_scale": 1.5}),
         ({}, {"max_guidance_scale": 1.0}),
         pytest.param(
-            {}, {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5}, marks=pytest.mark.long
+            {}, {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5}, marks=pytest.mark.slow
         ),
         ({}, {"num_inference_steps": 1}),
         ({}, {"num_frames": 1, "max_guidance_scale": 1.0}),
         ({}, {"fit": "crop", "width": 128}),
-        pytest.param({}, {"fit": "pad", "width": 128}, marks=pytest.mark.long),
-        pytest.param({"memory_opt": True}, {"decode_chunk_size": 2}, marks=pytest.mark.long),
+        pytest.param({}, {"fit": "pad", "width": 128}, marks=pytest.mark.slow),
+        pytest.param({"memory_opt": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
         ({"channels_last": True}, {"decode_chunk_size": 2}),
         # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
         *(
@@ -74,7 +74,7 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
                 {"dtype": dtype}, {"max_guidance_scale": scale, "num_frames": 2}, marks=mark
             )
             for dtype in ("fp16", "bf16")
-            for scale, mark in ((1.0, FULL), (3.0, pytest.mark.long if dtype == "fp16" else FULL))
+            for scale, mark in ((1.0, FULL), (3.0, pytest.mark.slow if dtype == "fp16" else FULL))
         ),
     ],
     ids=str,
@@ -85,7 +85,7 @@ def test_every_knob_gives_diffusers_bits(
     _assert_equal(ModelConfig(name=str(tiny), **model), replace(SMALL, **changes))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("vae_factor", [2, 4])
 def test_other_vaes_give_diffusers_bits(tmp_path: Path, vae_factor: int) -> None:
     folder = save_tiny_checkpoint(tmp_path / "model", vae_factor=vae_factor, num_frames=3)
@@ -93,7 +93,7 @@ def test_other_vaes_give_diffusers_bits(tmp_path: Path, vae_factor: int) -> None
     _assert_equal(ModelConfig(name=str(folder)), sampling)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
     """Also in fp16, in which the encode casts the VAE that the decode uses."""
     model = ModelConfig(name=str(tiny), dtype="fp16")
@@ -141,7 +141,7 @@ def test_the_bits_are_those_of_diffusers_with_any_number_of_threads(size: tuple[
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_24_megapixels_take_a_tenth_of_the_memory_of_diffusers_own() -> None:
     image = Image.new("RGB", (6000, 4000))
     assert allocated_peak(lambda: resize_for_clip(image)) < 0.37 * 2**30

@@ -265,7 +265,7 @@ def test_a_report_without_the_model_says_why(changes: dict[str, Any], words: str
     assert speeds.run is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
     """The demo's UNet and decoder, once on real tensors under torch's counter."""
     from svdpp.models.engine import load  # diffusers: seconds
@@ -288,7 +288,7 @@ def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
     assert count_flops(config).step == counter.get_total_flops()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_count_of_flops_changes_nothing_that_the_threads_of_a_process_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,8 +25,6 @@ from tests.faults.damage import Damage
 from tests.models.builders import edit_json, save_tiny_checkpoint
 from tests.trace_format import check_trace
 
-pytestmark = pytest.mark.processes
-
 #: What a clip's JSON says of its request.
 RECORDED = {
     **{"schema_version": 2, "resumed_from_step": 0, "output": "astronaut_3.mp4", "seed": 3},
@@ -67,7 +65,6 @@ def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
     return hashlib.sha256(latent).hexdigest(), hashlib.sha256(pixels).hexdigest()
 
 
-@pytest.mark.promise
 def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> None:
     photos = example_images()[:2]
     out = tmp_path / "out"
@@ -128,7 +125,6 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     assert_error(other, 2, "another crf: 18, now 30")
 
 
-@pytest.mark.promise
 def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = partial(verify, fault=Damage("ulp", 1, 1))
     monkeypatch.setattr("svdpp.verification.verify.verify", damaged)
@@ -143,6 +139,7 @@ def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.Mon
     assert f"clip 1, the final latent, done by rank 1: {where}, max difference" in done.err
 
 
+@pytest.mark.slow
 def test_torchrun_joins_its_world(tmp_path: Path) -> None:
     done = python(
         *("-m", "torch.distributed.run", "--nproc-per-node=4", "--rdzv-backend=c10d"),
@@ -164,6 +161,7 @@ REHEARSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_rehearsal_says_what_it_measured_and_leaves_trace_and_log(tmp_path: Path) -> None:
     trace, log = tmp_path / "new/trace.json", tmp_path / "new/log.jsonl"
     done = svdpp_here(
@@ -196,6 +194,7 @@ def test_a_rehearsal_says_what_it_measured_and_leaves_trace_and_log(tmp_path: Pa
     assert sum("step" in text and text.startswith("clip") for _, text in said) == 12
 
 
+@pytest.mark.slow
 def test_a_verified_dummy_has_no_word_of_diffusers() -> None:
     answer = svdpp_here(
         *("verify", "--model", "dummy", "--device", "cpu", "--latent-shape", "1", "4", "2", "8"),
@@ -206,6 +205,7 @@ def test_a_verified_dummy_has_no_word_of_diffusers() -> None:
     assert "diffusers" not in answer.out + answer.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", ["before the start", "by a rank"])
 def test_a_config_that_lacks_a_key_is_the_checkpoints_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: str

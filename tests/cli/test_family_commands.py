@@ -99,8 +99,7 @@ def test_auto_chooses_pairs_whose_bits_are_equal(line: str, layout: str) -> None
     assert str(request.resolve()[0].layout) == layout
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_profile_is_what_plans_take(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     succeed(f"profile --model wan {ON_CPU} {SMALL} --world 2 --repeats 1 --out", str(path))
@@ -127,8 +126,7 @@ def test_a_profile_gives_each_rank_a_step_of_its_expert(world_size: int) -> None
     assert layout.expert_boundary
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.full
 def test_a_bench_gives_the_bits_of_diffusers(tmp_path: Path) -> None:
     sizes = ("clips=3", "frames=5", "height=32", "width=32", "max_sequence_length=8")
@@ -217,7 +215,7 @@ def metadata_of(clip: Path) -> dict[str, Any]:
     return json.loads(Path(f"{clip}.json").read_text())
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
     model, out = save_tiny("ltx2", tmp_path / "model"), tmp_path / "out"
     sizes = "--frames 9 --height 32 --width 32 --max-prompt-tokens 8 --param stg_block=1"
@@ -244,8 +242,7 @@ def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
     assert "its sound is not that of the recomputed samples" in wrong["file"]
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_clip_from_a_video_is_made_and_verified(tmp_path: Path) -> None:
     video, out = save_video(tmp_path / "talk.mp4"), tmp_path / "out"
     asked = f"{V2V} {ON_CPU} --param strength=0.6".replace(" --dry-run", "")
@@ -260,8 +257,7 @@ def test_a_clip_from_a_video_is_made_and_verified(tmp_path: Path) -> None:
     assert_error(again, 2, "input_sha256")
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_clip_with_further_videos_is_made_verified_and_resumed(tmp_path: Path) -> None:
     inputs, out = tmp_path / "inputs", tmp_path / "out"
     inputs.mkdir()
@@ -287,8 +283,7 @@ def test_a_clip_with_further_videos_is_made_verified_and_resumed(tmp_path: Path)
     assert other["latents_sha256"] != record["latents_sha256"]
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_clips_with_loras_are_made_verified_and_told_apart(folder: Path, tmp_path: Path) -> None:
     high, low = tmp_path / "high.safetensors", tmp_path / "low.safetensors"
     save_tiny_lora(folder / "wan", high, seed=1)

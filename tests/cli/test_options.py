@@ -314,7 +314,7 @@ def test_names_of_clips() -> None:
 # --- what a run says at its end -------------------------------------------------------------------
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_gpu_that_ran_short_of_memory_is_said_once_for_all_parts_of_a_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -337,7 +337,7 @@ def test_a_gpu_that_ran_short_of_memory_is_said_once_for_all_parts_of_a_run(
 NASTY = "$(touch x); 'a' b.jpg"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_what_profile_and_run_suggest_next() -> None:
     costs = "my costs.json"
     profiled = svdpp_here(

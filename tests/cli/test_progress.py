@@ -144,7 +144,7 @@ def test_elsewhere_a_line_now_and_then_shows_that_the_run_goes_on(
     assert watch(EVENTS[:1], term="none")[1] == ["run: 0 of 2 clips, starting, 0:00"]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_an_interrupt_leaves_a_clean_terminal() -> None:
     """Ctrl-C in a real terminal of 80 columns: one sentence at the start of a line, the cursor."""
     parent, child = pty.openpty()

@@ -35,7 +35,7 @@ from tests.faults.processes import wait_until
 from tests.models.builders import save_tiny_checkpoint
 from tests.small_disk import small_disk
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 KNOBS = ["--steps", "6", "--height", "64", "--width", "64", "--frames", "2", "--threads", "1"]
 PHOTOS = [str(photo) for photo in example_images()[:2]]

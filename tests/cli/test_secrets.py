@@ -71,7 +71,7 @@ def test_refusals_show_none(home: Path, env: dict[str, str], line: str, code: in
         assert_unmarked(answer.out, answer.err)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_rank_s_traceback_shows_none(home: Path, env: dict[str, str], tmp_path: Path) -> None:
     """With the most verbose output."""
     log = tmp_path / "run.jsonl"

@@ -22,8 +22,7 @@ from tests.diagnostics.made_up_runs import EVEN, leave, replayed, round_of
 BEGIN = "importing PyTorch and diffusers, then trying one thing after the other"
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_healthy_machine(tmp_path: Path) -> None:
     answer = svdpp_here(
         *("doctor", "--device", "cpu", "--world", "2", "--out", str(tmp_path / "out")),
@@ -142,8 +141,7 @@ def test_different_bits_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert_error(answer, 3, "bits differ")
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_bench_and_its_comparison_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from svdpp.verification import clip_verification
 from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
 from tests.models.tiny_families import save_tiny
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,6 @@ ON_CPU = ("--device", "cpu", "--threads", "1")
 PROMPTED = ("--prompt", "the sea", "--max-prompt-tokens", "8", "--height", "32")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "clip", "asked"),
     [

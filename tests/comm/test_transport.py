@@ -126,7 +126,7 @@ def _relay(context: LaunchContext, clips: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
     first, middle, last = run_ranks(_relay, 3, 5)
     assert [r["equal"] for r in (first, middle, last)] == [5, 5, 5]
@@ -153,7 +153,7 @@ def _slow_receiver(context: LaunchContext) -> list[float]:
     return [begin]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timing
 def test_a_slow_rank_holds_back_the_one_before_it() -> None:
     sent_after, (begin,) = run_ranks(_slow_receiver, 2)
@@ -175,7 +175,7 @@ def _fail(context: LaunchContext, num_sent: int) -> str:
     return "no error"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_packet_that_is_not_the_expected_one_is_refused() -> None:
     # gloo would accept it without an error, or abort the process.
     sender, receiver = run_ranks(_fail, 2, 1)
@@ -183,7 +183,7 @@ def test_a_packet_that_is_not_the_expected_one_is_refused() -> None:
     assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
     sender, receiver = run_ranks(_fail, 2, 0, timeout=30)
     assert sender == "no error"

@@ -104,7 +104,7 @@ def test_memory_is_a_counter_of_its_changes(tmp_path: Path) -> None:
     assert counters == [(1, {"MiB": 3.0}), (1, {"MiB": 4.0})]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_hundred_thousand_events_do_not_grow_the_parent(tmp_path: Path) -> None:
     """As an endless run of one rank that receives its clips."""
     file, trace = _trace_file(tmp_path / "trace.json", begin=0.0), Trace(1, last_clips=20)

@@ -121,7 +121,7 @@ def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() ->
 
 
 @pytest.mark.timing
-@pytest.mark.processes
+@pytest.mark.slow
 def test_the_parts_of_real_ranks_add_up() -> None:
     config = PipelineConfig(
         world_size=3,

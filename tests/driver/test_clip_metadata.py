@@ -91,7 +91,7 @@ def test_another_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -
     assert len({latents_key(record, weights) for record in records}) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_servers_with_other_loras_are_told_apart(tmp_path: Path) -> None:
     model = save_tiny_wan(tmp_path / "wan")
     files = [save_tiny_lora(model, tmp_path / f"{n}.safetensors", seed=n) for n in (1, 2)]

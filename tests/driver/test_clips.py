@@ -75,7 +75,7 @@ def _held(release: Path, rank: int, place: str) -> Damage:
     return Damage("hang", rank, 0, place=place, until=str(release))
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
     with Pipeline(config(3, steps=6), fault=_held(release, 0, "step0")) as pipeline:
         first, second, third = pipeline.submit(clips(0, 1, 2))
@@ -94,7 +94,7 @@ def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
         assert pipeline.run(clips(3))[0].clip == 3
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_running_clip_ends_when_all_ranks_have_let_go_and_leaves_no_file(
     release: Path, tmp_path: Path
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_running_clip_ends_when_all_ranks_have_let_go_and_leaves_no_file(
     assert list(out.iterdir()) == list(latents.iterdir()) == []
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "checksum"), [(0, True), (1, False), (2, True)])
 def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool) -> None:
     requests = clips(*range(4))
@@ -146,7 +146,7 @@ def _clip(folder: Path, seed: int) -> ClipRequest:
     return ClipRequest(seed=seed, image=PHOTO, output=output)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) -> None:
     requests = [_clip(tmp_path, seed) for seed in range(4)]
     requests[1] = replace(requests[1], image=str(tmp_path / "gone.jpg"))
@@ -164,7 +164,7 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
 
 
 @pytest.mark.timing
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
     svd = replace(small_svd(1, steps=2), timeout_seconds=allowing_for_others(4))
     os.mkfifo(tmp_path / "clip0_frames")  # writing to it blocks until there is a reader
@@ -175,7 +175,7 @@ def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
         pipeline.run([_clip(tmp_path, 0)])
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("field", sorted(FIELDS))
 def test_a_header_wrong_in_one_field_ends_the_run_on_both_sides(field: str) -> None:
     said: dict[int, str] = {}
@@ -214,8 +214,9 @@ def uninterrupted() -> list[str]:
     return plain_hashes(28, 0, 1)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.promise), 2, 3])
+@pytest.mark.parametrize(
+    "victim", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 3))]
+)
 def test_after_a_kill_at_every_hand_over(
     victim: int, tmp_path: Path, uninterrupted: list[str]
 ) -> None:
@@ -260,7 +261,7 @@ def no_space(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_clips_go_on_if_their_latents_cannot_be_kept(
     no_space: Path, uninterrupted: list[str]
 ) -> None:
@@ -278,7 +279,7 @@ def test_clips_go_on_if_their_latents_cannot_be_kept(
     assert not no_space.is_dir() or [path.name for path in no_space.iterdir()] == ["filler"]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
     tmp_path: Path, uninterrupted: list[str]
 ) -> None:
@@ -340,7 +341,7 @@ def _set_clock_back(rank: int) -> None:  # noqa: ARG001
     time.time = lambda: 1.8e9 - 3600.0 * next(hours)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_clock_that_is_set_back_makes_no_duration_negative() -> None:
     with Pipeline(config(2), fault=_set_clock_back) as pipeline:
         (result,) = pipeline.run(clips(0))

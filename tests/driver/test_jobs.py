@@ -258,7 +258,7 @@ def one_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_DEMO_PIXELS", 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_gib")
 @pytest.mark.parametrize(
     ("config", "ranks", "words"),
@@ -279,7 +279,7 @@ def test_ranks_that_need_more_than_is_free_are_refused(
     assert "--decode-chunk-size" in caught.value.hint
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_estimate_changes_nothing_that_the_threads_of_a_process_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -304,7 +304,7 @@ def test_an_estimate_changes_nothing_that_the_threads_of_a_process_share(
     assert parts == estimate(checkpoint, config.model, config.sampling, device="cpu")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "copies"),
     [
@@ -332,7 +332,7 @@ def test_ranks_share_an_expert_whose_files_have_the_dtype(
     assert two == 2 * own + copies * part.weight_bytes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_gib")
 def test_no_process_is_started_and_the_command_ends_with_code_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

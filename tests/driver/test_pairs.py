@@ -40,7 +40,7 @@ REQUESTS = [
 ]
 PHOTO = str(example_images()[0])
 KEY = "ab" * 32
-MORE = [pytest.mark.long, pytest.mark.full]
+MORE = [pytest.mark.slow, pytest.mark.full]
 
 #: How each model is saved, and whether clips are made from an image.
 MODELS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -60,7 +60,7 @@ def config_of(name: str, folder: Path, dtype: Any = "fp32", **changes: Any) -> P
     )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "layout"),
     [
@@ -92,7 +92,7 @@ def test_verify_finds_equal_bits(
     )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "kind", "rank", "words"),
     [
@@ -118,7 +118,7 @@ def test_verify_names_what_differs_first(
     assert f"done by rank {rank}" in str(first)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["half of one rank", "half of a pair", "the decode"])
 def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
     """From one rank to a pair, or back; both ranks of a pair decode what only lacks its decode."""
@@ -152,7 +152,7 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
     assert found["frames_sha256"] == expected["frames_sha256"]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["svd", pytest.param("svd in bf16", marks=MORE), "ltx"])
 def test_the_halves_of_a_batch_are_close_but_not_exact(tmp_path: Path, model: str) -> None:
     config, request = small_svd(2, cfg_parallel=2), replace(REQUESTS[0], image=PHOTO, prompt=None)
@@ -175,7 +175,7 @@ def test_the_halves_of_a_batch_are_close_but_not_exact(tmp_path: Path, model: st
 CHUNKS = replace(dummy(steps=8).sampling, decode_chunk_size=1)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -248,7 +248,7 @@ def svd(world_size: int, **changes: Any) -> PipelineConfig:
     return replace(config, sampling=sampling, world_size=world_size, **changes)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "decodes"),
     [
@@ -273,7 +273,7 @@ def test_as_many_ranks_as_a_clip_has_chunks_decode_the_bits_of_one(
     assert Counter(span.action.clip for span in spans) == decodes
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_verify_compares_a_decode_by_several_ranks() -> None:
     config, _ = resolve_config(svd(3, split="alternating", decode_ranks=3))
     result = verify(config, [ClipRequest(seed=seed, image=PHOTO) for seed in (1, 2, 3, 4)])

@@ -25,7 +25,7 @@ from tests.driver.dummies import HANG_SECONDS, clips, config, pids, plain_hashes
 from tests.faults.damage import Damage
 from tests.faults.processes import is_there
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 def test_clips_of_threads_that_submit_at_once_are_all_made() -> None:
@@ -290,7 +290,6 @@ def _held() -> int:
     return sum(len(each) for each in gc.get_objects() if type(each) in collections)
 
 
-@pytest.mark.long
 def test_many_clips_leave_no_growing_collection_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

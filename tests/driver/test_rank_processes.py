@@ -38,7 +38,7 @@ from tests.models.tiny_families import save_tiny
 UNLIKE_RANKS = CostModel(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "layout"),
     [
@@ -89,7 +89,7 @@ def _assert_performed(planned: Sequence[Action], events: Sequence[Event]) -> Non
     ]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_spawned_ranks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """By spawn, as for ranks on CUDA."""
     monkeypatch.setattr(worker_group, "start_method", lambda _: "spawn")
@@ -114,7 +114,7 @@ def _row(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
     return config, request
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", chosen(KINDS))
 def test_three_ranks_make_a_clip_and_resume_that_of_another_run(tmp_path: Path, name: str) -> None:
@@ -179,7 +179,7 @@ def test_ranks_that_share_a_gpu_or_differ_are_refused_by_name(
         assert _check(uuids, backend, other, allowed=True)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_clips_of_mixed_devices_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "have_mixed_conditions", lambda *_, allowed: allowed)
     with Pipeline(config(steps=2, allow_mixed_devices=True)) as pipeline:

@@ -35,10 +35,10 @@ PROGRAMS: list[tuple[str, str]] = re.findall(
 )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "index",
-    [pytest.param(index, marks=[pytest.mark.long] if index % 2 else []) for index in range(9)],
+    [pytest.param(index, marks=[pytest.mark.slow] if index % 2 else []) for index in range(9)],
 )
 def test_every_program_of_the_page_prints_what_it_says(
     index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -84,7 +84,7 @@ def test_a_pipeline_cannot_be_used_before_its_block_which_only_rank_0_enters(
         Pipeline(config()).__enter__()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_pipeline_cannot_be_used_after_its_block_nor_entered_twice() -> None:
     with Pipeline(config()) as pipeline:
         (handle,) = pipeline.submit(clips(0))
@@ -106,7 +106,7 @@ with Pipeline(config()) as pipeline:
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", "stdin"])
 def test_a_script_that_ranks_cannot_import_is_told_what_to_do(tmp_path: Path, source: str) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
@@ -138,7 +138,7 @@ REFUSED_METADATA: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) -> None:
     with Pipeline(config()) as pipeline:
         for requests, error, words in REFUSED:
@@ -172,7 +172,7 @@ def test_a_clip_that_the_model_or_its_checkpoints_do_not_allow_is_refused() -> N
         run_reference(config(1), [ClipRequest(seed=0, sampling=SvdSampling())])
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_each_run_is_about_its_own_clips() -> None:
     with Pipeline(config(), fault=Damage("nan", 1, 0), history_clips=1) as pipeline:
         with pytest.raises(NotFiniteError):
@@ -200,7 +200,7 @@ _CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.processes
+@pytest.mark.slow
 def test_each_clip_has_the_bits_of_diffusers(tmp_path: Path) -> None:
     pipeline_config = small_svd(3, split="alternating")
     sampling = pipeline_config.sampling

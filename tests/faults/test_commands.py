@@ -16,7 +16,7 @@ import pytest
 from tests.cli.shell import svdpp_here
 from tests.faults.conftest import RUN, SIMULATE, STANDING, WORLD_SIZE, Command, StartCommand
 
-pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 ONE_IN_CI = [SIGNALS[0], *(pytest.param(number, marks=pytest.mark.full) for number in SIGNALS[1:])]

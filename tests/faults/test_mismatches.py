@@ -17,7 +17,7 @@ from tests.faults.damage import Damage
 from tests.faults.test_ranks import DEMO, DUMMY
 from tests.models.tiny_families import save_tiny_wan
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 STEPS = 2
 MODELS = ("dummy", "svd", "wan")

@@ -32,7 +32,7 @@ from tests.faults.conftest import NUM_FRAMES, RUN, WORLD_SIZE, StartCommand
 from tests.faults.damage import TOO_MUCH, Damage
 from tests.faults.processes import allowing_for_others, is_there, ranks_below, wait_until
 
-pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 DUMMY = PipelineConfig(
     world_size=WORLD_SIZE,

@@ -17,7 +17,7 @@ from svdpp.verification.verify import verify
 from svdpp.worker.messages import Event, Finished, StepDone
 from tests.gpu.machine import Machine, Report
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class _Listener:

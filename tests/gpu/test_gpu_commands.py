@@ -12,7 +12,7 @@ from svdpp.launch import gpus
 from tests.gpu.machine import PHOTOS, Machine, Report, python, svdpp
 from tests.serve.http_server import HttpServer, wait
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def _launched(

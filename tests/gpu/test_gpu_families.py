@@ -19,7 +19,7 @@ from tests.gpu.machine import PHOTOS, Machine, Report
 from tests.models.test_registry import CASES, T2V, TIMESTEP, Case
 from tests.models.tiny_families import save_tiny
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 6
 _LTX = {"height": 64, "width": 96, "num_frames": 9}

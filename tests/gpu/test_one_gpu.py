@@ -28,7 +28,7 @@ from tests.faults.processes import allowing_for_others, wait_until
 from tests.gpu.inside_ranks import Fragmented, FullDevice
 from tests.gpu.machine import Machine, Report, seconds_until_named
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(

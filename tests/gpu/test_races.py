@@ -11,7 +11,7 @@ from tests.gpu.inside_ranks import Watched
 from tests.gpu.machine import Machine, Report
 
 pytestmark = [
-    pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.no_rehearsal,
     pytest.mark.timeout(600),
 ]

@@ -16,7 +16,7 @@ from tests.faults.processes import allowing_for_others
 from tests.gpu.machine import Machine, Report, seconds_until_named
 
 pytestmark = [
-    pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.num_gpus(2),
     pytest.mark.timeout(900),
 ]

@@ -22,7 +22,7 @@ import pytest
 from tests.cli.shell import DEMO, PHOTO, ROOT, svdpp_here
 from tests.faults.processes import MARK, allowing_for_others, marked, wait_until
 
-pytestmark = [pytest.mark.processes, pytest.mark.long, pytest.mark.timing]
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 DEVICE = "eth0"
 _STORE_PORT = 29_500

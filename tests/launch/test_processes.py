@@ -17,7 +17,7 @@ from tests.faults.processes import is_there, wait_until
 
 PHOTO = str(example_images()[0])
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 _START_AND_DIE = """

@@ -148,7 +148,7 @@ def _connected(store: HashStore, rank: int, **settings: str) -> Connection:
     return connection
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timing
 def test_a_rank_that_stops_after_it_connected_is_named(store: HashStore) -> None:
     with ThreadPoolExecutor() as rank:

@@ -270,7 +270,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=4 * settings.default.max_examples)
 @given(st.one_of(damaged(), damaged(), st.binary(max_size=200)))
 def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:

@@ -220,7 +220,7 @@ def test_shards_and_variants_are_loaded(tiny: Path, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, expected[key]) for key, tensor in ours.items())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("roles", "present", "halves"),
     [

@@ -278,7 +278,7 @@ def test_small_checkpoints_have_the_classes_of_published_ones(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in RECORDED else [pytest.mark.long, pytest.mark.full])
+        pytest.param(name, marks=[] if name in RECORDED else [pytest.mark.slow, pytest.mark.full])
         for name in dict.fromkeys((*RECORDED, *FIRST, *CHANGED))
     ],
 )

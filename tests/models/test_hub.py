@@ -153,7 +153,7 @@ def _weights(names: Iterable[str]) -> set[str]:
     return {name for name in names if "safetensors" in name or name.endswith(".bin")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_only_configs_are_downloaded_without_weights(
     hub: type[Hub], tiny: Path, cache: Path
 ) -> None:
@@ -225,7 +225,7 @@ def _on_host(host: int) -> World:
     return World(rank=2 * host, local_rank=0, size=4, local_size=2, host=host, num_hosts=2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "expected"), [(0, PARTS[:2]), (1, PARTS[2:])])
 def test_a_host_downloads_what_its_ranks_need(
     wan: type[Hub], host: int, expected: tuple[str, ...]

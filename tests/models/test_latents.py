@@ -33,7 +33,7 @@ def test_each_step_gives_the_expected_tensors(
     _check(tiny_models(name), CASES[name])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPPED)
 def test_each_step_gives_the_expected_tensors_with_another_scheduler(
     tiny_model_of: Callable[[Case], TinyModel], name: str

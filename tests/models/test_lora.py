@@ -52,8 +52,8 @@ def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:
     "name",
     [
         *NAMES[:2],
-        *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[2:4]),
-        *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.full]) for name in NAMES[4:]),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[2:4]),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.full]) for name in NAMES[4:]),
     ],
 )
 def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(

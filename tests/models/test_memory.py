@@ -96,12 +96,12 @@ def check_demo(threads: int, chunk: int) -> None:
     check(demo(decode_chunk_size=chunk), rel, threads)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_activation_bytes_match_torchs_allocator() -> None:
     check_demo(1, 6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.full
 def test_activation_bytes_of_several_threads_match_torchs_allocator() -> None:
     """In a process of its own, because later peaks of one thread come out larger there."""
@@ -109,7 +109,7 @@ def test_activation_bytes_of_several_threads_match_torchs_allocator() -> None:
         process.submit(check_demo, 2, 1).result()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
     tiny_model = demo("fp16", height=8, width=8)
     encode = estimate(
@@ -153,7 +153,7 @@ SIZES = {
 IN_CI = {"svd", "wan-image-bf16", "ltx-image"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -175,7 +175,7 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(
     check(replace(tiny_model, sampling=sampling, source=image), rel)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_weights_that_stay_in_float32_count_in_float32(tiny_models: TinyModels) -> None:
     """transformers keeps some of T5 in fp16 alone, diffusers some of Wan."""
     tiny_model = tiny_models("wan")

@@ -119,7 +119,7 @@ TIMESTEP = {"timestep_conditioning": True}
 BF16 = {"dtype": torch.bfloat16}
 EULER = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
 ORDER_3 = {"scheduler": diffusers.UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})}
-FULL = (pytest.mark.long, pytest.mark.full)
+FULL = (pytest.mark.slow, pytest.mark.full)
 UNGUIDED = {"guidance_scale": 1.0}
 OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
 DECODED = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}

@@ -30,7 +30,7 @@ from tests.plan.plans import WAN, check_receives, check_schedule, costs, layouts
 num_clips = st.integers(1, 20)
 
 
-@pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @given(layouts(pairs=True), num_clips, st.data())
 @settings(max_examples=200)
 def test_any_layout_can_be_performed(
@@ -90,7 +90,7 @@ def used_roles(layout: ParallelConfig, actions: Sequence[Action]) -> Roles:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(layouts(pairs=True))
 def test_links_and_roles_are_those_that_come_to_be_used(layout: ParallelConfig) -> None:
     """Many clips use no other links or roles; rare alternating cuts may not occur among them."""

@@ -56,7 +56,7 @@ def told() -> Iterator[list[str]]:
     logger.remove(sink)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def queue_url(request: pytest.FixtureRequest) -> str | None:
     """The URL of each database; None for a file."""
     return None if request.param == "sqlite" else request.getfixturevalue("database")

@@ -22,7 +22,7 @@ from svdpp.driver.clips import ClipHandle
 from tests.serve.engines import job_of
 from tests.serve.http_server import PHOTO, HttpServer, ServerHere, error_of, wait
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager
@@ -468,7 +468,6 @@ def test_every_answer_has_the_headers_of_security(server: HttpServer) -> None:
         assert "access-control-allow-origin" not in headers
 
 
-@pytest.mark.long
 def test_a_full_queue_says_when_to_come_again(demo: HttpServer) -> None:
     ids = demo.add(2, steps=1000)
     answer = demo.request()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 HEAD = b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\n"
 FORM = b"Content-Type: multipart/form-data; boundary=x\r\n"

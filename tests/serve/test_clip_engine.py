@@ -22,7 +22,7 @@ from tests.driver.dummies import plain_hashes
 from tests.faults.processes import allowing_for_others
 from tests.serve.engines import STEPS, demo_config, demo_job, dummy_config, job_of, latents, serving
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Pat
     assert any(job.metadata["resumed_from_step"] for job in jobs)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_running_job_is_cancelled_when_the_ranks_have_let_go(
     victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +195,6 @@ def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> Non
     assert list((tmp_path / "latents").iterdir()) == []
 
 
-@pytest.mark.long
 def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path, told: list[str]) -> None:
     config = dummy_config(2)
     with serving(tmp_path, config, stop=(0, 0, 1)) as service:
@@ -218,7 +217,6 @@ def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path, told:
     assert list((tmp_path / "latents").iterdir()) == []
 
 
-@pytest.mark.long
 def test_a_checkpoint_that_does_not_fit_starts_the_clip_again(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05)
     with serving(tmp_path, config, stop=(1, 0, 5)) as service:

@@ -77,7 +77,7 @@ enforce_retention(queue, time.time(), 86400.0, None)
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(_FAKETIME is None, reason="needs libfaketime: apt-get install libfaketime")
 def test_a_server_with_a_fast_clock_deletes_nothing_of_the_others(
     tmp_path: Path, database: str
@@ -138,7 +138,7 @@ def test_nothing_is_removed_while_its_disk_is_not_mounted(
     assert not clip.exists()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +164,7 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
         assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
     keyed: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,8 +182,7 @@ def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
     assert keyed.request().status_code == 202
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_server_says_that_its_files_are_not_mounted(
     start: Callable[..., HttpServer], tmp_path: Path
 ) -> None:

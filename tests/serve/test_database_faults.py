@@ -41,7 +41,7 @@ def _end_sessions(postgres: Postgres, database: str) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_recovers_by_itself_after_a_read_only_spell(
     queue: JobQueue, postgres: Postgres, database: str
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_server_recovers_by_itself_after_a_read_only_spell(
     assert take_all(queue) == [id, other]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_session_that_has_become_read_only_is_replaced(queue: JobQueue) -> None:
     """PostgreSQL ends no session when it takes no changes any more."""
     id = add(queue)
@@ -82,7 +82,7 @@ def test_a_session_that_has_become_read_only_is_replaced(queue: JobQueue) -> Non
     queue.backend.check()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_notes_are_asked_for_until_it_succeeds(
     queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +106,7 @@ def test_notes_are_asked_for_until_it_succeeds(
     assert queue.backend.listen(5.0) == ["queued"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["tcp", "unix"])
 def test_a_database_that_hangs_is_away_within_the_deadline(
     tmp_path: Path, database: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch, wire: str

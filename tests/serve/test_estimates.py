@@ -57,7 +57,7 @@ def test_steps_that_need_a_rank_without_weights() -> None:
     Admission(dummy_config(4, split="alternating", sampling=many), None).check(many)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config, checkpoint = resolve_config(demo_config())
     gate = Admission(config, checkpoint)

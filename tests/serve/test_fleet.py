@@ -28,7 +28,7 @@ from tests.serve.http_server import QUICK, HttpServer, error_of, wait
 from tests.soak.serve_server import belonging, fork_server_of, ranks_of
 from tests.soak.serve_soak import soak
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 Pair = tuple[HttpServer, HttpServer]
 _SEEDS = (3, 1, 4)

@@ -24,7 +24,7 @@ PHOTOS = example_images()
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 class Page:
@@ -196,7 +196,6 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     assert f"seed {2**63 - 1}" in page.text(".card")
 
 
-@pytest.mark.long
 def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path) -> None:
     text = tmp_path / "notes.png"
     text.write_text("no image")
@@ -225,7 +224,6 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     assert page.rows() == []
 
 
-@pytest.mark.long
 def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServer) -> None:
     page.choose(PHOTOS[2])
     page.fill("steps", 1000)
@@ -255,7 +253,6 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     server.client.delete(f"/v1/videos/{other['id']}")
 
 
-@pytest.mark.long
 def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: HttpServer) -> None:
     from selenium.webdriver import Keys
 
@@ -285,7 +282,6 @@ def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: 
         server.client.delete(f"/v1/videos/{video['id']}")
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("clips")
 def test_it_fits_any_window_and_a_narrow_one_has_the_queue_before_the_form(page: Page) -> None:
     order = "return [...document.querySelectorAll('#new, #queue')].map((each) => each.id)"
@@ -298,7 +294,6 @@ def test_it_fits_any_window_and_a_narrow_one_has_the_queue_before_the_form(page:
         assert page.run("return document.documentElement.scrollWidth") <= width
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("clips")
 def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
     from selenium.webdriver import Keys
@@ -325,7 +320,6 @@ def test_two_clips_are_compared_by_keyboard_alone(page: Page) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.long
 def test_a_finished_clip_is_verified(driver: Any, demo: HttpServer) -> None:
     with contextmanager(opened)(driver, demo) as page:
         page.choose(PHOTOS[0])
@@ -334,7 +328,6 @@ def test_a_finished_clip_is_verified(driver: Any, demo: HttpServer) -> None:
         page.wait_text(".proof", "Bitwise equal to diffusers on one device")
 
 
-@pytest.mark.long
 def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
     driver: Any, tmp_path: Path
 ) -> None:
@@ -358,7 +351,6 @@ def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
         assert server.client.delete(f"/v1/videos/{id}").status_code == 202
 
 
-@pytest.mark.long
 def test_the_page_asks_for_a_key_and_uses_it(driver: Any, keyed: HttpServer) -> None:
     (id,) = keyed.add()
     keyed.wait_for(id, "completed")

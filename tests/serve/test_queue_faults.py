@@ -87,7 +87,7 @@ def full(disk: Path) -> Iterator[None]:
         (disk / "ballast").unlink()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_clips_wait_for_space(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
         with full(disk):
@@ -98,7 +98,7 @@ def test_clips_wait_for_space(tmp_path: Path) -> None:
         assert {job.state for job in own.wait_final(ids)} == {JobState.COMPLETED}
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk:
         folder = disk / "data"
@@ -173,7 +173,7 @@ def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_is_away(
         store.put(path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_queue_whose_lock_another_program_holds_is_named_as_such(
     store: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

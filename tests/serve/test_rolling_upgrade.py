@@ -68,7 +68,7 @@ def test_webhooks_of_newer_rows_keep_their_attempts(each_store: JobQueue) -> Non
     assert queue.backend.fetch_all(query, newer) == [(0, 0.0)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_upgrade_does_not_refuse_requests_that_are_stored(tmp_path: Path) -> None:
     with ServerHere(tmp_path / "data", *QUICK) as server:
         server.wait_ready()

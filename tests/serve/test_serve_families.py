@@ -53,7 +53,7 @@ def wan(wan_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_clip_from_text_has_the_bits_of_diffusers(wan: HttpServer, wan_folder: Path) -> None:
     prompts = {"prompt": PROMPT, "negative_prompt": "blurred"}
@@ -75,7 +75,7 @@ def test_a_clip_from_text_has_the_bits_of_diffusers(wan: HttpServer, wan_folder:
     assert PROMPT not in wan.err
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "words"),
     [
@@ -99,7 +99,7 @@ def test_a_wrong_request_is_refused_at_once(
     assert "--" not in error["message"]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     (model,) = wan.client.get("/v1/models").json()["data"]
 
@@ -117,8 +117,7 @@ def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
 FOUR_STEPS = ("--world", "4", "--steps", "4", "--guidance-scale", "1", "--param", "flow_shift=5")
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.full
 def test_clips_with_loras_are_proven(tmp_path: Path) -> None:
     """A LoRA for each expert, no guidance, and four ranks of one step each."""
@@ -152,8 +151,7 @@ def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == [kept.path.name]
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_clips_are_made_from_videos(tmp_path: Path) -> None:
     data = Path(save_video(tmp_path / "a.mp4")).read_bytes()
     model = ("--model", str(save_tiny_wan(tmp_path / "wan")), "--family", "wan_v2v")
@@ -171,8 +169,7 @@ def test_clips_are_made_from_videos(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_further_videos_are_kept_beside_the_image(driver: Any, tmp_path: Path) -> None:
     file = Path(save_video(tmp_path / "a.mp4"))
     folder = str(save_tiny("wan_animate", tmp_path / "animate"))
@@ -215,8 +212,7 @@ def test_further_videos_are_kept_beside_the_image(driver: Any, tmp_path: Path) -
         assert not list((tmp_path / "data" / "photos").iterdir())
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
     with contextmanager(opened)(driver, wan) as page:
         page.one("textarea[name=prompt]")

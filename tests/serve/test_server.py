@@ -115,7 +115,7 @@ def test_a_start_that_is_refused_leaves_no_folder(
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
     """Also later, if the queue is lost."""
     folder = tmp_path / "data"
@@ -163,8 +163,7 @@ def test_a_new_key_is_shown_once_and_stored_as_a_hash(tmp_path: Path) -> None:
     assert file.read_text() == "not keys\n"
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.slow
 def test_owners_see_only_their_own_clips(keyed: HttpServer) -> None:
     (id,) = keyed.add(steps=20)
     bob = {"Authorization": f"Bearer {keyed.other_key}"}
@@ -192,8 +191,6 @@ def test_owners_see_only_their_own_clips(keyed: HttpServer) -> None:
 # --- the start ----------------------------------------------------------------------------------
 
 
-@pytest.mark.promise
-@pytest.mark.processes
 def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *DEMO, "--frames", "2") as server:
         server.wait_ready()
@@ -226,8 +223,7 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
 # --- the end ------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path) -> None:
     """The first also reaches the ranks, as by systemd or Ctrl-C."""
     with HttpServer(tmp_path / "data", *QUICK, "--grace", "600") as server:
@@ -280,7 +276,7 @@ def test_its_files_are_its_users_own_whatever_the_folder_is(tmp_path: Path) -> N
     assert {mode for name, mode in modes.items() if (folder / name).is_file()} == {0o600}
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_one_key_cannot_have_all_streams(
     keyed: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +303,7 @@ class _DeafTerminal(ServerHere):
         super()._note(text)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_it_ends_in_order_also_if_its_readiness_cannot_be_reported(tmp_path: Path) -> None:
     with _DeafTerminal(tmp_path / "data", *QUICK) as server:
         wait(lambda: "written" in server.err, lambda: server.err)
@@ -318,7 +314,7 @@ def test_it_ends_in_order_also_if_its_readiness_cannot_be_reported(tmp_path: Pat
         assert "the readiness of the ranks could not be reported: [Errno 28]" in server.err
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
     path = tmp_path / "data" / "queue.sqlite3"
     with ServerHere(tmp_path / "data", *QUICK, grace=600) as server:
@@ -346,8 +342,7 @@ def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
         assert running in [job.id for job in store.requeue_expired()]
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.slow
 def test_under_torchrun_the_clip_in_progress_is_finished_within_the_grace(tmp_path: Path) -> None:
     """torchrun sends SIGTERM to all ranks at once."""
     launcher = (

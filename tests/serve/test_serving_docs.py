@@ -34,8 +34,7 @@ METRICS = re.findall(r"^\| `(svdpp_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", TEXT, 
 # --- routes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_route_and_field_is_named(demo: HttpServer) -> None:
     paths = demo.client.get("/openapi.json").json()["paths"]
     routes = {(method.upper(), path) for path, known in paths.items() for method in known}
@@ -44,8 +43,7 @@ def test_every_route_and_field_is_named(demo: HttpServer) -> None:
     assert [name for name in names if f"`{name}`" not in TEXT] == []
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_every_line_of_the_table_and_the_python_client_run(
     demo: HttpServer, tmp_path: Path
@@ -107,8 +105,7 @@ def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_table_and_the_dashboard_have_the_metrics_of_the_server(demo: HttpServer) -> None:
     demo.wait_for(demo.add()[0], "completed")  # now it has all of them
     metrics = exposed(demo)
@@ -133,8 +130,7 @@ def test_the_table_and_the_dashboard_have_the_metrics_of_the_server(demo: HttpSe
 # --- the OpenAPI document -------------------------------------------------------------------------
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_answer_is_as_documented(server: HttpServer) -> None:
     schemathesis = pytest.importorskip("schemathesis")
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

@@ -37,7 +37,7 @@ from tests.serve.engines import (
     taken,
 )
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 Open = Callable[..., JobQueue]
 _LEASE = 0.3

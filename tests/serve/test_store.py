@@ -18,7 +18,7 @@ from tests.serve.backends import Swift
 from tests.serve.engines import dummy_config, dummy_job
 from tests.serve.http_server import DEMO, PHOTO, HttpServer, error_of, wait
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 Pair = tuple[HttpServer, HttpServer]
 

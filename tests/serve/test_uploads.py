@@ -69,7 +69,7 @@ def test_the_decoder_is_light() -> None:
     assert not {"torch", "diffusers", "fastapi", "sqlite3"} & set(loaded.stdout.decode().split())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read a file; to decode this one
 def test_a_photograph_that_takes_much_memory_is_refused(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch, mebibytes: int
@@ -79,13 +79,13 @@ def test_a_photograph_that_takes_much_memory_is_refused(
     assert refusal(uploads, big).message == "'cat.png' does not fit in memory"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_largest_photograph_is_kept(uploads: UploadStore) -> None:
     photo = uploads.save(io.BytesIO(png(7071, 7071, 16, 0, bytes(14_143 * 7071))), new_id(), "x")
     assert photo.width * photo.height > 49_990_000
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_photograph_that_takes_long_is_refused(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ def test_keys_take_turns_at_the_decoders() -> None:
     assert set(order[2:5]) == {"alice", "bob"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_uploads_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = int(HANG_SECONDS)
     limits = {"CPU_SECONDS": long, "SECONDS": long, "AT_ONCE": 1, "_WAIT_SECONDS": 0.2}
@@ -165,7 +165,7 @@ def test_the_decoder_ends_with_its_server(
     assert "ended with SIGKILL" in refusal(uploads, encoded(gradient(), "PNG")).message
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

@@ -31,7 +31,7 @@ from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import children_of, is_there, wait_until
 from tests.serve.engines import demo_config, demo_job, serving
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,6 @@ def _child() -> int:
     return _children()[0]
 
 
-@pytest.mark.long
 def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -128,7 +127,6 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
     assert proving.verdicts == ["different", "equal"]
 
 
-@pytest.mark.long
 def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -169,7 +167,6 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.long
 def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

@@ -343,8 +343,7 @@ def test_the_certificate_is_checked(
     assert len(receiver.requests) == is_trusted
 
 
-@pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
     tmp_path: Path,
 ) -> None:

@@ -57,8 +57,7 @@ def test_the_frames_of_png_files_are_compared(
         assert "only its hash is stored" in result.checks[1].detail
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_clip_of_a_pair_is_within_a_tolerance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
     )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, "fp32"), (4, "bf16")])
 def test_svd_through_ranks_is_bitwise_diffusers(
     tiny: PipelineConfig, world_size: int, dtype: str
@@ -222,7 +222,7 @@ def test_svd_through_ranks_is_bitwise_diffusers(
     assert len(set(hashes)) == len(hashes), "clips and steps must not be the same thing twice"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -250,7 +250,7 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     assert emptied == [True]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_planted_fault_is_caught_where_it_was_planted(tiny: PipelineConfig) -> None:
     """All of this clip after the fault differs, and nothing else."""
     verdict = verify(tiny, REQUESTS, fault=Damage("skip", 0, 1), atol=1e-6, rtol=1e-6)

@@ -172,7 +172,7 @@ def _mapped(pid: int, folder: Path) -> dict[str, Counter[str]]:
     return found
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
     folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875, dtype=torch.bfloat16, width=8)
     config = PipelineConfig(

@@ -15,7 +15,7 @@ from svdpp.worker.stats import read_gpu
 from tests.driver.dummies import SHAPE, clips, config
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_real_ranks_report_the_bytes_that_they_move_and_their_memory() -> None:
     samples: dict[int, list[RankStats]] = {0: [], 1: [], 2: []}
 
