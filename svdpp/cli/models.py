@@ -73,7 +73,7 @@ def describe(family: str) -> dict[str, Any]:
     Returns:
         Plain values, one entry of the list in `svdpp models --json`.
     """
-    from svdpp.models.engine.registry import FAMILY_SPECS
+    from svdpp.config.families.registry import FAMILY_SPECS
 
     spec, sampling = FAMILY_SPECS[family], SAMPLING_CLASSES[family]()
     classes = {"text": spec.text_pipeline, _visual(sampling): spec.image_pipeline}
@@ -84,6 +84,8 @@ def describe(family: str) -> dict[str, Any]:
         "inputs": [what for what, name in classes.items() if name is not None],
         "schedulers": list(spec.schedulers),
         "lora": spec.loras,
+        "example": spec.example,
+        "license": spec.license,
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
             name: {
@@ -114,6 +116,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
             f"there is no family or model {name!r}", f"one of {known}", details={"name": name}
         ) from error
     about = describe(checkpoint.family)
+    del about["example"], about["license"]  # the checkpoint may have another license
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())
     takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}
     for unused in checkpoint.unused_parameters:

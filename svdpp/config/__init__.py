@@ -3,6 +3,10 @@
 Their `__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.
 """
 
+from svdpp.config.families.ltx import LtxSampling
+from svdpp.config.families.registry import SAMPLING_CLASSES, SamplingConfig, sampling_from
+from svdpp.config.families.svd import SvdSampling
+from svdpp.config.families.wan import WanSampling
 from svdpp.config.pipeline import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -20,16 +24,10 @@ from svdpp.config.pipeline import (
 )
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
-    SAMPLING_CLASSES,
     CommonSampling,
     Fit,
-    LtxSampling,
     Param,
     PromptedSampling,
-    SamplingConfig,
-    SvdSampling,
-    WanSampling,
     extra_params,
     params_of,
-    sampling_from,
 )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, Literal, get_args
 
+from svdpp.config.families.registry import SAMPLING_CLASSES, SamplingConfig
+from svdpp.config.families.svd import SvdSampling
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
     MAX_LATENT_ELEMENTS,
@@ -28,7 +30,6 @@ from svdpp.config.limits import (
     require,
     shown,
 )
-from svdpp.config.sampling import SAMPLING_CLASSES, SamplingConfig, SvdSampling
 from svdpp.errors import RequestError
 from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import ParallelConfig, Split, canonical_split, frame_chunks

@@ -20,21 +20,15 @@ from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
     DUMMY_MODEL,
-    SAMPLING_CLASSES,
     ClipRequest,
     ModelConfig,
     SamplingConfig,
 )
+from svdpp.config.families.registry import FAMILY_OF_PIPELINE, FAMILY_SPECS
+from svdpp.config.families.spec import IMAGE_ENCODERS, CheckpointFacts, FamilySpec
 from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_sides, extra_params
 from svdpp.errors import ModelError, RequestError, redact_tokens
-from svdpp.models.engine.registry import (
-    FAMILY_OF_PIPELINE,
-    FAMILY_SPECS,
-    IMAGE_ENCODERS,
-    CheckpointFacts,
-    FamilySpec,
-)
 from svdpp.models.files import (
     MODEL_HINT,
     UNSUPPORTED_HINT,
@@ -51,6 +45,7 @@ from svdpp.models.files import (
     weight_files,
 )
 from svdpp.models.hashes import hash_files
+from svdpp.models.image_sizes import check_image_size
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
 from svdpp.plan.layout import Roles
 
@@ -202,6 +197,8 @@ class Checkpoint:
             highest=most,
             reason=why,
         )
+        if self.image_sizes is not None and sampling.from_image:
+            check_image_size(*self.image_sizes, sampling.height, sampling.width)
         self.spec.check_sampling(self, sampling)
         return sampling
 
@@ -492,7 +489,8 @@ def has_weights(part: str) -> bool:
 
 def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
     index, family = _read_index(folder, model.family)
-    spec, unit = FAMILY_SPECS[family], SAMPLING_CLASSES[family].side_unit
+    spec = FAMILY_SPECS[family]
+    unit = spec.sampling.side_unit
     configs = Configs(folder, index, spec)
     from_image = index.values["_class_name"] in (spec.image_pipeline, *spec.aliases)
     facts: CheckpointFacts = {
@@ -538,18 +536,18 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
 
 
 def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
-    classes = {}
+    classes, patterns = {}, {**_CLASSES, **spec.component_classes}
     for part in sorted(spec.components):
         library, name = _entry(index, part)
         if name is None:
             continue
-        if library not in _LIBRARIES:  # diffusers would import it
+        if library not in (*_LIBRARIES, spec.pipeline_package):  # diffusers would import it
             raise index.error(
                 f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
                 UNSUPPORTED_HINT,
                 details={"component": part},
             )
-        if not re.fullmatch(_CLASSES.get(part.removesuffix("_2"), spec.denoiser), str(name)):
+        if not re.fullmatch(patterns.get(part.removesuffix("_2"), spec.denoiser), str(name)):
             raise index.error(
                 f"the {part} is of class {short_repr(name)}, which is not supported",
                 UNSUPPORTED_HINT,
@@ -592,9 +590,9 @@ _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
 }
-#: The last one is a folder of pipelines of diffusers, with classes of its own.
-_LIBRARIES = ("diffusers", "transformers", "ltx2")
+_LIBRARIES = ("diffusers", "transformers")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
+#: Patterns of the classes of the components that several families have.
 _CLASSES = {
     "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
     r"Qwen2(_5_)?VLProcessor",
@@ -604,10 +602,6 @@ _CLASSES = {
     "image_processor": _PROCESSORS,
     "feature_extractor": _PROCESSORS,
     "vae": r"AutoencoderKL\w*",
-    "audio_vae": r"AutoencoderKLLTX2Audio",
-    "connectors": r"LTX2TextConnectors",
-    "vocoder": r"LTX2Vocoder(WithBWE)?",
-    "guider": r"ClassifierFreeGuidance",  # others keep a momentum, which no packet carries
 }
 _NO_CODE = "svdpp runs no code from a checkpoint"
 #: Config keys that make the libraries load other code or weights: attn_implementation can name a

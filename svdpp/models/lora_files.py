@@ -95,7 +95,7 @@ def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str
     """
     if _TEXT_ENCODER.search(key):
         return "adapter of a text encoder"
-    if "Wan" not in checkpoint.spec.denoiser and "SkyReels" not in checkpoint.spec.denoiser:
+    if not checkpoint.spec.loras_as_wan:
         return None
     if not checkpoint.has_image_projection and (found := _IMAGE_PART.search(key)):
         return found[0]

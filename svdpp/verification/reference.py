@@ -19,6 +19,7 @@ from PIL import Image
 
 from svdpp.comm.streams import SideStream, record_event
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config.families.spec import FamilySpec
 from svdpp.media import video
 from svdpp.media.inputs import read_input
 from svdpp.media.video import Frames
@@ -34,7 +35,6 @@ from svdpp.models.engine.load import (
 from svdpp.models.engine.loras import load_loras
 from svdpp.models.engine.model import call_arguments, to_audio
 from svdpp.models.engine.records import Packer, patch_methods, scheduler_changes, scheduler_snapshot
-from svdpp.models.engine.registry import FamilySpec
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.layout import Roles

@@ -18,7 +18,7 @@ ALLOWED = {
     # Once for a clip and rank:
     "models/engine/model.py": {"all"},  # finite?
     "models/engine/records.py": {"numpy"},  # structure: on the host
-    "models/engine/registry.py": {"tolist"},  # timesteps: on the host
+    "config/families/wan.py": {"tolist"},  # timesteps: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_files.py": {"numpy"},
     "worker/background.py": {"numpy"},

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
-from svdpp.models.engine.registry import FAMILY_SPECS
+from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.verification.verify import run_pipelined
 from tests.gpu.inside_ranks import Counted, HostWaits
 from tests.gpu.machine import PHOTOS, Machine, Report

@@ -16,13 +16,13 @@ import torch
 from transformers import TokenizersBackend
 
 from svdpp.config import ClipRequest
+from svdpp.config.families.ltx import ltx_generator_device
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import component_class
 from svdpp.models.engine.model import EngineModel, call_arguments
 from svdpp.models.engine.records import Packer, unpack, zeros_for
-from svdpp.models.engine.registry import ltx_generator_device
 from svdpp.verification.reference import Reference
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.models.builders import edit_json

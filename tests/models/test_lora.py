@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from svdpp.config import Lora, ModelConfig
+from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.verification.reference import Reference
 from tests.models.builders import save_tiny_lora
 from tests.models.range_checks import (

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig
+from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
-from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.plan.layout import Roles
 from tests.models.range_checks import (
     TinyModel,
@@ -415,9 +415,10 @@ def test_a_step_of_one_branch_is_refused(tiny_models: TinyModels) -> None:
 def test_what_may_not_be_divided_is_refused() -> None:
     def denoiser(hidden_states: Any = None, **more: Any) -> None: ...
 
+    spec = FAMILY_SPECS["ltx"]
     for name, size, words in (
         ("hidden_states", 4, "a batch of 4 is not one for each branch"),
         ("mask", 2, "it is not known how to divide more"),
     ):
         with pytest.raises(ModelError, match=words):
-            split_batch(0, denoiser, (), {name: torch.ones(size, 4)})
+            split_batch(0, spec, denoiser, (), {name: torch.ones(size, 4)})

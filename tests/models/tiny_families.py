@@ -15,8 +15,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from svdpp.config import ModelConfig
+from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.registry import FAMILY_SPECS
 
 Parts = dict[str, Any]
 

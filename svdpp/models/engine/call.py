@@ -21,11 +21,11 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, PREDICTION, STATE, AfterStep, Partner, Tensors
 from svdpp.models.engine import records
 from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in, unpack
-from svdpp.models.engine.registry import FamilySpec
 
 # A clip of 6 steps on two ranks, the second of which runs steps 3 to 6 and decodes. Each line is
 # one call of the pipeline's own `__call__`, from its beginning:
@@ -371,7 +371,7 @@ class GuidanceBranches:
     call it once, with a batch of two.
     """
 
-    rule: str
+    spec: FamilySpec
     partner: Partner
     device: torch.device
     outputs: list[Node]
@@ -396,8 +396,8 @@ class GuidanceBranches:
         """
         self._calls += 1
         branch, is_first = self.partner.branch, self._calls == 1
-        if self.rule == "batch":
-            args, kwargs = split_batch(branch, real, args, kwargs)
+        if self.spec.branches == "batch":
+            args, kwargs = split_batch(branch, self.spec, real, args, kwargs)
             both = self._exchange(step, lambda: real(*args, **kwargs))
             return tree_map(join_batch, *(reversed(both) if branch else both))
         if self._calls > 2:
@@ -428,7 +428,7 @@ class GuidanceBranches:
         Raises:
             ModelError: only one is.
         """
-        if self.rule == "calls" and self._calls == 1:
+        if self.spec.branches == "calls" and self._calls == 1:
             raise ModelError(
                 f"step {step} evaluates one branch of the guidance only",
                 "leave --cfg-parallel out",
@@ -450,21 +450,14 @@ class GuidanceBranches:
         return output, unpack(node, received, self.device)
 
 
-#: Arguments of denoisers that have a batch as their first axis, and those that both halves share.
-_BATCHED = {
-    *("sample", "hidden_states", "encoder_hidden_states", "encoder_attention_mask"),
-    *("timestep", "added_time_ids", "video_coords"),
-}
-_SHARED = {"image_rotary_emb", "ofs"}
-
-
 def split_batch(
-    branch: int, real: Callable[..., Any], args: Any, kwargs: Any
+    branch: int, spec: FamilySpec, real: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a denoiser for one branch of a batch of two.
 
     Args:
         branch: 0 or 1: position in the batch.
+        spec: spec of the family, which names the arguments with a batch.
         real: `forward` of the denoiser, whose signature names the arguments.
         args: positional arguments of the call.
         kwargs: other arguments.
@@ -475,14 +468,14 @@ def split_batch(
     bound = inspect.signature(real).bind(*args, **kwargs)
     for name, value in bound.arguments.items():
         lengths = {len(leaf) for leaf in tree_leaves(value) if _has_axes(leaf)}
-        if name in _BATCHED:
+        if name in spec.batched_arguments:
             if lengths - {2}:
                 raise ModelError(
                     f"a batch of {max(lengths)} is not one for each branch: {name}",
                     details={"batch": max(lengths), "argument": name},
                 )
             bound.arguments[name] = tree_map(functools.partial(_part, branch), value)
-        elif name not in _SHARED and 2 in lengths:
+        elif name not in spec.shared_arguments and 2 in lengths:
             raise ModelError(
                 f"it is not known how to divide {name} between two branches",
                 details={"argument": name},

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from svdpp.config import LatentSpec
+from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import Dtype
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.registry import FamilySpec
 
 # The attributes in which diffusers' pipelines keep how many pixels of a side, or frames of a clip,
 # become one position of its latent.

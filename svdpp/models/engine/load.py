@@ -19,16 +19,23 @@ from transformers.initialization import no_init_weights
 from transformers.processing_utils import ProcessorMixin
 
 from svdpp.config import ModelConfig
+from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_details
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.loras import load_loras
-from svdpp.models.engine.registry import FAMILY_SPECS
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.layout import Roles
 
-#: Where the classes of components are; LTX-2 has some beside its pipelines.
-_LIBRARIES = ("diffusers", "transformers", "diffusers.pipelines.ltx2")
+#: Where the classes of components are; some families have some beside their pipelines.
+_LIBRARIES = (
+    *("diffusers", "transformers"),
+    *(
+        f"diffusers.pipelines.{spec.pipeline_package}"
+        for spec in FAMILY_SPECS.values()
+        if spec.pipeline_package is not None
+    ),
+)
 #: Submodules of VAEs that are used by an encode of images alone, and by a decode.
 _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
 

@@ -33,9 +33,6 @@ from svdpp.models.engine.records import Node, named_tensors, patch_methods, read
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.layout import Roles
 
-# Arguments of `__call__` whose sampling parameters have other names.
-_RENAMED = {"frame_rate": "fps", "segment_frame_length": "num_frames", "video_length": "num_frames"}
-
 
 class EngineModel:
     """Model of one rank: any family that has a spec, with resolved sampling parameters."""
@@ -148,7 +145,7 @@ class EngineModel:
         branches = None
         if partner is not None:
             assert self._spec.branches is not None
-            branches = GuidanceBranches(self._spec.branches, partner, self.device, self._outputs)
+            branches = GuidanceBranches(self._spec, partner, self.device, self._outputs)
         more = {"after_step": after_step, "branches": branches}
         call, _ = self._later_call(tensors, start, end, **more)
         return call.packet()
@@ -286,7 +283,7 @@ def call_arguments(
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     accepted = inspect.signature(type(pipe).__call__).parameters
     given = {
-        **{name: vars(sampling).get(_RENAMED.get(name, name)) for name in accepted},
+        **{name: vars(sampling).get(spec.renamed_arguments.get(name, name)) for name in accepted},
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
         **(source if isinstance(source, dict) else {spec.image_argument: source}),
         "generator": torch.Generator(device).manual_seed(request.seed),

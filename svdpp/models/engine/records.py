@@ -24,9 +24,9 @@ from diffusers.utils import BaseOutput
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
 
+from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
-from svdpp.models.engine.registry import FamilySpec
 
 #: One value in a structure: a JSON object whose key `kind` says how the others are read.
 Node = dict[str, Any]

@@ -1,0 +1,72 @@
+"""FramePack, which makes a clip in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from svdpp.config.families.spec import TWO_TEXT_ENCODERS, FamilySpec
+from svdpp.config.limits import MAX_FRAMES, require
+from svdpp.config.sampling import PromptedSampling
+
+# Frames that each chunk of a clip adds, and that the pipeline counts for it.
+_CHUNK, _WINDOW = 36, 33
+# `latent_window_size` of the pipeline: latent frames of each chunk.
+_LATENT_FRAMES = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramepackSampling(PromptedSampling):
+    """The parameters of diffusers' `HunyuanVideoFramepackPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 16
+    frames_unit: ClassVar[int] = _CHUNK
+    embedded_guidance: ClassVar[bool] = True
+
+    family: Literal["framepack"] = "framepack"
+    num_inference_steps: int = 120
+    height: int = 720
+    width: int = 1280
+    num_frames: int = 145
+    fps: float = 30
+    guidance_scale: float = 10.0
+    max_sequence_length: int = 256
+
+
+def _check_sampling(_: object, sampling: Any) -> None:
+    frames, steps = sampling.num_frames, sampling.num_inference_steps
+    chunks = (frames - 1) // _CHUNK
+    require(
+        steps % chunks == 0,
+        f"--steps counts those of all chunks: for {frames} frames it must be a multiple of "
+        f"{chunks}, got {steps}",
+        frames=frames,
+        chunks=chunks,
+        steps=steps,
+    )
+
+
+def _call_arguments(sampling: Any) -> dict[str, Any]:
+    """Return the steps of each chunk, and the frames by which the pipeline counts the chunks."""
+    chunks = (sampling.num_frames - 1) // _CHUNK
+    return {
+        "num_frames": chunks * _WINDOW,
+        "num_inference_steps": sampling.num_inference_steps // chunks,
+    }
+
+
+FRAMEPACK = FamilySpec(
+    sampling=FramepackSampling,
+    title="FramePack",
+    example="lllyasviel/FramePackI2V_HY",
+    license="Tencent Hunyuan Community License",
+    denoiser="HunyuanVideoFramepackTransformer3DModel",
+    image_pipeline="HunyuanVideoFramepackPipeline",
+    encode_components=TWO_TEXT_ENCODERS,
+    latent_frames=lambda *_: _LATENT_FRAMES,
+    frame_limits=(1 + _CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
+    check_sampling=_check_sampling,
+    call_arguments=_call_arguments,
+)
+
+FAMILIES = (FRAMEPACK,)

@@ -1,0 +1,78 @@
+"""Kandinsky 5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from svdpp.config.families.spec import (
+    TWO_TEXT_ENCODERS,
+    CheckpointConfigs,
+    CheckpointFacts,
+    FamilySpec,
+)
+from svdpp.config.limits import require
+from svdpp.config.sampling import PromptedSampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kandinsky5Sampling(PromptedSampling):
+    """The parameters of diffusers' `Kandinsky5T2VPipeline` and `Kandinsky5I2VPipeline`."""
+
+    side_unit: ClassVar[int] = 16
+    frames_unit: ClassVar[int] = 4
+    latent_axes: ClassVar[str] = "BFHWC"
+
+    family: Literal["kandinsky5"] = "kandinsky5"
+    height: int = 512
+    width: int = 768
+    num_frames: int = 121
+    fps: float = 24
+    guidance_scale: float = 5.0
+    max_sequence_length: int = 512
+
+
+def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    reason = "as sparse attention needs kernels of CUDA, and was never compared"
+    transformer = configs.of("transformer", attention_type="regular")
+    transformer.require("attention_type", "regular", reason)
+    return {}
+
+
+def _check_sampling(_: object, sampling: Any) -> None:
+    """Refuses few frames: the pipeline adapts the first four latent frames to those that follow."""
+    enough = not sampling.from_image or sampling.num_frames >= 17
+    require(
+        enough,
+        f"--frames must be at least 17 from an image, got {sampling.num_frames}",
+        frames=sampling.num_frames,
+        lowest=17,
+    )
+
+
+def _latent_channels(pipe: Any) -> int:
+    """Return those of the latent, the image and a mask: three parts of one tensor."""
+    channels = int(pipe.transformer.config.in_visual_dim)
+    return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels
+
+
+KANDINSKY5 = FamilySpec(
+    sampling=Kandinsky5Sampling,
+    title="Kandinsky 5",
+    example="kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+    license="MIT",
+    denoiser="Kandinsky5Transformer3DModel",
+    text_pipeline="Kandinsky5T2VPipeline",
+    image_pipeline="Kandinsky5I2VPipeline",
+    text_and_image=True,
+    encode_components=TWO_TEXT_ENCODERS,
+    initial_latent_source="latents",
+    num_results_equal_latents=1,
+    branches="calls",
+    latent_channels=_latent_channels,
+    latent_dtype="model",
+    checkpoint_facts=_checkpoint_facts,
+    check_sampling=_check_sampling,
+)
+
+FAMILIES = (KANDINSKY5,)

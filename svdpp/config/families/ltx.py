@@ -1,0 +1,154 @@
+"""LTX-Video, and LTX-Video 0.9.5 and later, whose image is a condition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from svdpp.config.families.spec import (
+    CheckedCheckpoint,
+    CheckpointConfigs,
+    CheckpointFacts,
+    FamilySpec,
+)
+from svdpp.config.limits import require
+from svdpp.config.sampling import Param, PromptedSampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class LtxSampling(PromptedSampling):
+    """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 32
+    frames_unit: ClassVar[int] = 8
+    latent_axes: ClassVar[str] = "BNC"
+    own: ClassVar[Mapping[str, Param]] = {
+        "guidance_rescale": Param(highest=1, help="Rescaling of the guided prediction."),
+        "decode_timestep": Param(
+            highest=1, help="Noise level of the decode, for a VAE that is conditioned on it."
+        ),
+        "decode_noise_scale": Param(
+            highest=1, help="Noise added before the decode.", shown_default="decode_timestep"
+        ),
+    }
+
+    family: Literal["ltx"] = "ltx"
+    height: int = 512
+    width: int = 704
+    num_frames: int = 161
+    fps: float = 25
+    guidance_scale: float = 3.0
+    guidance_rescale: float = 0.0
+    decode_timestep: float = 0.0
+    decode_noise_scale: float | None = None
+    max_sequence_length: int = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class LtxConditionSampling(PromptedSampling):
+    """The parameters of diffusers' `LTXConditionPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 32
+    frames_unit: ClassVar[int] = 8
+    latent_axes: ClassVar[str] = "BNC"
+    own: ClassVar[Mapping[str, Param]] = {
+        "guidance_rescale": Param(highest=1, help="Rescaling of the guided video."),
+        "decode_timestep": Param(highest=1, help="Noise level of the decode."),
+        "decode_noise_scale": Param(highest=1, help="Share of noise in the decode."),
+        "strength": Param(highest=1, help="How closely the first frame follows the image."),
+        "image_cond_noise_scale": Param(highest=1, help="Noise that each step adds to the image."),
+    }
+
+    family: Literal["ltx_condition"] = "ltx_condition"
+    height: int = 512
+    width: int = 704
+    num_frames: int = 161
+    fps: float = 25
+    guidance_scale: float = 3.0
+    max_sequence_length: int = 256
+    guidance_rescale: float = 0.0
+    decode_timestep: float = 0.0
+    decode_noise_scale: float = 0.0
+    strength: float = 1.0
+    image_cond_noise_scale: float = 0.15
+
+
+def check_vae(configs: CheckpointConfigs) -> bool:
+    """Return whether the VAE takes a timestep.
+
+    Raises:
+        ModelError: its decoder draws noise by itself.
+    """
+    vae = configs.of("vae", timestep_conditioning=False, decoder_inject_noise=[])
+    vae.refuse("decoder_inject_noise", "draws noise from torch's global generator")
+    return bool(vae.values["timestep_conditioning"])
+
+
+def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    has_timestep = check_vae(configs)
+    return {
+        "decode_draws_noise": has_timestep,
+        "unused_parameters": () if has_timestep else ("decode_timestep", "decode_noise_scale"),
+    }
+
+
+def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    require(
+        sampling.num_inference_steps > 1 or not checkpoint.scheduler_config.get("shift_terminal"),
+        "--steps must be 2 or more: the model's scheduler divides by zero for 1",
+        steps=sampling.num_inference_steps,
+        lowest=2,
+    )
+
+
+def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: str) -> str:
+    """Return where noise is drawn: on the CPU, except where diffusers draws it by `torch.randn`.
+
+    `LTXImageToVideoPipeline` does so on its own device if the VAE takes a timestep.
+
+    Args:
+        checkpoint: checked checkpoint.
+        sampling: sampling parameters.
+        device: device of the pipeline.
+    """
+    return device if sampling.from_image and checkpoint.decode_draws_noise else "cpu"
+
+
+LTX = FamilySpec(
+    sampling=LtxSampling,
+    title="LTX-Video",
+    example="Lightricks/LTX-Video",
+    license="LTX-Video Open Weights License",
+    denoiser="LTXVideoTransformer3DModel",
+    text_pipeline="LTXPipeline",
+    image_pipeline="LTXImageToVideoPipeline",
+    text_and_image=True,
+    initial_latent_source="latents",
+    num_results_equal_latents=1,
+    branches="batch",
+    batched_arguments=frozenset(
+        {
+            *("hidden_states", "encoder_hidden_states", "encoder_attention_mask"),
+            *("timestep", "video_coords"),
+        }
+    ),
+    checkpoint_facts=_checkpoint_facts,
+    check_sampling=_check_sampling,
+    renamed_arguments={"frame_rate": "fps"},
+    generator_device=ltx_generator_device,
+)
+
+LTX_CONDITION = replace(
+    LTX,
+    sampling=LtxConditionSampling,
+    title="LTX-Video 0.9.5 and later, whose image is a condition",
+    example="Lightricks/LTX-Video-0.9.5",
+    text_pipeline="LTXConditionPipeline",
+    image_pipeline="LTXConditionPipeline",
+    record_uses={"add_noise_to_image_conditioning_latents": "first step"},
+    initial_latent_source="noise",
+    generator_device=lambda *_: "cpu",
+)
+
+FAMILIES = (LTX, LTX_CONDITION)

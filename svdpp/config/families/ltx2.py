@@ -1,0 +1,101 @@
+"""LTX-2, which makes video and sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from svdpp.config.families.ltx import check_vae
+from svdpp.config.families.spec import CheckpointConfigs, CheckpointFacts, FamilySpec
+from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ltx2Sampling(PromptedSampling):
+    """The parameters of diffusers' `LTX2Pipeline` and `LTX2ImageToVideoPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 32
+    frames_unit: ClassVar[int] = 8
+    latent_axes: ClassVar[str] = "BNC"
+    own: ClassVar[Mapping[str, Param]] = {
+        "stg_scale": Param(
+            highest=MAX_GUIDANCE, help="Spatio-temporal guidance of the video; 0: none."
+        ),
+        "stg_block": Param(
+            highest=1000, help="The block that spatio-temporal guidance perturbs.", kind=int
+        ),
+        "modality_scale": Param(
+            highest=MAX_GUIDANCE, help="Guidance of the video by the audio; 1: none."
+        ),
+        "guidance_rescale": Param(highest=1, help="Rescaling of the guided video."),
+        "audio_guidance_scale": Param(
+            highest=MAX_GUIDANCE, help="Guidance of the audio by the prompt."
+        ),
+        "audio_stg_scale": Param(
+            highest=MAX_GUIDANCE, help="Spatio-temporal guidance of the audio."
+        ),
+        "audio_modality_scale": Param(
+            highest=MAX_GUIDANCE, help="Guidance of the audio by the video."
+        ),
+        "audio_guidance_rescale": Param(highest=1, help="Rescaling of the guided audio."),
+    }
+
+    family: Literal["ltx2"] = "ltx2"
+    num_inference_steps: int = 30
+    height: int = 512
+    width: int = 768
+    num_frames: int = 121
+    fps: float = 24
+    guidance_scale: float = 3.0
+    max_sequence_length: int = 1024
+    stg_scale: float = 1.0
+    stg_block: int = 28
+    modality_scale: float = 3.0
+    guidance_rescale: float = 0.7
+    audio_guidance_scale: float = 7.0
+    audio_stg_scale: float = 1.0
+    audio_modality_scale: float = 3.0
+    audio_guidance_rescale: float = 0.7
+
+
+def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    if check_vae(configs):
+        raise configs.of("vae").error("a decode that draws noise is not supported")
+    return {}
+
+
+def _call_arguments(sampling: Any) -> dict[str, Any]:
+    # By default diffusers compresses the image by H.264 first, for which it needs PyAV.
+    has_stg = sampling.stg_scale > 0 or sampling.audio_stg_scale > 0
+    blocks = [sampling.stg_block] if has_stg else None
+    image = {"image_crf": 0} if sampling.from_image else {}
+    return {"spatio_temporal_guidance_blocks": blocks, **image}
+
+
+LTX2 = FamilySpec(
+    sampling=Ltx2Sampling,
+    title="LTX-2",
+    example="Lightricks/LTX-2",
+    license="LTX-2 Community License",
+    denoiser="LTX2VideoTransformer3DModel",
+    text_pipeline="LTX2Pipeline",
+    image_pipeline="LTX2ImageToVideoPipeline",
+    text_and_image=True,
+    encode_components=("tokenizer", "text_encoder", "connectors"),
+    decode_components=("vae", "audio_vae", "vocoder"),
+    component_classes={
+        "audio_vae": r"AutoencoderKLLTX2Audio",
+        "connectors": r"LTX2TextConnectors",
+        "vocoder": r"LTX2Vocoder(WithBWE)?",
+    },
+    pipeline_package="ltx2",
+    record_uses={"encode_prompt": "unused", "prepare_audio_latents": "first step"},
+    initial_latent_source="latents",
+    num_results_equal_latents=1,
+    checkpoint_facts=_checkpoint_facts,
+    renamed_arguments={"frame_rate": "fps"},
+    call_arguments=_call_arguments,
+)
+
+FAMILIES = (LTX2,)

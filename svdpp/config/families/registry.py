@@ -1,0 +1,81 @@
+"""The list of families, and what follows from it by a family's or a pipeline's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Union
+
+from svdpp.config.families import (
+    cogvideox,
+    framepack,
+    hunyuan_video,
+    hunyuan_video_15,
+    kandinsky5,
+    latte,
+    ltx,
+    ltx2,
+    mochi,
+    skyreels_v2,
+    svd,
+    wan,
+)
+from svdpp.config.families.spec import FamilySpec
+from svdpp.config.limits import check_choice, require, shown
+
+if TYPE_CHECKING:
+    from svdpp.config.sampling import PromptedSampling
+
+#: Specs of all families, in the order in which `svdpp models` lists them.
+_SPECS: tuple[FamilySpec, ...] = (
+    *svd.FAMILIES,
+    *wan.FAMILIES,
+    *ltx.FAMILIES,
+    *ltx2.FAMILIES,
+    *hunyuan_video.FAMILIES,
+    *framepack.FAMILIES,
+    *hunyuan_video_15.FAMILIES,
+    *cogvideox.FAMILIES,
+    *skyreels_v2.FAMILIES,
+    *kandinsky5.FAMILIES,
+    *mochi.FAMILIES,
+    *latte.FAMILIES,
+)
+
+#: The spec of each family.
+FAMILY_SPECS: Mapping[str, FamilySpec] = {spec.name: spec for spec in _SPECS}
+
+#: The family of each pipeline.
+FAMILY_OF_PIPELINE: Mapping[str, str] = {
+    pipeline: family
+    for family, spec in FAMILY_SPECS.items()
+    for pipeline in (spec.text_pipeline, spec.image_pipeline)
+    if pipeline is not None and pipeline not in spec.aliases
+}
+
+#: The class of each family's parameters.
+SAMPLING_CLASSES: Mapping[str, type[Any]] = {spec.name: spec.sampling for spec in _SPECS}
+
+#: Any family's parameters; the field `family` tells which.
+if TYPE_CHECKING:
+    SamplingConfig = svd.SvdSampling | PromptedSampling
+else:  # by this, pydantic finds the class of a message's parameters
+    SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
+
+
+def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
+    """Return the sampling parameters with these fields.
+
+    Args:
+        values: fields by name; without `family` they are SVD's.
+
+    Raises:
+        RequestError: a name is unknown, or a value out of range.
+    """
+    family = values.get("family", "svd")
+    check_choice("family", family, (*SAMPLING_CLASSES,))
+    kind = SAMPLING_CLASSES[family]
+    unknown = ", ".join(sorted(values.keys() - {field.name for field in fields(kind)}))
+    require(not unknown, f"{family} has no parameter {shown(unknown)}")
+    sampling: SamplingConfig = kind(**values)
+    return sampling

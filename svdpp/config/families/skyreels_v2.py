@@ -1,0 +1,76 @@
+"""SkyReels-V2, also with diffusion forcing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from svdpp.config.families.spec import FLOW_SCHEDULERS, FamilySpec
+from svdpp.config.families.wan import image_projection, vae_channels
+from svdpp.config.sampling import PromptedSampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyReelsV2Sampling(PromptedSampling):
+    """The parameters of diffusers' `SkyReelsV2Pipeline`, from text or an image, with defaults."""
+
+    side_unit: ClassVar[int] = 16
+    frames_unit: ClassVar[int] = 4
+
+    family: Literal["skyreels_v2"] = "skyreels_v2"
+    height: int = 544
+    width: int = 960
+    num_frames: int = 97
+    fps: float = 24
+    guidance_scale: float = 6.0
+    max_sequence_length: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyReelsV2ForcingSampling(PromptedSampling):
+    """The parameters of diffusers' `SkyReelsV2DiffusionForcingPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 16
+    frames_unit: ClassVar[int] = 4
+
+    family: Literal["skyreels_v2_df"] = "skyreels_v2_df"
+    height: int = 544
+    width: int = 960
+    num_frames: int = 97
+    fps: float = 24
+    guidance_scale: float = 6.0
+    max_sequence_length: int = 512
+
+
+SKYREELS_V2 = FamilySpec(
+    sampling=SkyReelsV2Sampling,
+    title="SkyReels-V2",
+    example="Skywork/SkyReels-V2-T2V-14B-720P-Diffusers",
+    license="Skywork License",
+    denoiser="SkyReelsV2Transformer3DModel",
+    text_pipeline="SkyReelsV2Pipeline",
+    image_pipeline="SkyReelsV2ImageToVideoPipeline",
+    schedulers=FLOW_SCHEDULERS,
+    fp32_components=frozenset({"vae", "image_encoder"}),
+    loras_as_wan=True,
+    branches="calls",
+    latent_channels=vae_channels,
+    latent_dtype="stepped",
+    checkpoint_facts=image_projection,
+)
+
+SKYREELS_V2_FORCING = replace(
+    SKYREELS_V2,
+    sampling=SkyReelsV2ForcingSampling,
+    title="SkyReels-V2, diffusion forcing with all frames in step",
+    example="Skywork/SkyReels-V2-DF-14B-720P-Diffusers",
+    text_pipeline="SkyReelsV2DiffusionForcingPipeline",
+    image_pipeline=None,
+    # Its pipeline gives each frame a timestep of its own, which Euler's `step` does not take.
+    schedulers=("UniPCMultistepScheduler",),
+    initial_latent_source="latents",
+    num_results_equal_latents=1_000,  # all
+    frame_limits=(1, 97, "the model makes more in several loops"),
+)
+
+FAMILIES = (SKYREELS_V2, SKYREELS_V2_FORCING)

@@ -1,0 +1,278 @@
+"""Wan 2.1 and 2.2, VACE, Animate, and Wan 2.1 from a video."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from svdpp.config.families.spec import (
+    FLOW_SCHEDULERS,
+    CheckedCheckpoint,
+    CheckpointConfigs,
+    CheckpointFacts,
+    FamilySpec,
+)
+from svdpp.config.families.strength import STRENGTH, all_steps, check_strength
+from svdpp.config.limits import require, shown
+from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanBaseSampling(PromptedSampling):
+    """The parameters that all of Wan's pipelines take, with the defaults of most of them."""
+
+    side_unit: ClassVar[int] = 16
+    frames_unit: ClassVar[int] = 4
+    own: ClassVar[Mapping[str, Param]] = {
+        "guidance_scale_2": Param(
+            highest=MAX_GUIDANCE,
+            help="Guidance in the steps of the low-noise expert.",
+            shown_default="guidance_scale",
+        ),
+        "flow_shift": Param(
+            highest=100.0,
+            help="Shift of the noise levels, such as 3 at 480p and 5 at 720p.",
+            excludes_lowest=True,
+            shown_default="that of the model's scheduler",
+        ),
+    }
+
+    height: int = 480
+    width: int = 832
+    num_frames: int = 81
+    fps: float = 16
+    """Frames per second of the file; the model does not depend on it."""
+    guidance_scale: float = 5.0
+    guidance_scale_2: float | None = None
+    flow_shift: float | None = None
+    max_sequence_length: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanSampling(WanBaseSampling):
+    """The parameters of diffusers' `WanPipeline` and `WanImageToVideoPipeline`, with defaults."""
+
+    family: Literal["wan"] = "wan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVaceSampling(WanBaseSampling):
+    """The parameters of diffusers' `WanVACEPipeline` for clips with a reference image."""
+
+    own: ClassVar[Mapping[str, Param]] = {
+        **WanBaseSampling.own,
+        "conditioning_scale": Param(highest=10, help="Weight of the reference image."),
+    }
+
+    family: Literal["wan_vace"] = "wan_vace"
+    conditioning_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVaceControlSampling(WanBaseSampling):
+    """The parameters of diffusers' `WanVACEPipeline` for clips that a video controls."""
+
+    from_video: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = {
+        **WanBaseSampling.own,
+        "conditioning_scale": Param(highest=10, help="Weight of the video."),
+    }
+
+    family: Literal["wan_vace_control"] = "wan_vace_control"
+    conditioning_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanFromVideoSampling(WanBaseSampling):
+    """The parameters of diffusers' `WanVideoToVideoPipeline`, with defaults."""
+
+    from_video: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = {**WanBaseSampling.own, "strength": STRENGTH}
+
+    family: Literal["wan_v2v"] = "wan_v2v"
+    num_inference_steps: int = 40
+    strength: float = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanSegmentSampling(WanBaseSampling):
+    """The parameters of diffusers' `WanAnimatePipeline`, with defaults, for one segment."""
+
+    num_inference_steps: int = 20
+    height: int = 720
+    width: int = 1280
+    num_frames: int = 77
+    fps: float = 30
+    guidance_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanAnimateSampling(WanSegmentSampling):
+    """The parameters of Wan Animate whose character moves as the one in the videos."""
+
+    videos: ClassVar[Mapping[str, int | None]] = {"pose_video": None, "face_video": 512}
+
+    family: Literal["wan_animate"] = "wan_animate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanReplaceSampling(WanSegmentSampling):
+    """The parameters of Wan Animate whose character replaces the one in the videos."""
+
+    videos: ClassVar[Mapping[str, int | None]] = {
+        "pose_video": None,
+        "face_video": 512,
+        "background_video": None,
+        "mask_video": None,
+    }
+
+    family: Literal["wan_replace"] = "wan_replace"
+
+
+def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
+    """Return whether the denoiser takes an image's embedding, whose layers LoRAs may change."""
+    transformer = configs.of("transformer", image_dim=None)
+    return {"has_image_projection": transformer.values["image_dim"] is not None}
+
+
+def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
+    unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
+    index, has_second = configs.index, "transformer_2" in configs.classes
+    ratio = index.values.get("boundary_ratio")
+    is_ratio = isinstance(ratio, float) and 0 < ratio < 1
+    if not (is_ratio if has_second else ratio is None):
+        state = "there" if has_second else "missing"
+        message = f"boundary_ratio is {shown(ratio)}, and the expert transformer_2 is {state}"
+        raise index.error(message)
+    return {
+        "boundary_ratio": ratio,
+        "size_multiple": (unit, unit),
+        "unused_parameters": () if has_second else ("guidance_scale_2",),
+        **image_projection(configs),
+        **({"image_use": "optional"} if index.values.get("expand_timesteps") else {}),
+    }
+
+
+def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
+    found = _checkpoint_facts(configs)
+    if "image_use" in found or found["boundary_ratio"] is not None:
+        raise configs.index.error("only Wan 2.1 for text makes clips from a video")
+    return found
+
+
+def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    if not sampling.from_image:
+        return
+    # Some are whole numbers: of two equal ones, the pipeline takes the second for the first.
+    timesteps = checkpoint.timesteps(sampling).tolist()
+    require(
+        len(timesteps) == 1 or timesteps[0] != timesteps[1],
+        f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "
+        "diffusers cannot run that",
+        "use fewer --steps or a lower --param flow_shift",
+        steps=len(timesteps),
+        timestep=timesteps[0],
+    )
+
+
+def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    check_strength(checkpoint, sampling)
+    _check_sampling(checkpoint, sampling)
+
+
+def vae_channels(pipe: Any) -> int:
+    """Return the channels of Wan's VAE; from an image, the denoiser takes the image's as well."""
+    return int(pipe.vae.config.z_dim)
+
+
+def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
+    """Return one frame more: the image's, in front."""
+    return frames + 1 if sampling.from_image else frames
+
+
+WAN = FamilySpec(
+    sampling=WanSampling,
+    title="Wan 2.1 and 2.2",
+    example="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    license="Apache-2.0",
+    denoiser="WanTransformer3DModel",
+    text_pipeline="WanPipeline",
+    image_pipeline="WanImageToVideoPipeline",
+    schedulers=FLOW_SCHEDULERS,
+    denoisers=("transformer", "transformer_2"),
+    fp32_components=frozenset({"vae", "image_encoder"}),
+    loras_as_wan=True,
+    branches="calls",
+    latent_channels=vae_channels,
+    latent_dtype="stepped",
+    checkpoint_facts=_checkpoint_facts,
+    check_sampling=_check_sampling,
+)
+
+WAN_VACE = replace(
+    WAN,
+    sampling=WanVaceSampling,
+    title="Wan VACE, whose image is a reference",
+    example="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+    denoiser="WanVACETransformer3DModel",
+    text_pipeline="WanVACEPipeline",
+    image_pipeline="WanVACEPipeline",
+    image_argument="reference_images",
+    text_and_image=True,
+    encode_components=("tokenizer", "text_encoder", "vae"),
+    latent_frames=_frames_with_image,
+)
+
+WAN_VACE_CONTROL = replace(
+    WAN_VACE,
+    sampling=WanVaceControlSampling,
+    title="Wan VACE, controlled by a video",
+    text_pipeline=None,
+    image_argument="video",
+    aliases=("WanVACEPipeline",),
+    text_and_image=False,
+    latent_frames=lambda _, __, frames: frames,
+)
+
+WAN_FROM_VIDEO = replace(
+    WAN,
+    sampling=WanFromVideoSampling,
+    title="Wan 2.1 from a video",
+    text_pipeline=None,
+    image_pipeline="WanVideoToVideoPipeline",
+    image_argument="video",
+    aliases=("WanPipeline",),
+    checkpoint_facts=_facts_from_video,
+    check_sampling=_check_from_video,
+    call_arguments=all_steps,
+)
+
+WAN_ANIMATE = replace(
+    WAN,
+    sampling=WanAnimateSampling,
+    title="Wan Animate, whose character moves as the one in videos",
+    example="Wan-AI/Wan2.2-Animate-14B-Diffusers",
+    denoiser="WanAnimateTransformer3DModel",
+    text_pipeline=None,
+    image_pipeline="WanAnimatePipeline",
+    renamed_arguments={"segment_frame_length": "num_frames"},
+    record_uses={
+        "video_processor.preprocess_video": 1,  # of the face, which steps encode
+        "video_processor_for_mask.preprocess_video": "unused",
+        "vae_image_processor.preprocess": "unused",
+    },
+    frame_limits=(5, 77, "one segment of the model"),  # to begin another, the pipeline decodes it
+    latent_frames=_frames_with_image,
+)
+
+WAN_REPLACE = replace(
+    WAN_ANIMATE,
+    sampling=WanReplaceSampling,
+    title="Wan Animate, whose character replaces the one in a video",
+    aliases=("WanAnimatePipeline",),
+    call_arguments=lambda _: {"mode": "replace"},
+)
+
+FAMILIES = (WAN, WAN_VACE, WAN_VACE_CONTROL, WAN_FROM_VIDEO, WAN_ANIMATE, WAN_REPLACE)

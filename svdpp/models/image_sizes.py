@@ -1,0 +1,37 @@
+"""The sizes of clips from an image, of models that crop it to one of a few shapes."""
+
+from __future__ import annotations
+
+from svdpp.config.limits import require
+
+
+def check_image_size(target: int, unit: int, height: int, width: int) -> None:
+    """Check that the model makes clips of this size from an image.
+
+    Args:
+        target: side of a square clip, in pixels.
+        unit: pixels of which height and width are multiples.
+        height: height of the clip.
+        width: width of the clip.
+
+    Raises:
+        RequestError: it makes none; the hint names the nearest size.
+    """
+    from diffusers.pipelines.hunyuan_video1_5 import image_processor  # seconds
+
+    processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
+    kept = (  # the pipeline rounds some of its own to others
+        size
+        for size in image_processor.generate_crop_size_list(target, unit)
+        if processor.calculate_default_height_width(*size, target) == size
+    )
+    nearest = min(kept, key=lambda size: abs(size[0] / size[1] - height / width))
+    require(
+        nearest == (height, width),
+        f"from an image the model makes no clips of --height {height} --width {width}",
+        f"nearest: --height {nearest[0]} --width {nearest[1]}",
+        height=height,
+        width=width,
+        nearest_height=nearest[0],
+        nearest_width=nearest[1],
+    )
