@@ -20,6 +20,10 @@ _STREAM = re.compile(r"^  Stream #0:(\d+)(?:\[\w+\])?(?:\([^)]*\))?: (\w+): ([^\
 _MATRIX = re.compile(r"^ +display ?matrix: (.+)$", re.IGNORECASE)
 _HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
 _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
+# Colours and fields of a frame in the log of the filter `showinfo`.
+_FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
+# Time before the first frame that muxers without edit lists leave for reordered frames.
+_UNSEEN_SECONDS = Fraction(1, 2)
 # Codecs of single images: a video stream of one is a cover beside a real video.
 _STILLS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 
@@ -85,7 +89,8 @@ def read_streams(path: Path) -> list[Stream]:
     Raises:
         MediaFailure: it cannot be read, or has too many packets.
     """
-    source = mp4_source(path)
+    # Without -copyts ffmpeg begins at the first packet's time; a player shows nothing until then.
+    source = ["-copyts", *mp4_source(path)]
     streams = {each.index: each for each in probe_streams(source)}
     arguments = ["-map", "0", "-c", "copy", "-copy_unknown", "-fs", str(_MAX_LISTING)]
     listing = run_ffmpeg(
@@ -105,10 +110,30 @@ def read_streams(path: Path) -> list[Stream]:
             index, unit = int(match[1]), units[int(match[1])]
             begun = int(match[3]) * unit
             shown.setdefault(index, []).append((begun, begun + int(match[4]) * unit))
+    first = min((begun for spans in shown.values() for begun, _ in spans), default=Fraction(0))
+    offset = first if 0 < first <= _UNSEEN_SECONDS else 0
     for index, spans in shown.items():
-        times, end = tuple(sorted(begun for begun, _ in spans)), max(end for _, end in spans)
+        times = tuple(sorted(begun - offset for begun, _ in spans))
+        end = max(end for _, end in spans) - offset
         streams[index] = replace(streams[index], times=times, end=end)
     return list(streams.values())
+
+
+def read_colours(path: Path) -> set[str]:
+    """Return range, matrix, primaries, transfer and fields that the frames of an mp4 have.
+
+    They are those of the H.264 stream; the container's are in its box `colr`.
+
+    Args:
+        path: mp4 of at most as many frames as a clip has.
+
+    Raises:
+        MediaFailure: ffmpeg did not end in time.
+    """
+    # What is attached to frames could fill the log.
+    filters = "sidedata=mode=delete,showinfo=checksum=0"
+    output = ["-map", "0:v:0", "-nostats", "-vf", filters, "-f", "null", "-"]
+    return set(_FRAME_LOOK.findall(probe_log([*mp4_source(path), *output], seconds=_SECONDS)))
 
 
 # Timescales of ffmpeg's versions may round a frame's time differently by less than this.

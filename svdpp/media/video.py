@@ -26,8 +26,9 @@ from svdpp.config import OutputConfig, VideoFormat
 from svdpp.config.limits import MAX_CLIP_PIXELS, MAX_FRAMES
 from svdpp.errors import InputError, SvdppError, without_controls
 from svdpp.media.ffmpeg import EXACT_SCALE, MediaFailure, decode_frames, mp4_source, run_ffmpeg
+from svdpp.media.mp4_boxes import sample_entry_faults
 from svdpp.media.output_files import atomic_output, check_replaceable, error_reason, fsync
-from svdpp.media.streams import read_streams, stream_differences
+from svdpp.media.streams import read_colours, read_streams, stream_differences
 
 Frames = npt.NDArray[np.uint8]
 
@@ -148,36 +149,88 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
     """Return how a player would show `ours` unlike `theirs`, besides the pixels and samples.
 
-    Compared are, of an mp4, number, kind, codec, pixel aspect, rotation and times of its streams,
-    and which are the default; of gif and webp, the times, the loop and what else is in the file.
+    Compared are, of an mp4, number, kind, codec, pixel aspect, colours, rotation and times of its
+    streams, and which are the default; of gif and webp, the times, the loop, orientation,
+    transparency and what else is in the file.
 
     Raises:
         InputError: one of the two cannot be read.
     """
-    if format == "frames":
-        return []
     if format == "mp4":
         with _reading(ours, format):
-            return list(stream_differences(*map(read_streams, (ours, theirs))))
+            differences = list(stream_differences(*map(read_streams, (ours, theirs))))
+            differences += sample_entry_faults(ours, theirs)
+            one, other = map(read_colours, (ours, theirs))
+        if one != other:
+            differences.append(f"its frames have {_words(one)} instead of {_words(other)}")
+        return differences
     with _reading(ours, format):
-        one, other = (_animation_facts(path, format) for path in (ours, theirs))
+        our_facts, their_facts = (_animation_facts(path, format) for path in (ours, theirs))
     return [
-        f"its {name} is {one[name]} instead of {other[name]}"
-        for name in one
-        if one[name] != other[name]
+        f"its {name} is {our_facts[name]} instead of {their_facts[name]}"
+        for name in our_facts
+        if our_facts[name] != their_facts[name]
     ]
+
+
+def _words(colours: set[str]) -> str:
+    return ", ".join(sorted(colours)) or "no colours"
 
 
 def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
     _, times = _read_animation(path, format)
+    with Image.open(path, formats=[format]) as image:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        transparent = any(map(_is_transparent, ImageSequence.Iterator(image)))
     with Image.open(path, formats=[format]) as image:
         extras = {"icc_profile", "xmp", "transparency"} & image.info.keys()
         loop = {0: "endless", None: "once"}.get(image.info.get("loop"), "limited")
     return {
         "duration": f"{sum(times)} ms",
         "repetition": loop,
+        "orientation": orientation,
+        "transparency": "some" if transparent else "none",
         "further content": ", ".join(sorted(extras)) or "none",
     }
+
+
+def folder_faults(folder: Path) -> list[str]:
+    """Return how a viewer would show the PNG files of a clip unlike their pixels in RGB.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+    with _reading(folder, "frames"):
+        names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
+        if names != [f"{index:05d}.png" for index in range(len(names))]:
+            return ["its files are not numbered from 00000.png without gaps"]
+        faults = dict[str, str]()  # by what is wrong, the first file
+        for name in names:
+            with Image.open(folder / name, formats=["PNG"]) as image:
+                for fault in _png_faults(image):
+                    faults.setdefault(fault, name)
+    return [f"{name} {fault}" for fault, name in faults.items()]
+
+
+def _png_faults(image: Image.Image) -> Iterator[str]:
+    if getattr(image, "is_animated", False):
+        yield "is animated"
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        yield "is to be rotated or mirrored"
+    if found := sorted({"icc_profile", "gamma", "chromaticity"} & image.info.keys()):
+        yield f"has other colours ({', '.join(found)})"
+    across, down = image.info.get("aspect") or image.info.get("dpi") or (1, 1)
+    if across != down:
+        yield "has pixels that are not square"
+    if _is_transparent(image):
+        yield "is transparent"
+
+
+def _is_transparent(image: Image.Image) -> bool:
+    if not image.has_transparency_data:
+        return False
+    lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
+    return lowest != 255
 
 
 def read_metadata(path: Path) -> dict[str, object]:

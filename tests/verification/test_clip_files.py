@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, PngImagePlugin
 
 from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling, VideoFormat
 from svdpp.driver.clip_metadata import clip_metadata
@@ -279,6 +279,11 @@ _LABELS = ("-disposition:v:0", "0", "-disposition:v:1", "default")
             "its streams are video and video instead of video",
         ),
         ((), ("-bsf:v", "setts=pts=PTS+if(eq(N\\,1)\\,40\\,0)"), "its frames are shown up to"),
+        (("-itsoffset", "2"), (), "its frames are shown up to 2 s late"),
+        ((), ("-color_trc", "smpte2084"), "the colours of its container are not those of"),
+        ((), ("-bsf:v", "h264_metadata=transfer_characteristics=16"), "color_trc:smpte2084"),
+        ((), ("-bsf:v", "h264_metadata=matrix_coefficients=5"), "color_space:bt470bg"),
+        ((), ("-bsf:v", "h264_metadata=video_full_range_flag=1"), "color_range:pc"),
     ],
 )
 def test_an_mp4_that_is_shown_otherwise(
@@ -297,6 +302,130 @@ def test_an_mp4_that_is_shown_otherwise(
     assert words in check.detail
     assert "sha256" not in check.detail
     assert "metadata" not in check.detail
+
+
+def test_an_mp4_for_other_eyes(tmp_path: Path) -> None:
+    """Players show it in stereo, which ffmpeg decodes as any other video."""
+    path = put_clip(tmp_path, "a")
+    file, box = tmp_path / "a.mp4", b"\0\0\0\x0dst3d\0\0\0\0\2"
+    data = bytearray(file.read_bytes())
+    at = data.find(b"colrnclx") - 4
+    for kind in (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"avc1"):
+        _add(data, data.find(kind) - 4, len(box))
+    data[at:at] = box
+    offsets = data.find(b"stco")
+    for index in range(int.from_bytes(data[offsets + 8 : offsets + 12])):
+        _add(data, offsets + 12 + 4 * index, len(box))
+    file.write_bytes(data)
+    edit_json(path, file_sha256=video.file_sha256(file))
+    check = _check(path)
+    assert not check.equal
+    assert check.detail == "its video has the boxes st3d"
+
+
+def _add(data: bytearray, at: int, number: int) -> None:
+    data[at : at + 4] = (int.from_bytes(data[at : at + 4]) + number).to_bytes(4)
+
+
+def test_an_mp4_that_was_only_packed_otherwise(tmp_path: Path) -> None:
+    path = put_clip(tmp_path, "a")
+    file, kept = tmp_path / "a.mp4", tmp_path / "kept.mp4"
+    file.rename(kept)
+    tags = "use_metadata_tags+frag_keyframe+empty_moov"
+    ffmpeg("-i", kept, "-c", "copy", "-movflags", tags, file)
+    kept.unlink()
+    edit_json(path, file_sha256=video.file_sha256(file))
+    check = _check(path)
+    assert check.equal, check
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "size", "place", "words"),
+    [
+        (24, 32, np.s_[12], "dB in one frame"),
+        (3, 160, np.s_[:, 34:46, 66:78], "dB in 32x32 pixels of one frame"),
+    ],
+    ids=["flash", "logo"],
+)
+def test_a_change_of_one_place(
+    tmp_path: Path, num_frames: int, size: int, place: Any, words: str
+) -> None:
+    """The mean over all pixels of all frames is above 30 dB."""
+    frames = np.full((num_frames, size, size, 3), 90, np.uint8)
+    altered = frames.copy()
+    altered[place] = 120 if num_frames == 24 else 170
+    check = check_file(read_clip(put_clip(tmp_path, "a", frames=altered)), frames)
+    assert not check.equal
+    assert words in check.detail
+    assert check_file(read_clip(put_clip(tmp_path, "b", frames=frames)), frames).equal
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"icc_profile": b"profile"}, "00000.png has other colours (icc_profile)"),
+        ({"dpi": (72, 144)}, "00000.png has pixels that are not square"),
+        ({"orientation": 6}, "00000.png is to be rotated or mirrored"),
+        ({"transparency": (20, 0, 40)}, "00000.png is transparent"),
+        ({"save_all": True, "append_images": [Image.new("RGB", (48, 32))]}, "is animated"),
+        ({"gamma": 200000}, "00000.png has other colours (gamma)"),
+    ],
+    ids=["profile", "aspect", "orientation", "transparency", "animation", "gamma"],
+)
+def test_frames_that_are_shown_otherwise(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    """Their pixels in RGB, their metadata and their hash agree with the JSON."""
+    path = put_clip(tmp_path, "a", "frames")
+    for file in sorted((tmp_path / "a").iterdir()):
+        with Image.open(file) as image:
+            image.load()
+            info, exif = PngImagePlugin.PngInfo(), Image.Exif()
+            info.add_text("svdpp", image.info["svdpp"])
+            options = dict(changes)
+            if orientation := options.pop("orientation", None):
+                exif[ExifTags.Base.Orientation] = orientation
+                options["exif"] = exif
+            if gamma := options.pop("gamma", None):
+                info.add(b"gAMA", gamma.to_bytes(4))
+            image.save(file, pnginfo=info, **options)
+    edit_json(path, file_sha256=video.file_sha256(tmp_path / "a"))
+    check = _check(path)
+    assert not check.equal
+    assert words in check.detail
+    assert "pixels are not" not in check.detail
+
+
+def test_frames_that_viewers_sort_otherwise(tmp_path: Path) -> None:
+    path = put_clip(tmp_path, "a", "frames")
+    (tmp_path / "a" / "00001.png").rename(tmp_path / "a" / "000010.png")  # 10 is behind 2
+    edit_json(path, file_sha256=video.file_sha256(tmp_path / "a"))
+    check = _check(path)
+    assert not check.equal
+    assert "are not numbered from 00000.png without gaps" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("alpha", "orientation", "words"),
+    [(40, 1, "its transparency is some"), (255, 6, "its orientation is 6 instead of 1")],
+)
+def test_a_webp_that_is_shown_otherwise(
+    tmp_path: Path, alpha: int, orientation: int, words: str
+) -> None:
+    path = put_clip(tmp_path, "a", "webp")
+    file, exif = tmp_path / "a.webp", Image.Exif()
+    exif[ExifTags.Base.ImageDescription] = json.dumps(video.read_metadata(file))
+    exif[ExifTags.Base.Orientation] = orientation
+    images = [Image.fromarray(frame) for frame in video.read_frames(file, "webp")]
+    for image in images:
+        image.putalpha(alpha)
+    options = {"lossless": True, "exact": True, "exif": exif, "loop": 0, "duration": 143}
+    images[0].save(file, save_all=True, append_images=images[1:], **options)
+    edit_json(path, file_sha256=video.file_sha256(file))
+    check = _check(path)
+    assert not check.equal
+    assert check.detail.startswith(words)
+    assert check.detail.count("its ") == 1
 
 
 @pytest.mark.parametrize("format", ["gif", "webp"])

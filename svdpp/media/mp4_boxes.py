@@ -1,0 +1,75 @@
+"""Boxes of an mp4 that players obey and ffmpeg does not: colours, crop, stereo and projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from svdpp.media.ffmpeg import MediaFailure
+
+# Boxes of a video's sample entry that show nothing, or whose effect `read_streams` compares.
+_HARMLESS = {"avcC", "btrt", "fiel", "free", "pasp", "colr"}
+_PATH = ("moov", "trak", "mdia", "minf", "stbl", "stsd")
+# Bytes of a video's sample entry before its boxes, and of `stsd` before its entries.
+_ENTRY_FIELDS, _STSD_FIELDS = 78, 8
+_MAX_COLOURS = 2**20
+_MAX_BOXES = 10_000
+
+
+def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
+    """Yield a clause for each box of a video by which a player would show `ours` unlike `theirs`.
+
+    Raises:
+        OSError: a file cannot be read.
+        MediaFailure: its boxes are damaged, or too many.
+    """
+    (our_boxes, our_colours), (their_boxes, their_colours) = map(_sample_entry, (ours, theirs))
+    if further := sorted(our_boxes - their_boxes - _HARMLESS):
+        yield f"its video has the boxes {', '.join(further)}"
+    if our_colours and our_colours != their_colours:
+        yield "the colours of its container are not those of the recomputed clip"
+
+
+def _sample_entry(path: Path) -> tuple[set[str], set[bytes]]:
+    """Return the kinds of boxes in the sample entries of all videos, and their `colr` boxes."""
+    kinds, colours = set[str](), set[bytes]()
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        for begin, end in _find(file, 0, file.tell(), _PATH):
+            for entry, start, stop in _boxes(file, begin + _STSD_FIELDS, end):
+                if entry not in ("avc1", "avc3"):  # another codec, which `read_streams` names
+                    continue
+                for kind, first, last in _boxes(file, start + _ENTRY_FIELDS, stop):
+                    kinds.add(kind)
+                    if kind == "colr":
+                        file.seek(first)
+                        colours.add(file.read(min(last - first, _MAX_COLOURS)))
+    return kinds, colours
+
+
+def _find(file: BinaryIO, begin: int, end: int, path: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    for kind, start, stop in _boxes(file, begin, end):
+        if kind == path[0]:
+            if len(path) == 1:
+                yield start, stop
+            else:
+                yield from _find(file, start, stop, path[1:])
+
+
+def _boxes(file: BinaryIO, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Yield kind, begin and end of the content of each box between two offsets."""
+    for _ in range(_MAX_BOXES):
+        if end - begin < 8:
+            return
+        file.seek(begin)
+        header = file.read(16)
+        size, start = int.from_bytes(header[:4]), begin + 8
+        if size == 1:
+            size, start = int.from_bytes(header[8:16]), begin + 16
+        stop = end if size == 0 else begin + size
+        if not start <= stop <= end:
+            return  # what is behind the last whole box is no box
+        yield header[4:8].decode("latin-1"), start, stop
+        begin = stop
+    raise MediaFailure("it has too many boxes")
