@@ -96,10 +96,12 @@ def first_line(error: object) -> str:
         error: exception, or its text.
 
     Returns:
-        At most 300 characters; the type's name if it says nothing.
+        At most 300 characters; the type's name if it says nothing. A line that ends with a colon
+        is followed by the next one.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(char if char.isprintable() else "?" for char in lines[0][:300])
+    text = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
+    return "".join(char if char.isprintable() else "?" for char in text[:300])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

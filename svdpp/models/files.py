@@ -89,6 +89,8 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         problem = first_line(error)
+        if isinstance(error, KeyError):
+            problem = f"there is no {problem}"
         raise ModelError(
             f"{label}{component} cannot be loaded: {problem}",
             details={"component": component, "problem": problem},

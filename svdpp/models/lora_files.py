@@ -6,6 +6,7 @@ Each tensor of a file is either loaded by the ranks, or named here: refused, or 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from collections import Counter
@@ -27,6 +28,9 @@ from svdpp.models.hashes import file_sha256
 
 # What diffusers writes: the file of a folder, or of a repository, that is named alone.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
+
+#: Name of the metadata in a file with the configuration of the adapter, as diffusers writes it.
+_ADAPTER_CONFIG = "lora_adapter_metadata"
 
 # --- which tensors of a file are used ------------------------------------------------------------
 #
@@ -70,7 +74,10 @@ class LoraFile:
     def identity(self) -> str:
         """Text that is equal for equal effects, wherever the file is."""
         assert self.lora.sha256 is not None
-        return f"{self.lora.sha256[:16]}:{self.lora.weight:g}:{self.part}"
+        weight = f"{self.lora.weight:g}"
+        if float(weight) != self.lora.weight:
+            weight = repr(self.lora.weight)  # `g` has six digits
+        return f"{self.lora.sha256[:16]}:{weight}:{self.part}"
 
     @property
     def remark(self) -> str:
@@ -126,9 +133,11 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
 
     Raises:
         ModelError: a tensor is of another kind of adapter, misses its other factor, or has a shape
-            that does not fit the other factor's; or all are for parts that the model does not have.
+            that does not fit the other factor's; or all are for parts that the model does not have;
+            or the file asks for dropout.
     """
-    entries = read_safetensors_header(path)[1]
+    header, entries = read_safetensors_header(path)
+    _check_dropout(json.loads(header).get("__metadata__", {}))
     ignored = ignored_tensors(path, checkpoint)
     for name in sorted(entries.keys() - ignored):
         if found := _OTHER_ADAPTERS.search(name):
@@ -142,6 +151,28 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
     if entries.keys() <= ignored.keys():
         raise ModelError("none of its tensors is for a part that the model has")
     return dict(Counter(ignored.values()))
+
+
+def _check_dropout(metadata: Mapping[str, str]) -> None:
+    """Raise ModelError if diffusers would set random values of the adapter to zero at each step.
+
+    Scripts of training write the configuration of the adapter into the file. diffusers applies its
+    dropout when a clip is made as well, so no two clips would be equal.
+    """
+    try:
+        config = json.loads(metadata.get(_ADAPTER_CONFIG, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"its {_ADAPTER_CONFIG} is not JSON") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"its {_ADAPTER_CONFIG} is not a JSON object")
+    for name, value in config.items():
+        if name.rpartition(".")[2] == "lora_dropout" and value:
+            raise ModelError(
+                f"its metadata set {short_repr(name)} to {short_repr(value)}: diffusers would drop "
+                "random values in each step, and no two clips would be equal",
+                f"set it to 0 in the file's {_ADAPTER_CONFIG}, or remove that",
+                details={"name": name, "value": value},
+            )
 
 
 def _check_pair(name: str, entries: Mapping[str, Any]) -> None:

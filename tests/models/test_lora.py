@@ -165,6 +165,44 @@ def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(
     assert caught.value.details
 
 
+def test_a_file_that_asks_for_dropout_is_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """diffusers would drop random values of the adapter in each step of a clip."""
+    folder = tiny_models("wan").checkpoint.folder
+    file = save_tiny_lora(folder, tmp_path / "x.safetensors", seed=1)
+    tensors, lora = load_file(file), Lora(name=str(file), expert="high")
+    for config, words in (
+        ('{"transformer.r": 2, "transformer.lora_dropout": 0.1}', "'transformer.lora_dropout' to"),
+        ("[]", "its lora_adapter_metadata is not a JSON object"),
+        ("{", "its lora_adapter_metadata is not JSON"),
+    ):
+        save_file(tensors, file, metadata={"lora_adapter_metadata": config})
+        with pytest.raises(ModelError, match=words):
+            _find(folder, lora)
+    save_file(tensors, file, metadata={"lora_adapter_metadata": '{"transformer.lora_dropout": 0}'})
+    assert _find(folder, lora).loras
+
+
+def test_weights_that_are_close_are_told_apart(tiny_models: TinyModels, tmp_path: Path) -> None:
+    folder = tiny_models("wan").checkpoint.folder
+    file = str(save_tiny_lora(folder, tmp_path / "x.safetensors", seed=1))
+    identities = {
+        _find(folder, Lora(name=file, weight=weight, expert="high")).loras[0].identity
+        for weight in (0.8, 0.8000001, 1.0)
+    }
+    assert len(identities) == 3
+    assert {each.split(":")[1] for each in identities} == {"0.8", "0.8000001", "1"}
+
+
+def test_numbers_that_are_not_finite_are_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
+    tiny_model = tiny_models("wan")
+    factor = torch.full((24, 2), float("nan"))
+    lora = _changed(
+        tiny_model.checkpoint.folder, tmp_path, "x.safetensors", {SECOND_FACTOR: factor}
+    )
+    with pytest.raises(ModelError, match=r"to_q.lora_B.weight' has numbers that are not finite"):
+        ranks(_find(tiny_model.checkpoint.folder, lora), tiny_model.sampling)(0, 1)
+
+
 OTHER = "transformer.blocks.0.attn9.to_q"
 
 

@@ -177,6 +177,12 @@ def _check_loaded(
         _refuse(f"the file has no {short_repr(missing[0])}", missing)
     for key, tensor in held.items():
         expected = given[key].as_subclass(torch.Tensor).to(tensor.device, tensor.dtype)
+        if not expected.float().isfinite().all():
+            raise ModelError(
+                f"{short_repr(key)} has numbers that are not finite",
+                "the file is damaged: download or save it again",
+                details={"tensor": key},
+            )
         if not torch.equal(tensor, expected):
             _refuse(f"{short_repr(key)} was not loaded", [key])
 
