@@ -325,6 +325,10 @@ class Dispatcher:
             logger.warning("{} starts again once its files are there: {}", job.id, error)
             self._requeue(job)
             self._check_storage()
+        elif isinstance(error, InputError | OutputError) and job.attempts + 1 < MAX_ATTEMPTS:
+            # Its input was readable when it came: perhaps the files were away for a moment.
+            logger.warning("{} starts again: {}", job.id, error)
+            self._requeue(job, counts=True)
         elif self._record_failed(job, error):
             self._request_builder.remove_latents(job)
 

@@ -165,6 +165,27 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("times", "state"), [(1, JobState.COMPLETED), (9, JobState.FAILED)])
+def test_a_clip_whose_files_were_away_for_a_moment_is_begun_once_more(
+    times: int, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is mounted again before anybody looks; what lasts is a failure in the end."""
+    request_builder, begun = RequestBuilder.__call__, list[object]()
+
+    def missing(self: RequestBuilder, job: object) -> object:
+        begun.append(job)
+        if len(begun) <= times:
+            raise InputError("'photo.png' does not exist")
+        return request_builder(self, job)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RequestBuilder, "__call__", missing)
+    with serving(tmp_path / "data", dummy_config()) as own:
+        ids = own.add(1)
+        assert [job.state for job in own.wait_final(ids)] == [state]
+    assert len(begun) == 2
+
+
+@pytest.mark.slow
 def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
     keyed: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
