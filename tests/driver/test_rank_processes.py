@@ -32,8 +32,8 @@ from tests.cli.shell import PHOTO
 from tests.driver.dummies import clips, config, hashes, pids, plain_hashes
 from tests.faults.processes import is_there
 from tests.models.range_checks import nothing, whole_clip
-from tests.models.test_registry import CASES, KINDS, chosen
-from tests.models.tiny_families import save_tiny
+from tests.models.test_registry import KINDS, chosen
+from tests.models.tiny_families import CASES, save_tiny
 
 UNLIKE_RANKS = CostModel(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
 

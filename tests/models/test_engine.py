@@ -34,8 +34,8 @@ from tests.models.range_checks import (
     read_folder,
     run_reference,
 )
-from tests.models.test_registry import CASES, FIRST, TinyModels
-from tests.models.tiny_families import save_tiny_wan
+from tests.models.test_registry import TinyModels
+from tests.models.tiny_families import CASES, FIRST, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -260,7 +260,7 @@ def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:
     assert short.truncated_text("the sea at night") == "at night"
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", FIRST.values())
 def test_small_checkpoints_have_the_classes_of_published_ones(
     tiny_models: TinyModels, name: str
 ) -> None:
@@ -279,7 +279,7 @@ def test_small_checkpoints_have_the_classes_of_published_ones(
     "name",
     [
         pytest.param(name, marks=[] if name in RECORDED else [pytest.mark.slow, pytest.mark.full])
-        for name in dict.fromkeys((*RECORDED, *FIRST, *CHANGED))
+        for name in dict.fromkeys((*RECORDED, *FIRST.values(), *CHANGED))
     ],
 )
 def test_the_script_of_the_manual_gives_the_recorded_hash(

@@ -26,7 +26,8 @@ from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
 from tests.models.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source
-from tests.models.test_registry import CASES, FIRST, TinyModels
+from tests.models.test_registry import TinyModels
+from tests.models.tiny_families import CASES, FIRST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,7 +159,7 @@ IN_CI = {"svd", "wan-image-bf16", "ltx-image"}
     "name",
     [
         pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.full])
-        for name in {**SIZES, **dict.fromkeys(FIRST)}
+        for name in {**SIZES, **dict.fromkeys(FIRST.values())}
     ],
 )
 def test_the_estimate_is_what_a_rank_receives_and_allocates(

@@ -7,7 +7,7 @@ import queue
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import diffusers
 import pytest
 import torch
 
-from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig
+from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
@@ -23,6 +23,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.plan.layout import Roles
+from tests.models.family_case import STEPS
 from tests.models.range_checks import (
     TinyModel,
     assert_equal,
@@ -31,133 +32,14 @@ from tests.models.range_checks import (
     nothing,
     whole_clip,
 )
-from tests.models.tiny_families import WAN_UNIPC, save_tiny
+from tests.models.tiny_families import CASES, FIRST, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TinyModels = Callable[[str], TinyModel]
 
-STEPS = 3
-SIZES: dict[str, Any] = {"num_inference_steps": STEPS, "max_sequence_length": 8}
-
-
-def size(height: int, width: int, num_frames: int, **more: Any) -> dict[str, Any]:
-    """Sampling parameters of a case."""
-    return {"height": height, "width": width, "num_frames": num_frames, **more}
-
-
-KANDINSKY = size(32, 32, 17, max_sequence_length=1024)
-LTX = size(64, 64, 9)
-LTX2 = size(32, 32, 9, stg_block=1)
-DPM = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A tiny checkpoint and a clip of it."""
-
-    family: str
-    sampling: dict[str, Any]
-    image: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
-    negative: str | None = None
-
-    @property
-    def dtype(self) -> str:
-        return "bf16" if "dtype" in self.changes else "fp32"
-
-    def config(self, **changes: Any) -> SamplingConfig:
-        kind: Any = SAMPLING_CLASSES[self.family]
-        values = {**SIZES, **self.sampling, **changes}
-        if self.family == "svd":
-            values.pop("max_sequence_length")
-        else:
-            values["from_image"] = self.image
-        config: SamplingConfig = kind(**values)
-        return config
-
-
-CASES: dict[str, Case] = {
-    "ltx2": Case("ltx2", LTX2),
-    "ltx2-image": Case("ltx2", {**LTX2, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
-    "hunyuan-video": Case("hunyuan_video", size(16, 16, 9)),
-    "hunyuan-video-image": Case(
-        "hunyuan_video", size(16, 16, 9, max_sequence_length=420), image=True
-    ),
-    "framepack": Case("framepack", size(32, 32, 37), image=True),
-    "framepack-chunks": Case("framepack", size(32, 32, 109, num_inference_steps=6), image=True),
-    "hunyuan-video-1.5-image": Case("hunyuan_video_15", size(16, 16, 9), image=True),
-    "hunyuan-video-1.5": Case("hunyuan_video_15", size(16, 16, 9)),
-    "cogvideox": Case("cogvideox", size(32, 32, 9)),
-    "cogvideox-dpm": Case("cogvideox", size(32, 32, 9), changes={"scheduler": DPM}),
-    "cogvideox-image": Case("cogvideox", size(32, 32, 9), image=True),
-    "cogvideox-video": Case("cogvideox_v2v", size(32, 32, 9), image=True),
-    "skyreels-v2": Case("skyreels_v2", size(16, 16, 9)),
-    "skyreels-v2-image": Case("skyreels_v2", size(16, 16, 9), image=True),
-    "skyreels-v2-df": Case("skyreels_v2_df", size(16, 16, 9)),
-    "ltx-condition": Case("ltx_condition", LTX),
-    "ltx-condition-image": Case(
-        "ltx_condition", {**LTX, "decode_timestep": 0.05, "decode_noise_scale": 0.025}, image=True
-    ),
-    "kandinsky5": Case("kandinsky5", KANDINSKY),
-    "kandinsky5-image": Case("kandinsky5", KANDINSKY, image=True),
-    "wan-vace": Case("wan_vace", size(32, 32, 9)),
-    "wan-vace-image": Case("wan_vace", size(32, 32, 9), image=True),
-    "wan-vace-control": Case("wan_vace_control", size(32, 48, 9), image=True),
-    "wan-animate": Case(
-        "wan_animate", size(32, 48, 9, guidance_scale=4.0), image=True, negative="blurred"
-    ),
-    "wan-replace": Case("wan_replace", size(32, 32, 9), image=True),
-    "latte": Case("latte", size(16, 16, 2)),
-    "mochi": Case("mochi", size(16, 16, 7)),
-}
-
-T2V = {"boundary_ratio": 0.875}
-I2V = {"boundary_ratio": 0.9}
-WAN_5B = {"expand_timesteps": True}
-TIMESTEP = {"timestep_conditioning": True}
-BF16 = {"dtype": torch.bfloat16}
 EULER = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
-ORDER_3 = {"scheduler": diffusers.UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})}
 FULL = (pytest.mark.slow, pytest.mark.full)
-UNGUIDED = {"guidance_scale": 1.0}
-OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
-DECODED = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-
-
-def _wan(
-    changes: dict[str, Any], more: dict[str, Any] | None = None, side: int = 32, **options: Any
-) -> Case:
-    sizes = {"height": side, "width": side, "num_frames": 5, "num_inference_steps": 4}
-    return Case("wan", {**sizes, **(more or {})}, changes=changes, **options)
-
-
-def _ltx(changes: dict[str, Any], more: dict[str, Any] | None = None, **options: Any) -> Case:
-    sizes = {**LTX, "width": 96, "num_inference_steps": 4}
-    return Case("ltx", {**sizes, **(more or {})}, changes=changes, **options)
-
-
-CASES |= {
-    "svd": Case("svd", size(64, 64, 4), image=True),
-    "wan": _wan(T2V, OWN_SCALES, negative="blurred"),
-    "wan-euler-bf16": _wan({**T2V, **BF16, **EULER}),
-    "wan-image-bf16": _wan({**I2V, **BF16}, image=True),
-    "wan-2.1-image": _wan({"image_encoder": True}, image=True),
-    "wan-video": Case(
-        "wan_v2v",
-        size(32, 32, 5, num_inference_steps=4, strength=0.7),
-        image=True,
-        negative="blurred",
-    ),
-    "wan-5b-unguided": _wan(WAN_5B, UNGUIDED, 64),
-    "wan-5b-image": _wan(WAN_5B, side=64, image=True, negative="static"),
-    "wan-order-3": _wan({**T2V, **ORDER_3}),
-    "ltx": _ltx({}, {"guidance_rescale": 0.7, "fps": 23.976}),
-    "ltx-unguided": _ltx({}, UNGUIDED),
-    "ltx-image-timestep-bf16": _ltx({**TIMESTEP, **BF16}, DECODED, image=True),
-    "ltx-timestep": _ltx(TIMESTEP, {"decode_timestep": 0.05}),
-    "ltx-image": _ltx({}, image=True),
-}
 
 
 def chosen(
@@ -171,7 +53,6 @@ def chosen(
     return [pytest.param(name, marks=marks(name)) for name in every]
 
 
-FIRST = {case.family: name for name, case in reversed(CASES.items())}.values()
 #: One of each kind: halves of a batch, two experts, further videos, sound.
 KINDS = ("svd", "wan", "wan-animate", "ltx2")
 #: Families of which another case is cut in `make test`.
@@ -202,20 +83,8 @@ def test_every_cut_gives_the_bits_of_the_whole_call(tiny_models: TinyModels, nam
     assert {name for each in ends for name in loaded(each)} == denoisers
 
 
-REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("hunyuan-video-1.5-image", {"height": 16, "width": 48}, "no clips of --height 16 --width 48"),
-    ("framepack", {"num_inference_steps": 3, "num_frames": 73}, "a multiple of 2, got 3"),
-    ("framepack", {"num_frames": 1}, "--frames must be 37 to 1024"),
-    ("framepack", {"num_frames": 38}, "nearest: --frames 37 or --frames 73"),
-    ("kandinsky5-image", {"num_frames": 13}, "--frames must be at least 17"),
-    ("skyreels-v2-df", {"num_frames": 101}, "--frames must be 1 to 97"),
-    ("wan", {"num_frames": 80}, "--frames must be a multiple of 4 plus 1, got 80 ... --frames 77"),
-    ("wan", {"height": 40}, "--height must be a multiple of 16 ... got 40"),
-    ("wan-2.1-image", {"guidance_scale_2": 2.0}, "--param guidance_scale_2 has no effect on model"),
-    ("wan-5b-image", {"height": 48}, "multiple of 32 from 32 to 4096, got 48"),
-    ("wan-5b-image", {"num_inference_steps": 500}, "500 steps have the same timestep, 999"),
-    ("ltx", {"num_inference_steps": 1}, "--steps must be 2 or more"),
-    ("ltx", {"decode_timestep": 0.1}, "--param decode_timestep has no effect on model"),
+REFUSALS = [
+    (name, changes, words) for name, case in CASES.items() for changes, words in case.refused
 ]
 
 
@@ -242,28 +111,19 @@ def test_the_scheduler_of_another_pipeline_of_the_model_is_refused_by_name(tmp_p
 # nowhere need not travel, so these tests also find what a spec should drop.
 
 SIGN = 'the sea, and a sign: "a cat"'  # HunyuanVideo-1.5 encodes the quoted text by itself
-#: Their schedulers keep nothing from step to step.
-STATELESS = ("cogvideox", "latte")
-#: They draw noise while they step; the others draw all of it before.
-DRAWING = {"cogvideox-dpm", "ltx-condition-image", "framepack-chunks"}
-#: Parts of a packet that nothing reads, and why they travel.
-UNREAD: dict[str, str] = {
+#: Parts of a packet that nothing reads, and why they travel; `Case.unread` has those of one case.
+UNREAD = {
     "timestep_list": "UniPC keeps timesteps of which only another solver reads more than one",
-    "cogvideox result.0.0.1": "of this family's other scheduler, step reads it",
-    "cogvideox-image result.0.0.1": "of this family's other scheduler, step reads it",
-    "cogvideox-video result.0.0.1": "of this family's other scheduler, step reads it",
-    "ltx-condition noise": "a clip from an image reads it",
-    "ltx-condition _step_index": "each position's noise level is found by its timestep",
-    "ltx-condition-image _step_index": "each position's noise level is found by its timestep",
-    "skyreels-v2-df record.2.1": "a table of a few numbers",
 }
-
 
 #: Those that differ from another case in weights or guidance alone.
 ALIKE = ("16", "5b", "euler", "order", "timestep", "unguided")
 CONTROLLED = [
     case
-    for case in chosen(("wan", "ltx-image", "ltx-condition-image", "latte"), {*FIRST, *DRAWING})
+    for case in chosen(
+        ("wan", "ltx-image", "ltx-condition-image", "latte"),
+        {*FIRST.values(), *(name for name, case in CASES.items() if case.draws)},
+    )
     if not any(word in str(case.values[0]) for word in ALIKE)
 ]
 
@@ -271,7 +131,7 @@ CONTROLLED = [
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, name: str) -> None:
     """The generator is needed where later steps draw."""
-    tiny_model = tiny_models(name)
+    tiny_model, case = tiny_models(name), CASES[name]
     clip = tiny_model.request(SIGN, negative_prompt=SIGN)
     packet = tiny_model.rank_for(0, 1).denoise(tiny_model.encode(clip), 0, 1, nothing)
     whole = _last(tiny_model, packet)
@@ -289,19 +149,19 @@ def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, 
 
     assert not shows(dict(packet))
     states = _structure(packet)["step"]["states"]
-    assert any(state["items"] for state in states) != name.startswith(STATELESS)
+    assert any(state["items"] for state in states) != case.is_stateless
     tensors = [each for each in packet if not each.startswith((STRUCTURE, GENERATOR))]
     damaged = [*((each, _damaged(packet, each)) for each in tensors), *_other_states(packet)]
     unseen = [
         part
         for part, other in damaged
-        if f"{name} {part}" not in UNREAD
+        if part not in case.unread
         and not any(known in part for known in UNREAD)
         and not shows(other)
     ]
     assert unseen == []
     generator = torch.Generator().manual_seed(9).get_state()
-    assert shows({**packet, f"{GENERATOR}.0": generator}) == (name in DRAWING)
+    assert shows({**packet, f"{GENERATOR}.0": generator}) == case.draws
 
 
 def _last(tiny_model: TinyModel, packet: Tensors) -> Tensors:

@@ -1,0 +1,35 @@
+"""A tiny FramePack."""
+
+from __future__ import annotations
+
+import diffusers
+
+from tests.models.families.hunyuan_video import HUNYUAN, hunyuan_video
+from tests.models.family_case import Case, size
+from tests.models.tiny_parts import Parts, siglip
+
+
+def _framepack(_: bool) -> Parts:
+    parts = {**hunyuan_video(image=False), **siglip()}
+    parts["transformer"] = diffusers.HunyuanVideoFramepackTransformer3DModel(
+        **HUNYUAN, has_image_proj=True, image_proj_dim=12, has_clean_x_embedder=True
+    )
+    return parts
+
+
+PARTS = {"framepack": _framepack}
+CASES = {
+    "framepack": Case(
+        "framepack",
+        size(32, 32, 37),
+        image=True,
+        refused=[
+            ({"num_inference_steps": 3, "num_frames": 73}, "a multiple of 2, got 3"),
+            ({"num_frames": 1}, "--frames must be 37 to 1024"),
+            ({"num_frames": 38}, "nearest: --frames 37 or --frames 73"),
+        ],
+    ),
+    "framepack-chunks": Case(
+        "framepack", size(32, 32, 109, num_inference_steps=6), image=True, draws=True
+    ),
+}

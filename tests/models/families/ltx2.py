@@ -1,0 +1,67 @@
+"""A tiny LTX-2."""
+
+from __future__ import annotations
+
+import diffusers
+import transformers
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from tests.models.family_case import Case, size
+from tests.models.tiny_parts import DENOISER, LLM, TEXT, VISION, Parts, letters
+
+_SIZE = size(32, 32, 9, stg_block=1)
+
+
+def _ltx2(_: bool) -> Parts:
+    text = {**LLM, "head_dim": 8, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    vision = {**VISION, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=1
+    )
+    head = {"num_attention_heads": 2, "attention_head_dim": 8}
+    connector = {**head, "num_layers": 1, "num_learnable_registers": None}
+    connectors = {f"{a}_connector_{b}": connector[b] for a in ("video", "audio") for b in connector}
+    rope: Parts = {"rope_double_precision": False, "rope_type": "split"}
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        **{"base_channels": 4, "ch_mult": (1,), "num_res_blocks": 1},
+        **{"resolution": 32, "latent_channels": 2, "mel_bins": 8},
+    )
+    return {
+        "tokenizer": letters(
+            *("GemmaTokenizerFast", "<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
+            padding_side="left",
+        ),
+        "text_encoder": transformers.Gemma3ForConditionalGeneration(config),
+        "connectors": diffusers.pipelines.ltx2.LTX2TextConnectors(
+            **{"caption_channels": TEXT, "text_proj_in_factor": 3, **connectors},
+            **{"connector_rope_base_seq_len": 32, **rope},
+        ),
+        "vae": diffusers.AutoencoderKLLTX2Video(
+            **{"latent_channels": 4, "block_out_channels": (8,), "layers_per_block": (1,)},
+            **{"decoder_block_out_channels": (8,), "decoder_layers_per_block": (1, 1)},
+            **{"spatio_temporal_scaling": (True,), "decoder_spatio_temporal_scaling": (True,)},
+            **{"decoder_inject_noise": (False, False), "downsample_type": ("spatial",)},
+            **{"upsample_residual": (False,), "upsample_factor": (1,)},
+            **{"patch_size": 1, "decoder_causal": False},
+        ),
+        "audio_vae": audio_vae,
+        "vocoder": diffusers.pipelines.ltx2.LTX2Vocoder(
+            **{"in_channels": 16, "hidden_channels": 32, "output_sampling_rate": 16000},
+            **{"upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]},
+            **{"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]]},
+        ),
+        "transformer": diffusers.LTX2VideoTransformer3DModel(
+            **{**DENOISER, **head, "num_layers": 2, "cross_attention_dim": 16},
+            **{"audio_in_channels": 4, "audio_out_channels": 4, "audio_cross_attention_dim": 8},
+            **{"audio_num_attention_heads": 2, "audio_attention_head_dim": 4},
+            **{"caption_channels": TEXT, **rope},
+        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+    }
+
+
+PARTS = {"ltx2": _ltx2}
+CASES = {
+    "ltx2": Case("ltx2", _SIZE),
+    "ltx2-image": Case("ltx2", {**_SIZE, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
+}

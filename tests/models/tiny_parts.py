@@ -1,0 +1,104 @@
+"""Components that the tiny checkpoints of several families have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+Parts = dict[str, Any]
+
+TEXT = 16
+_SENTENCES = ["a cat walks over the grass", "the sea at night", "blurred, static, worst quality"]
+
+#: Sizes of the encoders of prompts, of those of images, and of denoisers.
+LLM = {"vocab_size": 300, "hidden_size": TEXT, "intermediate_size": 16, "num_attention_heads": 2}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+DENOISER = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "num_layers": 1}
+
+
+def tokenizer() -> transformers.T5TokenizerFast:
+    """A tokenizer with a vocabulary of a few words."""
+    special = ["<pad>", "</s>", "<unk>"]
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()  # as in T5's own tokenizer
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    trained.train_from_iterator(_SENTENCES, trainer)
+    vocabulary = json.loads(trained.to_str())["model"]["vocab"]
+    return transformers.T5TokenizerFast(
+        vocab=[(token, score) for token, score in vocabulary], extra_ids=0
+    )
+
+
+def letters(kind: str, *special: str, **options: Any) -> Any:
+    """A tokenizer of a class of transformers, whose tokens are letters."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = [*special, "\u0120", "\u2581", *letters, *(f"{each}</w>" for each in letters)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return getattr(transformers, kind)(vocab=vocabulary, merges=[], **options)
+
+
+def llama_tokenizer(**options: Any) -> Any:
+    return letters("LlamaTokenizerFast", "<pad>", "<s>", "</s>", pad_token="<pad>", **options)
+
+
+def clip_tokenizer() -> Any:
+    return letters("CLIPTokenizer", "<|startoftext|>", "<|endoftext|>", model_max_length=77)
+
+
+def qwen_tokenizer(**options: Any) -> Any:
+    return letters("Qwen2Tokenizer", "<|endoftext|>", **options)
+
+
+def t5(width: int = 1, kind: str = "T5", dtype: torch.dtype = torch.float32) -> Parts:
+    config = getattr(transformers, f"{kind}Config")(**t5_sizes(width))
+    encoder = getattr(transformers, f"{kind}EncoderModel")(config)
+    return {"tokenizer": tokenizer(), "text_encoder": encoder.to(dtype)}
+
+
+def t5_sizes(width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 64,
+        "d_model": TEXT * width,
+        "d_kv": 8,
+        "d_ff": 16 * width,
+        "num_layers": 1,
+        "num_heads": 2 * width,
+    }
+
+
+def clip_vision(kind: type[Any], image_size: int) -> Parts:
+    return {
+        "image_encoder": kind(vision(image_size, 8)),
+        "image_processor": transformers.CLIPImageProcessorPil(
+            crop_size=image_size, size=image_size
+        ),
+    }
+
+
+def vision(image_size: int, patch_size: int) -> transformers.CLIPVisionConfig:
+    sizes = {**VISION, "hidden_size": 4, "num_hidden_layers": 2}
+    return transformers.CLIPVisionConfig(
+        **sizes, projection_dim=4, image_size=image_size, patch_size=patch_size
+    )
+
+
+def siglip() -> Parts:
+    sizes = {**VISION, "hidden_size": 12, "num_hidden_layers": 1}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8)
+    size = {"height": 16, "width": 16}
+    return {
+        "image_encoder": transformers.SiglipVisionModel(config),
+        "feature_extractor": transformers.SiglipImageProcessorPil(size=size),
+    }
+
+
+def qwen() -> Any:
+    rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"}
+    layers = {"num_hidden_layers": 3, "num_key_value_heads": 2}
+    return transformers.Qwen2_5_VLTextConfig(**LLM, **layers, rope_scaling=rope)
