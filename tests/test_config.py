@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 import re
 from functools import partial
@@ -118,6 +119,16 @@ def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name:
         with pytest.raises(RequestError) as caught:
             make(**{name: value})
         assert len(caught.value.message) < 300
+
+
+def test_the_parameters_of_a_family_keep_their_order_types_defaults_and_ranges() -> None:
+    """By their JSON clips are told apart, and found again by `--resume` and `verify`."""
+    golden = json.loads((ROOT / "tests" / "golden" / "sampling.json").read_text())
+    for family, known in golden.items():
+        kind = SAMPLING_CLASSES[family]
+        assert json.dumps(dataclasses.asdict(kind())) == json.dumps(known["defaults"])
+        ranges = {name: [each.lowest, each.highest] for name, each in params_of(kind).items()}
+        assert ranges == known["ranges"]
 
 
 def test_frames_per_second_may_be_a_fraction_and_are_otherwise_whole() -> None:
