@@ -31,7 +31,7 @@ from tests.models.test_registry import TinyModels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAMES = ("wan", "ltx", "hunyuan-video", "cogvideox", "ltx2", "skyreels-v2", "mochi")
+NAMES = ("wan", "ltx", "hunyuan-video", "cogvideox", "ltx2", "skyreels-v2", "mochi", "sana-video")
 
 
 def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:

@@ -16,6 +16,7 @@ from svdpp.config.families import (
     ltx,
     ltx2,
     mochi,
+    sana_video,
     skyreels_v2,
     svd,
     wan,
@@ -40,6 +41,7 @@ _SPECS: tuple[FamilySpec, ...] = (
     *kandinsky5.FAMILIES,
     *mochi.FAMILIES,
     *latte.FAMILIES,
+    *sana_video.FAMILIES,
 )
 
 #: The spec of each family.

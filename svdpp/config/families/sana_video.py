@@ -1,0 +1,48 @@
+"""Sana-Video."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from svdpp.config.families.spec import FamilySpec
+from svdpp.config.sampling import PromptedSampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class SanaVideoSampling(PromptedSampling):
+    """The parameters of diffusers' `SanaVideoPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 32
+    frames_unit: ClassVar[int] = 4
+
+    family: Literal["sana_video"] = "sana_video"
+    height: int = 480
+    width: int = 832
+    num_frames: int = 81
+    fps: float = 16
+    guidance_scale: float = 6.0
+    max_sequence_length: int = 300
+
+
+SANA_VIDEO = FamilySpec(
+    sampling=SanaVideoSampling,
+    title="Sana-Video",
+    example="Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
+    license="NVIDIA Open Model License",
+    denoiser="SanaVideoTransformer3DModel",
+    text_pipeline="SanaVideoPipeline",
+    schedulers=("DPMSolverMultistepScheduler",),
+    # With LTX-2's VAE, as at 720p, the number of frames has another unit.
+    component_classes={"text_encoder": "Gemma2Model", "vae": "AutoencoderKLWan"},
+    fp32_components=frozenset({"vae"}),
+    branches="batch",
+    batched_arguments=frozenset(
+        {"hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep"}
+    ),
+    renamed_arguments={"frames": "num_frames"},
+    # Otherwise the latent has another size than the clip.
+    call_arguments=lambda _: {"use_resolution_binning": False},
+)
+
+FAMILIES = (SANA_VIDEO,)
