@@ -110,7 +110,7 @@ SHARED: Mapping[str, Param] = {
     "num_frames": Param(
         lowest=1, highest=MAX_FRAMES, kind=int, help="Frames of each clip.", api="frames"
     ),
-    "fps": Param(lowest=1, highest=240, help="Frames per second, 1 to 240, such as 24 or 23.976."),
+    "fps": Param(lowest=1, highest=240, help="Frames per second, such as 29.97."),
     "decode_chunk_size": Param(
         lowest=1,
         highest=MAX_FRAMES,
