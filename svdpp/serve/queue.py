@@ -687,10 +687,11 @@ class JobQueue:
         ((oldest,),) = self.backend.fetch_all(query, *values)
         return None if oldest is None else float(oldest)
 
-    def pending_verifications(self) -> list[str]:
-        """Return the ids of the jobs whose proof is `running`, or was when a server ended."""
+    def pending_verifications(self) -> dict[str, str]:
+        """Return the owners of the jobs whose proof is `running`, by id, the oldest job first."""
         condition, values = self._verifiable
-        return self._ids(f"{condition} AND proof = 'running' ORDER BY seq", *values)
+        query = f"SELECT id, owner FROM jobs WHERE {condition} AND proof = 'running' ORDER BY seq"
+        return dict(self.backend.fetch_all(query, *values))
 
     def unverified(self) -> list[str]:
         """Return the ids of the completed clips with files that are not verified, newest first."""

@@ -43,6 +43,8 @@ _NICE = 19
 class Verifier:
     """Verifier of clips, one at a time, requested ones first. Any thread may call it.
 
+    Owners take turns, so that nobody's requests keep another's waiting.
+
     With `when_idle` clips are verified without a request, the newest first. What is stopped stays
     requested. `on_verdict` is called in the verifier's thread.
     """
@@ -63,6 +65,9 @@ class Verifier:
         self.running: str | None = None
         """The id of the job that is being verified."""
         self._cancelled: str | None = None
+        self._num_begun = 0
+        self._last_turns: dict[str, int] = {}
+        """Number of the last verification that was begun for each owner."""
         seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
         error_message = "the verification of a clip failed"
         self.thread = PeriodicThread(
@@ -93,8 +98,9 @@ class Verifier:
     def _candidates(self) -> list[str]:
         if not self._is_idle():
             return []
+        owners = self._queue.pending_verifications()
         return [
-            *self._queue.pending_verifications(),
+            *sorted(owners, key=lambda id: self._last_turns.get(owners[id], 0)),
             *(self._queue.unverified() if self._when_idle else ()),
         ]
 
@@ -108,6 +114,8 @@ class Verifier:
             if job is None or job.verification not in is_wanted:
                 return False
             self._cancelled, self.running = None, id
+            self._num_begun += 1
+            self._last_turns[job.owner] = self._num_begun
             try:
                 if not self._queue.set_verification(id, "running"):
                     return False

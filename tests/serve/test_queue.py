@@ -175,7 +175,7 @@ def test_a_restart_puts_back_what_was_running(tmp_path: Path) -> None:
         back, done = job_of(again, ids[2]), job_of(again, ids[0])
         assert (back.started_at, back.attempts) == (None, 0)
         assert (done.state, done.verification) == (JobState.COMPLETED, "running")
-        assert again.pending_verifications() == [ids[0]]
+        assert [*again.pending_verifications()] == [ids[0]]
         assert again.requeue_expired() == []
 
 

@@ -235,7 +235,7 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
         assert queue.claim() is None
         assert queue.unverified() == [id]
         queue.set_verification(id, "running")
-    assert [queue.pending_verifications() for queue in (svd, wan)] == [[first], [second]]
+    assert [[*queue.pending_verifications()] for queue in (svd, wan)] == [[first], [second]]
     queued = svd.page(owner="", limit=9, states=[JobState.QUEUED], order="asc")
     assert [job.id for job in queued] == [other, short]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ from svdpp.verification import clip_verification
 from tests.cli.shell import PYTHONPATH
 from tests.driver.dummies import HANG_SECONDS
 from tests.faults.processes import children_of, is_there, wait_until
-from tests.serve.engines import demo_config, demo_job, serving
+from tests.serve.engines import add, demo_config, demo_job, serving, taken
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +128,26 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
     assert proving.verdicts == ["different", "equal"]
 
 
+def test_owners_take_turns_in_verifications(tmp_path: Path) -> None:
+    """Bob, whose clips are older, requests each again as soon as it was verified."""
+    with contextlib.closing(JobQueue(tmp_path)) as queue:
+        owners = ["bob", "bob", "bob", "alice", "alice"]
+        owner_of = {add(queue, owner=owner): owner for owner in owners}
+        verifier = Verifier(queue, lambda: True)
+        for _ in owners:
+            job = taken(queue)
+            queue.complete(job.id, {"file_sha256": "0"}, job.fencing_token)
+            assert verifier.request(job.id)
+        turns = list[str]()
+        for _ in range(4):
+            first = verifier._candidates()[0]
+            turns.append(owner_of[first])
+            assert verifier._verify(first)
+            if owner_of[first] == "bob":
+                assert verifier.request(first)
+        assert turns == ["bob", "alice", "bob", "alice"]
+
+
 def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -162,7 +183,7 @@ from svdpp.serve.verifier import Verifier
 from svdpp.serve.queue import JobQueue
 
 folder = Path(sys.argv[1])
-Verifier(JobQueue(folder), lambda: True, when_idle=True).background.start()
+Verifier(JobQueue(folder), lambda: True, when_idle=True).thread.start()
 threading.Event().wait()
 """
 
