@@ -27,7 +27,7 @@ def test_a_signal_while_an_error_is_reported_changes_nothing(
 
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(failures, "_is_told_elsewhere", signalled)
+    monkeypatch.setattr(failures, "_is_reported_elsewhere", signalled)
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(typer.Exit) as caught, failures.report_errors(Console(), debug=False):
         raise RequestError("10 steps do not divide")

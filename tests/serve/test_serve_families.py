@@ -252,7 +252,11 @@ def test_the_fields_that_errors_know_are_those_of_all_forms() -> None:
 
 
 def _wan(**changes: Any) -> Capabilities:
-    about: dict[str, Any] = {"sampling": WanSampling(), "photo": "refused", "prompt": "needed"}
+    about: dict[str, Any] = {
+        "sampling": WanSampling(),
+        "image_use": "refused",
+        "prompt_use": "needed",
+    }
     return Capabilities(model="wan", sizes=((832, 480),), **{**about, **changes})
 
 
