@@ -40,7 +40,7 @@ export function showModelFields(model) {
   const modelFields = names.filter((name) => LABELS[name]);
   if (modelFields.join() !== $("model-fields").dataset.names) {
     for (const old of [...$("model-fields").querySelectorAll(".model-field")]) old.remove();
-    $("model-fields").prepend(...knobs.map(makeField));
+    $("model-fields").prepend(...modelFields.map(makeField));
     $("model-fields").dataset.names = modelFields.join();
   }
   for (const name of names) limit(field(name), model.fields[name]);
