@@ -143,7 +143,12 @@ def test_keys_take_turns_at_the_decoders() -> None:
 @pytest.mark.slow
 def test_uploads_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = int(HANG_SECONDS)
-    limits = {"CPU_SECONDS": long, "SECONDS": long, "AT_ONCE": 1, "_WAIT_SECONDS": 0.2}
+    limits = {
+        "CPU_SECONDS": long,
+        "TIMEOUT_SECONDS": long,
+        "MAX_DECODERS": 1,
+        "_MAX_WAIT_SECONDS": 0.2,
+    }
     limits["MAX_SCANS"] = 10**6
     for name, limit in limits.items():
         monkeypatch.setattr(uploads_module, name, limit)
