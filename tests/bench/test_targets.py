@@ -289,6 +289,7 @@ def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_count_of_flops_changes_nothing_that_the_threads_of_a_process_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -224,6 +224,7 @@ def test_a_reader_that_ends_early_is_no_error(arguments: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_photograph_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
     (tmp_path / f"{name}.jpg").write_bytes(Path(PHOTO).read_bytes())

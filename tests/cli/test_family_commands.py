@@ -216,6 +216,7 @@ def metadata_of(clip: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_clip_with_sound_is_made_and_verified(tmp_path: Path) -> None:
     model, out = save_tiny("ltx2", tmp_path / "model"), tmp_path / "out"
     sizes = "--frames 9 --height 32 --width 32 --max-prompt-tokens 8 --param stg_block=1"

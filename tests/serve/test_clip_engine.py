@@ -123,6 +123,7 @@ def _large_job(folder: Path, seed: int, photo: Path) -> Job:
     return replace(demo_job(folder, seed, photo), input_pixels=24_000_000)
 
 
+@pytest.mark.full
 def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
     tmp_path: Path, photo_24mp: Path
 ) -> None:
