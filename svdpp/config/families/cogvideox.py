@@ -12,14 +12,13 @@ from svdpp.config.sampling import Param, PromptedSampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXSampling(PromptedSampling):
-    """The parameters of diffusers' `CogVideoXPipeline`, from text or an image, with defaults."""
+class CogVideoXBaseSampling(PromptedSampling):
+    """The parameters that both pipelines of CogVideoX share, with defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
     latent_axes: ClassVar[str] = "BFCHW"
 
-    family: Literal["cogvideox"] = "cogvideox"
     height: int = 480
     width: int = 720
     num_frames: int = 49
@@ -29,23 +28,21 @@ class CogVideoXSampling(PromptedSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXFromVideoSampling(PromptedSampling):
+class CogVideoXSampling(CogVideoXBaseSampling):
+    """The parameters of diffusers' `CogVideoXPipeline`, from text or an image, with defaults."""
+
+    family: Literal["cogvideox"] = "cogvideox"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CogVideoXFromVideoSampling(CogVideoXBaseSampling):
     """The parameters of diffusers' `CogVideoXVideoToVideoPipeline`, with defaults."""
 
-    side_unit: ClassVar[int] = 16
-    frames_unit: ClassVar[int] = 4
-    latent_axes: ClassVar[str] = "BFCHW"
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {"strength": STRENGTH}
 
     family: Literal["cogvideox_v2v"] = "cogvideox_v2v"
     num_inference_steps: int = 40
-    height: int = 480
-    width: int = 720
-    num_frames: int = 49
-    fps: float = 8
-    guidance_scale: float = 6.0
-    max_sequence_length: int = 226
     strength: float = 0.8
 
 

@@ -11,13 +11,12 @@ from svdpp.config.sampling import PromptedSampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkyReelsV2Sampling(PromptedSampling):
-    """The parameters of diffusers' `SkyReelsV2Pipeline`, from text or an image, with defaults."""
+class SkyReelsV2BaseSampling(PromptedSampling):
+    """The parameters that all pipelines of SkyReels-V2 share, with defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
 
-    family: Literal["skyreels_v2"] = "skyreels_v2"
     height: int = 544
     width: int = 960
     num_frames: int = 97
@@ -27,19 +26,17 @@ class SkyReelsV2Sampling(PromptedSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkyReelsV2ForcingSampling(PromptedSampling):
+class SkyReelsV2Sampling(SkyReelsV2BaseSampling):
+    """The parameters of diffusers' `SkyReelsV2Pipeline`, from text or an image, with defaults."""
+
+    family: Literal["skyreels_v2"] = "skyreels_v2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
     """The parameters of diffusers' `SkyReelsV2DiffusionForcingPipeline`, with defaults."""
 
-    side_unit: ClassVar[int] = 16
-    frames_unit: ClassVar[int] = 4
-
     family: Literal["skyreels_v2_df"] = "skyreels_v2_df"
-    height: int = 544
-    width: int = 960
-    num_frames: int = 97
-    fps: float = 24
-    guidance_scale: float = 6.0
-    max_sequence_length: int = 512
 
 
 SKYREELS_V2 = FamilySpec(
