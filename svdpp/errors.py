@@ -207,7 +207,7 @@ class OutputError(SvdppError, RuntimeError):
 
 
 class ClosedError(SvdppError, RuntimeError):
-    """From Python: a pipeline was used outside its block, or closed with clips unfinished."""
+    """A pipeline was used from Python outside its block, or closed with clips unfinished."""
 
 
 class NotFiniteError(SvdppError, RuntimeError):
@@ -374,7 +374,7 @@ def redact(text: str) -> str:
 
 
 def _redaction() -> Callable[[str], str]:
-    """What `redact` does to a text, for the environment as it is now."""
+    """Return the function by which `redact` cleans a text, for the environment as it is now."""
     homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
     # Longest first, because one can contain another.

@@ -63,7 +63,7 @@ class Model(Section):
 
 
 class Ranks(Section):
-    """How the ranks share the work; the fields are options of `svdpp run`."""
+    """Division of the work among the ranks; the fields are options of `svdpp run`."""
 
     world: Positive | None = None
     """Number of ranks W; None: every GPU, or 2 on the CPU."""

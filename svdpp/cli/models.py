@@ -98,7 +98,7 @@ def describe(family: str) -> dict[str, Any]:
 
 
 def _visual(sampling: SamplingConfig) -> str:
-    """What a clip starts from besides a prompt."""
+    """Return the images or videos that a clip needs besides a prompt."""
     return ", ".join(["a video" if sampling.from_video else "an image", *sampling.videos])
 
 

@@ -1,4 +1,4 @@
-"""What is said of clips in progress: the display, or plain lines; and the log of ranks' events."""
+"""Progress of clips, as a display or as plain lines, and the log of the ranks' events."""
 
 from __future__ import annotations
 

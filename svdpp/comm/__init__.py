@@ -1,1 +1,1 @@
-"""How packets move between ranks: header, transport, CUDA streams."""
+"""Transfer of packets between ranks: header, transport, CUDA streams."""

@@ -79,7 +79,7 @@ class Transfer(NamedTuple):
     peer: int
     num_bytes: int
     seconds: float
-    """From the moment at which the header has passed to the last byte of the payload."""
+    """Seconds from the end of the header to the last byte of the payload."""
     waited: float
     """Sender: seconds until the receiver took the header. Receiver: 0."""
     end: float

@@ -131,7 +131,7 @@ class ModelConfig:
     name: str = DEFAULT_MODEL
     """A hub id, a diffusers folder, `demo` (built in), or `dummy` (a small random Conv3d)."""
     family: str | None = None
-    """How to run a checkpoint that several families run; None: as its own pipeline says."""
+    """Family as which to run a checkpoint that several can run; None: that of its own pipeline."""
     revision: str | None = None
     variant: str | None = None
     local_files_only: bool = False

@@ -192,7 +192,7 @@ class CommonSampling:
     decode_chunk_size: int | None = None
     """Frames to decode at a time; None: all."""
     fit: Fit = "stretch"
-    """How an image of another shape is fitted to the frame."""
+    """Method that fits an image of another shape to the frame."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)

@@ -36,7 +36,7 @@ PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkMetrics:
-    """How often a rank did one kind of work, and the mean seconds of it."""
+    """Number of times that a rank did one kind of work, and its mean seconds."""
 
     count: Count = 0
     mean_seconds: Amount = 0.0

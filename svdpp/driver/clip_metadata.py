@@ -161,7 +161,7 @@ class _LoraMetadata(BaseModel):
 
 
 class _ClipMetadata(BaseModel):
-    """What a clip's JSON must hold; strict, because the file is untrusted input.
+    """Schema of a clip's JSON; strict, because the file is untrusted input.
 
     `svdpp.config` checks the ranges when it builds a configuration from the values.
     """

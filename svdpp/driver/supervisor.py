@@ -303,7 +303,7 @@ class Supervisor:
 
 
 def _position(action: Action | None, step: int) -> dict[str, object]:
-    """What `describe_position` says, as values of `details`."""
+    """Return the position that `describe_position` puts into words, for `details`."""
     if action is None:
         return {}
     return {"clip": action.clip, "action": str(action), **({"step": step} if step >= 0 else {})}

@@ -1,1 +1,1 @@
-"""How ranks are started or joined, how they talk to the parent, and how processes end."""
+"""Start and rendezvous of ranks, their connection to the parent, and the end of processes."""

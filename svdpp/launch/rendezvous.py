@@ -61,7 +61,7 @@ class RankHello(NamedTuple):
     shared_settings: dict[str, str]
     missing: list[str]
     error: dict[str, Any] | None
-    """Why the rank cannot start."""
+    """Error for which the rank cannot start; None: it can."""
 
 
 class Endpoint(NamedTuple):

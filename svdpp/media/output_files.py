@@ -227,7 +227,7 @@ def disk_errors(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
-    """Why the file `path` cannot be locked during the block; "" if it is."""
+    """Lock a file during the block; yield the reason why it cannot be locked, "" if it is."""
     descriptor, why_not = _open_locked(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
     try:
         yield why_not

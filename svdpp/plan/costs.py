@@ -56,7 +56,7 @@ class CostModel:
     name: str = ""
     """Subject of the costs, such as a model and a size."""
     source: str = ""
-    """Where they come from: a publication, or the way they were measured."""
+    """Source of the costs: a publication, or the way they were measured."""
     device: str = ""
     """The device that they were measured on."""
 

@@ -1,4 +1,4 @@
-"""What the ranks can make, checked before a clip is stored, and what they get for a job."""
+"""Admission of clips before they are stored, and the requests that the ranks get for jobs."""
 
 from __future__ import annotations
 
@@ -153,13 +153,13 @@ class RunningClip:
     """As the ranks get it."""
     metadata: dict[str, Any]
     handle: ClipHandle | None = None
-    """None until the pipeline has the clip."""
+    """Handle of the clip in the pipeline; None until the pipeline has it."""
     progressed_at: float = 0.0
     """Monotonic time of the latest change of its progress."""
     is_revoked: bool = False
     """Whether another server may have the job by now."""
     ranks_left: int = 0
-    """How many ranks have not prepared its image yet."""
+    """Number of ranks that have not prepared its image yet."""
     prepared_at: float = 0.0
     """Monotonic time at which its image will be prepared, by the latest one."""
 

@@ -243,7 +243,7 @@ class RankSnapshot:
     action: str
     """The kind, in lower case; empty between actions."""
     step: int | None
-    """None outside of denoising."""
+    """Step in progress; None outside of denoising."""
     doing: Literal["compute", "wait", "idle"]
     stats: dict[str, float | int | None] | None = None
     """The last sample of bytes moved, memory, load and power, by the names of `RankStats`; None

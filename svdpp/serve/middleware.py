@@ -62,7 +62,7 @@ class AuthMiddleware:
     upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
     owner_of: Callable[[str], Owner | None] | None = None
     _uploads: Counter[str] = field(default_factory=Counter)
-    """By owner."""
+    """Number of uploads in progress, by owner."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""

@@ -203,7 +203,7 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 
 
 def _param_field(param: Param, highest: float) -> Any:
-    """Also taken by diffusers' name, which vLLM-Omni's clients send."""
+    """Return type and field of a parameter, which diffusers' name, as of vLLM-Omni, also sets."""
     default = f" By default {param.shown_default}." if param.shown_default else ""
     lowest: dict[str, Any] = {"gt" if param.excludes_lowest else "ge": param.lowest}
     names = AliasChoices(*dict.fromkeys((param.field, param.name)))

@@ -70,7 +70,7 @@ class ServerSettings:
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
     upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
-    """Of the body of a request for a clip."""
+    """Maximum size of the body of a request for a clip, in bytes."""
     max_pixels: int = MAX_PIXELS
     keep_seconds: float | None = None
     keep_bytes: int | None = None
@@ -78,14 +78,14 @@ class ServerSettings:
     adopts: bool = False
     """Whether a folder that has other files becomes a data folder."""
     callback_hosts: Sequence[str] = ()
-    """Where webhooks may go, each a name or an address with its port."""
+    """Hosts to which webhooks may go, each a name or an address with its port."""
     callback_secrets: Sequence[bytes] = ()
     queue_url: str | None = None
-    """Of the PostgreSQL database that servers share; None: a file in `folder`."""
+    """URL of the PostgreSQL database that servers share; None: a file in `folder`."""
     store_url: str | None = None
-    """Of the store of files that servers share; None: `folder` has them."""
+    """URL of the store of files that servers share; None: `folder` has them."""
     lease_seconds: float = 30.0
-    """How long a claim lasts that is not renewed."""
+    """Seconds for which a claim lasts that is not renewed."""
 
 
 @dataclass
@@ -431,7 +431,7 @@ class Service:
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Why this server cannot make the job; None if it can."""
+        """Return the reason why this server cannot make a job; None if it can."""
         if job.model_key == self.queue.model_key:
             return self.queue.incompatible_reason(job.sampling)
         own_model = self.capabilities.model

@@ -256,7 +256,7 @@ def _decoder_error(text: str, upload: Path, name: str) -> InputError:
 
 
 def _read_result(process: subprocess.Popen[bytes]) -> str:
-    """What an ended process has written; another one that holds the pipe is not waited for."""
+    """Return the output of an ended process, without waiting for others that hold the pipe."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     with contextlib.suppress(BlockingIOError):

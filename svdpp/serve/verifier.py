@@ -152,7 +152,7 @@ class Verifier:
         return f"file missing: the {' and the '.join(missing)}" if missing else ""
 
     def _run_process(self, job: Job) -> dict[str, Any] | None:
-        """What the process found; None if it was stopped."""
+        """Verify a clip in a process; return its result, None if it was stopped."""
         if missing := self._missing_files(job):
             return _error_result(InputError(missing))
         with self._start_process(job) as process:

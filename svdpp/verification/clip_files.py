@@ -37,9 +37,9 @@ class ClipOnDisk:
     """A clip and its metadata."""
 
     path: Path
-    """Of the video or folder of frames; it need not exist."""
+    """Path of the video or folder of frames; it need not exist."""
     json_path: Path | None
-    """None if there is none, and the metadata comes from the file."""
+    """Path of the clip's JSON; None: there is none, and the metadata comes from the clip."""
     raw: Mapping[str, Any]
     metadata: Mapping[str, Any]
     """The same, checked, with defaults for missing fields."""
@@ -222,7 +222,7 @@ class ClipCheck:
     found: str | None
     """That of the recomputed tensor or of the file; None if there is no file."""
     detail: str = ""
-    """What is wrong; if nothing is, what the check shows."""
+    """Faults of the clip; if there are none, the finding of the check."""
     within: bool = False
     """Whether it passes only by the tolerance: its bits are others."""
     max_abs_diff: float | None = None

@@ -32,7 +32,7 @@ class ClipVerification:
     """Result of the verification of one clip: its checks, or the error that prevented them."""
 
     path: Path
-    """Of the clip's file, or of the input that is not a clip."""
+    """Path of the clip's file, or of the input that is not a clip."""
     checks: list[ClipCheck] = field(default_factory=list)
     error: SvdppError | None = None
 

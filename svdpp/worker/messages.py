@@ -75,7 +75,7 @@ class Started(Event):
 
     device: str
     uuid: str | None
-    """Of the GPU; None on the CPU."""
+    """UUID of the GPU; None on the CPU."""
     conditions: dict[str, Any]
     """See `worker.device.conditions_of`."""
 
@@ -195,7 +195,7 @@ class StoredTensor(Event):
     """Tensor to keep for verification, from a rank that may be on another host than rank 0."""
 
     name: str
-    """Of the file in the tensor store."""
+    """Name of the file in the tensor store."""
     data: Base64Bytes
 
 

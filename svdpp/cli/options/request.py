@@ -37,11 +37,11 @@ class PipelineRequest:
 
     options: PipelineOptions
     num_clips: int | None
-    """Of the run; None if only another process knows it."""
+    """Number of clips of the run; None: only another process knows it."""
     launched: World | None = None
     """The launcher's world; None: this command starts the ranks."""
     device: str = ""
-    """Its name, where `auto` is decided; "": decide it here."""
+    """Type of the device, `cuda` or `cpu`, if it is decided; "": decide it here."""
     from_image: bool | None = None
     """Whether clips start from an image; None: if the model needs one."""
     serves: bool = False
@@ -49,11 +49,11 @@ class PipelineRequest:
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
     costs: CostModel | None = None
-    """To plan by, with the ranks on each host; None: those of the options."""
+    """Costs to plan by, with the ranks on each host; None: those of the options."""
     expert_boundary: int | None = None
-    """Of a model whose configs are not at hand; None: read them."""
+    """Number of steps of the first expert, if no configs are at hand; None: read them."""
     memory_gib: tuple[float, ...] | None = None
-    """Of each device, to choose a layout by; None: that of this machine's."""
+    """Memory of each device in GiB, to choose a layout by; None: that of this machine's devices."""
     default_world: int | None = None
     """Ranks without `--gpus`; None: one for each GPU of this machine, or 2 on the CPU."""
 

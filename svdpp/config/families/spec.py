@@ -165,7 +165,7 @@ class FamilySpec:
     call_arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     """Arguments of `__call__` that are not sampling parameters, from those that are."""
     generator_device: Callable[[CheckedCheckpoint, Any, str], str] = lambda *_: "cpu"
-    """Where noise is drawn: the CPU if diffusers accepts that: all devices give the same clip."""
+    """Device on which noise is drawn: the CPU where diffusers accepts it, for equal clips."""
     resizes_early: bool = False
     """Whether an image is resized before the encode: see `models.engine.model`."""
 

@@ -284,7 +284,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
-    """Also refuses what the libraries only warn about: weights of another class."""
+    """Load a component; refuse weights of another class, of which the libraries only warn."""
     # By default transformers names mismatches on the screen alone.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
