@@ -57,7 +57,14 @@ def chosen(
 KINDS = ("svd", "wan", "wan-animate", "ltx2")
 #: Families of which another case is cut in `make test`.
 AGAIN = {
-    *("ltx2", "framepack", "hunyuan-video-1.5", "skyreels-v2", "cogvideox", "wan-vace"),
+    *(
+        "ltx2",
+        "framepack-chunks",
+        "hunyuan-video-1.5-image",
+        "skyreels-v2",
+        "cogvideox",
+        "wan-vace",
+    ),
     *("ltx-condition", "kandinsky5", "hunyuan-video", "wan-order-3"),
 }
 
