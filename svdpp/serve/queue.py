@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -218,6 +219,10 @@ class JobQueue:
         self._incompatible = deque[str](maxlen=_MAX_INCOMPATIBLE)
         # Ids of rows that a newer svdpp has written.
         self._unreadable = deque[str](maxlen=_MAX_INCOMPATIBLE)
+        # Ids of the clips that a thread of this server holds; a session of PostgreSQL gets its own
+        # advisory lock again.
+        self._locked_clips = set[str]()
+        self._clips_lock = threading.Lock()
 
     def _check_rows(self) -> None:
         """Refuse a folder whose clips have lost their rows, as when SQLite's log was lost.
@@ -471,6 +476,30 @@ class JobQueue:
         """Set the proof of a completed job, and its reason; return whether there is such a job."""
         return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
+    @contextlib.contextmanager
+    def lock_clip(self, id: str) -> Iterator[bool]:
+        """Hold a finished clip during the block, unless another thread or server does.
+
+        Who verifies a clip holds it, and who removes it by its age. A server that dies lets go.
+
+        Args:
+            id: Id of the job.
+
+        Yields:
+            Whether it is held.
+        """
+        with self._clips_lock:
+            is_locked = id in self._locked_clips
+            self._locked_clips.add(id)
+        if is_locked:
+            yield False
+            return
+        try:
+            with self.backend.lock(id) as is_held:
+                yield is_held
+        finally:
+            self._locked_clips.discard(id)
+
     def set_promise(self, id: str, seconds: float) -> bool:
         """Set the ETA in seconds that the client was given; return whether there is such a job."""
         return self._update(id, JobState, promised_seconds=seconds)
@@ -710,9 +739,9 @@ class JobQueue:
     def finished(self, before: float = math.inf) -> dict[str, float]:
         """Return the unix times at which jobs ended, by id, the first one first.
 
-        Only those that ended before a unix time, and that are not being verified.
+        Only those that ended before a unix time.
         """
-        where = f"{_FINAL} AND proof != 'running' AND finished_at < ? ORDER BY finished_at, seq"
+        where = f"{_FINAL} AND finished_at < ? ORDER BY finished_at, seq"
         return dict(
             self.backend.fetch_all(f"SELECT id, finished_at FROM jobs WHERE {where}", before)
         )

@@ -356,6 +356,9 @@ def enforce_retention(
 ) -> list[str]:
     """Remove jobs in final states, the first to finish first; return the ids of the removed.
 
+    A clip that a server compares with one device at this moment stays until a later call. One whose
+    verification was requested and has not begun goes: it may never begin.
+
     Args:
         queue: Rows and files of the jobs.
         now: Unix time by the queue's clock.
@@ -372,9 +375,12 @@ def enforce_retention(
     oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
     removed = []
     for id, finished_at in queue.finished(math.inf if excess > 0 else oldest).items():
-        if (finished_at < oldest or excess > 0) and remove_job(queue, id):
-            excess -= sizes[id]
-            removed.append(id)
+        if not (finished_at < oldest or excess > 0):
+            continue
+        with queue.lock_clip(id) as is_held:
+            if is_held and remove_job(queue, id):
+                excess -= sizes[id]
+                removed.append(id)
     return removed
 
 

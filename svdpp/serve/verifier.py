@@ -108,7 +108,7 @@ class Verifier:
         """Verifies a clip; False if another server does or did, or the ranks have work."""
         if not self._is_idle():
             return False
-        with self._queue.backend.lock(id) as is_held:
+        with self._queue.lock_clip(id) as is_held:
             job = self._queue.get(id) if is_held else None
             is_wanted = ("running", "none") if self._when_idle else ("running",)
             if job is None or job.verification not in is_wanted:

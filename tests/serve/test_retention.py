@@ -19,7 +19,8 @@ from svdpp.serve.store import (
     remove_job,
     remove_orphans,
 )
-from tests.serve.engines import add, in_state, remove_leftovers_now
+from svdpp.serve.verifier import Verifier
+from tests.serve.engines import add, in_state, job_of, remove_leftovers_now
 
 FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
 
@@ -80,20 +81,31 @@ def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> 
     assert ids(store) == ids_of_files(folder) == {waiting, running}
 
 
-def test_one_job_is_removed_on_request_and_none_while_it_is_proved(
+def test_one_job_is_removed_on_request_and_none_while_it_is_verified(
     store: JobQueue, folder: Path
 ) -> None:
-    id, other = (finished(store, folder, at) for at in (1.0, 2.0))
+    id, other, requested = (finished(store, folder, at) for at in (1.0, 2.0, 3.0))
     waiting = add(store)
     put_files(folder, waiting)
-    store.set_verification(other, "running")
+    for each in (other, requested):  # the second waits for ranks without work, perhaps for ever
+        store.set_verification(each, "running")
     assert remove_job(store, id)
     for kept in (id, waiting, "../.."):
         assert not remove_job(store, kept)
-    assert enforce_retention(store, 1e9, 1.0, 1) == []
-    assert ids(store) == ids_of_files(folder) == {other, waiting}
-    store.set_verification(other, "equal")
+    with store.lock_clip(other) as is_held:  # as the verifier does
+        assert is_held
+        assert enforce_retention(store, 1e9, 1.0, 1) == [requested]
+        assert ids(store) == ids_of_files(folder) == {other, waiting}
     assert enforce_retention(store, 1e9, 1.0, 1) == [other]
+
+
+def test_a_clip_that_is_removed_by_its_age_is_not_verified(store: JobQueue, folder: Path) -> None:
+    id = finished(store, folder, 1.0)
+    verifier = Verifier(store, lambda: True, when_idle=True)
+    with store.lock_clip(id):
+        assert not verifier._verify(id)
+    assert job_of(store, id).verification == "none"
+    assert verifier._verify(id), "it is let go"
 
 
 def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path) -> None:
