@@ -10,11 +10,15 @@ import unicodedata
 from svdpp.config.pipeline import check_prompt
 from svdpp.errors import InputError, RequestError
 
+# As a character inside a text it shows nothing, and tokenizers make tokens of it.
+_MARK = "\ufeff"
 # Characters of a prompt in the name of its clips.
 _NAME_CHARACTERS = 48
-# UTF-32 begins like UTF-16 and is read by nobody.
+# UTF-32's before UTF-16's, which the little-endian one begins with.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
@@ -23,10 +27,12 @@ _MARKS = (
 def parse_prompts(data: bytes, name: str) -> list[str]:
     """Return the prompts of a text file, one for each line.
 
-    Blank lines, and those whose first character besides spaces is `#`, are skipped.
+    Blank lines, and those whose first character besides spaces is `#`, are skipped. Byte order
+    marks are dropped, also inside, where files that were joined have them.
 
     Args:
-        data: content of the file: UTF-8, with or without a byte order mark, or UTF-16 with one.
+        data: content of the file: UTF-8, with or without a byte order mark, or UTF-16 or UTF-32
+            with one.
         name: option and file, for messages.
 
     Raises:
@@ -53,14 +59,20 @@ def _lines(data: bytes, name: str) -> list[str]:
     mark, encoding = next((pair for pair in _MARKS if data.startswith(pair[0])), (b"", "utf-8"))
     data = data.removeprefix(mark)
     hint = "save the file as UTF-8"
-    if encoding == "utf-8" and b"\0" in data:
-        raise InputError(f"{name} is not UTF-8: it has null bytes, as UTF-16 and binaries do", hint)
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
+        line = len(_split_lines(data[: error.start].decode(encoding, errors="ignore")))
         message = f"{name}, line {line}: it is not {encoding.upper()}: {error.reason}"
         raise InputError(message, hint, details={"line": line}) from error
+    if "\0" in text:
+        line = len(_split_lines(text[: text.index("\0")]))
+        message = f"{name}, line {line}: it has a null byte, as binary files and UTF-16 do"
+        raise InputError(message, hint, details={"line": line})
+    return _split_lines(text.replace(_MARK, ""))
+
+
+def _split_lines(text: str) -> list[str]:
     # Not splitlines(), which also splits at form feeds and other separators inside a prompt.
     return re.split(r"\r\n|\r|\n", text)
 

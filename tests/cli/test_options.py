@@ -114,9 +114,14 @@ def test_parameters_have_names_types_and_limits(text: str, words: str, hint: str
     [
         (b"a cat\n\n" + b"x" * 20_001, "line 3: a prompt must be a text of at most 20000"),
         (b"a cat\nthe \xff sea\n", "line 2: it is not UTF-8"),
-        (b"a\0cat\n", "is not UTF-8: it has null bytes"),
-        ("a cat\n".encode("utf-16-le"), "is not UTF-8: it has null bytes"),
-        (b"\xff\xfea\0\n", "line 1: it is not UTF-16-LE"),
+        (b"a\r\nb\n\na\0cat\n", "line 4: it has a null byte"),
+        ("a cat\n".encode("utf-16-le"), "line 1: it has a null byte"),
+        (b"\xff\xfea\0\n\0\0\0", "line 2: it has a null byte"),
+        (b"\xff\xfea\0\n\0b", "line 2: it is not UTF-16-LE"),
+        (
+            b"\xff\xfe\0\0" + "a\n".encode("utf-32-le") + b"\xff\xff\xff\xff",
+            "line 2: it is not UTF-32-LE",
+        ),
         (b"# only a remark\n", "has no prompt"),
         (b"\n \n", "has no prompt"),
     ],

@@ -19,6 +19,9 @@ PROMPTS = ["\u6d77\u4e0a\u65e5\u51fa", "a cat, #3"]
         codecs.BOM_UTF8 + TEXT.encode(),
         codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"),
         codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be"),
+        codecs.BOM_UTF32_LE + TEXT.encode("utf-32-le"),
+        codecs.BOM_UTF32_BE + TEXT.encode("utf-32-be"),
+        codecs.BOM_UTF8 + TEXT.replace("a cat", "\ufeffa \ufeffcat").encode(),  # joined by `cat`
         TEXT.replace("\r\n", "\n").encode(),
     ],
 )
