@@ -14,7 +14,8 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -46,7 +47,10 @@ MAX_NAME_BYTES = 200
 # Television's rates, which NTSC made slower by a factor of 1000/1001.
 _NTSC = (24, 30, 48, 60, 120, 240)
 _KEY = "svdpp"
+# A line of ffmetadata, in which line breaks of a value are escaped.
+_ENTRY = re.compile(r"(?:[^\\\n]|\\.)+", re.DOTALL)
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
+_SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
@@ -202,14 +206,67 @@ def folder_faults(folder: Path) -> list[str]:
     """
     with _reading(folder, "frames"):
         names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
-        if names != [f"{index:05d}.png" for index in range(len(names))]:
-            return ["its files are not numbered from 00000.png without gaps"]
         faults = dict[str, str]()  # by what is wrong, the first file
         for name in names:
             with Image.open(folder / name, formats=["PNG"]) as image:
                 for fault in _png_faults(image):
                     faults.setdefault(fault, name)
     return [f"{name} {fault}" for fault, name in faults.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderDifference:
+    """Difference between the entries of a folder of frames and those of a clip, by name."""
+
+    missing: tuple[str, ...]
+    """Frames that are not there, or are no files."""
+    surplus: tuple[str, ...]
+    """Frames beyond the clip's last, in the order of their names."""
+    others: tuple[str, ...]
+    """What is no frame: other files, and folders with a `/` behind the name."""
+
+    @property
+    def has_folders(self) -> bool:
+        """Whether an entry is no file, so that the folder has no hash."""
+        return any(name.endswith("/") for name in self.others)
+
+    @property
+    def faults(self) -> list[str]:
+        """A clause for each kind of difference; empty if there is none."""
+        kinds = (
+            ("it lacks", self.missing),
+            ("it has frames beyond its last", self.surplus),
+            ("it has what is no frame of it", self.others),
+        )
+        return [f"{words}: {_few(names)}" for words, names in kinds if names]
+
+
+def folder_difference(folder: Path, num_frames: int) -> FolderDifference:
+    """Compare the names in a folder of frames with those that `write_clip` gives.
+
+    Args:
+        folder: folder of a clip.
+        num_frames: number of the clip's frames.
+
+    Raises:
+        InputError: the folder cannot be read.
+    """
+    with _reading(folder, "frames"):
+        files = {each.name: each.is_file() for each in folder.iterdir()}
+    expected = [f"{index:05d}.png" for index in range(num_frames)]
+    missing = [name for name in expected if not files.get(name)]
+    surplus, others = list[str](), list[str]()
+    for name in sorted(files.keys() - set(expected)):
+        is_frame = files[name] and _FRAME_NAME.fullmatch(name) is not None
+        (surplus if is_frame else others).append(name if files[name] else f"{name}/")
+    others += [f"{name}/" for name in missing if name in files]
+    return FolderDifference(missing=tuple(missing), surplus=tuple(surplus), others=tuple(others))
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(without_controls(name) for name in names[:_SHOWN_NAMES])
+    more = len(names) - _SHOWN_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _png_faults(image: Image.Image) -> Iterator[str]:
@@ -448,5 +505,8 @@ def _metadata_text(path: Path) -> str | None:
             text = image.info.get("comment") or image.info.get(_KEY)
             return text or image.getexif().get(ExifTags.Base.ImageDescription)
     listing = run_ffmpeg([*mp4_source(path), "-f", "ffmetadata", "pipe:1"], seconds=_READ_SECONDS)
-    match = re.search(rf"^{_KEY}=(.*)$", listing.decode(), re.MULTILINE)
-    return re.sub(r"\\(.)", r"\1", match[1]) if match else None
+    # By entries, not lines: another tag's text may have a line that looks like ours.
+    for entry in _ENTRY.findall(listing.decode(errors="replace")):
+        if entry.startswith(f"{_KEY}="):
+            return re.sub(r"\\(.)", r"\1", entry.removeprefix(f"{_KEY}="))
+    return None

@@ -62,7 +62,9 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
     for path in map(Path, inputs):
         if path.name == MANIFEST:  # as in out/*
             continue
-        if os.path.isdir(path) and not _is_frames_folder(path):
+        if _has_frames_json(path):
+            found.append(_preferred_path(path))
+        elif os.path.isdir(path) and not _is_frames_folder(path):
             clips = _clips_in(path)
             found += map(_preferred_path, clips)
             images += [] if clips else [path]
@@ -194,6 +196,15 @@ def _is_frames_folder(path: Path) -> bool:
     return os.path.isfile(path / _FIRST_FRAME)  # unlike pathlib, False for names that are too long
 
 
+def _has_frames_json(path: Path) -> bool:
+    """Whether the JSON beside a folder says that it has a clip's frames; some may be missing."""
+    if not (path.name and os.path.isdir(path)):
+        return False
+    with contextlib.suppress(InputError):
+        return parse_clip_json(path.with_name(f"{path.name}.json")).get("format") == "frames"
+    return False
+
+
 def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     names = sorted(folder.iterdir()) if os.path.isdir(folder) else []
     yield from (path for path in names if path.suffix.lower() in suffixes)
@@ -259,18 +270,25 @@ def check_file(
     if not os.path.exists(clip.path):
         missing = f"there is no {clip.path.name!r}"
         return ClipCheck(what="file", equal=False, recorded=recorded, found=None, detail=missing)
+    faults, shown, is_frames = list[str](), "", clip.metadata["format"] == "frames"
     try:
-        found = video.file_sha256(clip.path)
-        faults = [*_metadata_faults(clip)]
-        if recorded not in (None, found):
+        difference = video.folder_difference(clip.path, len(frames)) if is_frames else None
+        if difference is not None:
+            faults += difference.faults
+        if difference is None or not difference.has_folders:
+            found = video.file_sha256(clip.path)
+        if found is not None and recorded not in (None, found):
             faults.insert(0, "its sha256 is not the recorded one: it was changed or replaced")
-        if clip.metadata["format"] == "frames":
-            shown, wrong = _compare_lossless(clip)
-        else:
+        if difference is None:
+            faults += _metadata_faults(clip)
             shown, wrong = _compare_lossy(clip, frames, sound)
-        faults += wrong
+            faults += wrong
+        elif not (difference.missing or difference.surplus):
+            faults += _metadata_faults(clip)
+            shown, wrong = _compare_lossless(clip)
+            faults += wrong
     except InputError as error:
-        faults, shown = [str(error)], ""
+        faults, shown = [*faults, str(error)], ""
     if recorded is None:
         shown += "; no sha256 of the file is recorded"
     detail = "; ".join(faults) if faults else shown

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,8 @@ def test_a_forgery_that_is_right_in_all_but_the_video(format: VideoFormat, tmp_p
     for check in (other, short):
         assert (check.equal, check.found) == (False, check.recorded)
     if format == "frames":
-        assert other.detail == short.detail == "its pixels are not the recorded frames"
+        assert other.detail == "its pixels are not the recorded frames"
+        assert short.detail == "it lacks: 00002.png"
     else:
         assert f"{format} is lossy: its pixels against" in other.detail
         assert " dB, " in other.detail
@@ -327,13 +329,16 @@ def _add(data: bytearray, at: int, number: int) -> None:
     data[at : at + 4] = (int.from_bytes(data[at : at + 4]) + number).to_bytes(4)
 
 
-def test_an_mp4_that_was_only_packed_otherwise(tmp_path: Path) -> None:
+def test_an_mp4_that_was_only_packed_and_named_otherwise(tmp_path: Path) -> None:
+    """Its title counts for nothing, also if it looks like svdpp's own metadata."""
     path = put_clip(tmp_path, "a")
     file, kept = tmp_path / "a.mp4", tmp_path / "kept.mp4"
     file.rename(kept)
-    tags = "use_metadata_tags+frag_keyframe+empty_moov"
-    ffmpeg("-i", kept, "-c", "copy", "-movflags", tags, file)
+    flags = "use_metadata_tags+frag_keyframe+empty_moov"
+    tags = ["-metadata", 'artist=me\nsvdpp={"seed": 2}\\', "-metadata", "comment=x"]
+    ffmpeg("-i", kept, "-c", "copy", "-movflags", flags, *tags, file)
     kept.unlink()
+    assert "changed or replaced" in _check(path).detail, "its bytes are others"
     edit_json(path, file_sha256=video.file_sha256(file))
     check = _check(path)
     assert check.equal, check
@@ -396,13 +401,31 @@ def test_frames_that_are_shown_otherwise(
     assert "pixels are not" not in check.detail
 
 
-def test_frames_that_viewers_sort_otherwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # 10 is behind 2
+        ("mv 00001.png 000010.png", "lacks: 00001.png; it has frames beyond its last: 000010.png"),
+        ("mv 00001.png 1.png", "lacks: 00001.png; it has what is no frame of it: 1.png"),
+        ("rm 00002.png", "it lacks: 00002.png"),
+        ("rm *.png", "it lacks: 00000.png, 00001.png, 00002.png"),
+        ("cp 00000.png 00003.png", "it has frames beyond its last: 00003.png"),
+        ("touch a b c d e", "it has what is no frame of it: a, b, c and 2 more"),
+        ("mkdir sub", "it has what is no frame of it: sub/"),
+        (
+            "rm 00001.png; mkdir 00001.png",
+            "it lacks: 00001.png; it has what is no frame of it: 000",
+        ),
+    ],
+)
+def test_a_folder_of_frames_with_other_names(tmp_path: Path, change: str, words: str) -> None:
     path = put_clip(tmp_path, "a", "frames")
-    (tmp_path / "a" / "00001.png").rename(tmp_path / "a" / "000010.png")  # 10 is behind 2
-    edit_json(path, file_sha256=video.file_sha256(tmp_path / "a"))
+    subprocess.run(change, shell=True, check=True, cwd=tmp_path / "a")
     check = _check(path)
     assert not check.equal
-    assert "are not numbered from 00000.png without gaps" in check.detail
+    assert words in check.detail
+    assert ("its sha256 is not the recorded one" in check.detail) == ("mkdir" not in change)
+    assert find_clips([str(tmp_path / "a")]) == [path], "it is still called a clip"
 
 
 @pytest.mark.parametrize(
