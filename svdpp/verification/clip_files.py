@@ -201,7 +201,8 @@ def _has_frames_json(path: Path) -> bool:
     if not (path.name and os.path.isdir(path)):
         return False
     with contextlib.suppress(InputError):
-        return parse_clip_json(path.with_name(f"{path.name}.json")).get("format") == "frames"
+        metadata = parse_clip_json(path.with_name(f"{path.name}.json"))
+        return bool(metadata.get("format") == "frames")
     return False
 
 
