@@ -140,6 +140,7 @@ def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.full  # tests/test_charter.py starts two ranks by torchrun, tests/faults three
 def test_torchrun_joins_its_world(tmp_path: Path) -> None:
     done = python(
         *("-m", "torch.distributed.run", "--nproc-per-node=4", "--rdzv-backend=c10d"),

@@ -247,7 +247,7 @@ def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     jobs = hosts.torchrun(
         *("run", *_CLIPS, "--replicas", "2", "--out", str(out)),
         *("--log-file", "{host}/log", "--trace", "{host}/trace.json"),
-        per_host=2,
+        per_host=1,
     )
     wait_for("out/*.mp4", tmp_path)
     for host in hosts.all:
@@ -272,7 +272,7 @@ def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     assert jobs[1].out == ""
     assert "clips" not in jobs[1].err
     # Rank 0's host logs the whole run, the others their own ranks.
-    for host, ranks in zip(hosts.all, ({0, 1, 2, 3}, {2, 3}), strict=True):
+    for host, ranks in zip(hosts.all, ({0, 1}, {1}), strict=True):
         lines = map(json.loads, (host.home / "log").read_text().splitlines())
         assert {line["record"]["extra"]["rank"] for line in lines} - {"-"} == ranks
 

@@ -190,9 +190,11 @@ def test_owners_see_only_their_own_clips(keyed: HttpServer) -> None:
 
 # --- the start ----------------------------------------------------------------------------------
 
+SMALL = ("--frames", "2", "--height", "64", "--width", "64")
+
 
 def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
-    with HttpServer(tmp_path / "data", *DEMO, "--frames", "2") as server:
+    with HttpServer(tmp_path / "data", *DEMO, *SMALL) as server:
         server.wait_ready()
         starting, ready = server.err.splitlines()
         told = r"starting demo at http://127\.0\.0\.1:\d+ with 2 ranks on cpu; data in '.*data'"

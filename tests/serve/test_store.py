@@ -32,7 +32,7 @@ def store(tmp_path: Path, bucket: str) -> FileStore:
 def test_servers_share_a_bucket_outlive_it_and_one_of_them_is_killed(
     start: Callable[..., HttpServer], bucket: str, store: FileStore, swift: Swift
 ) -> None:
-    clips = (*DEMO, "--frames", "4", "--steps", "20")
+    clips = (*DEMO, "--frames", "2", "--height", "64", "--width", "64", "--steps", "60")
     options = (*clips, "--grace", "0", "--lease", "3", "--files", bucket)
     first = start(*options, folder="first")
     _clips_survive_the_store(first, swift)
@@ -63,7 +63,7 @@ def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
         error_of(answer, 503, "storage_unavailable")
         assert int(answer.headers["Retry-After"]) > 0
         assert server.client.get("/health").status_code == 200
-        wait(lambda: server.video(id)["step"] == 20)
+        wait(lambda: server.video(id)["step"] == 60)
         assert server.video(id)["status"] == "in_progress"
     finally:
         swift.start()
@@ -90,14 +90,13 @@ def _any_server_makes_and_serves_a_clip(pair: Pair, store: FileStore) -> None:
     wait(lambda: not store.objects("latents"))
     clips = {f"clips/{id}-1.mp4{end}" for id in ids for end in ("", ".json")}
     assert set(store.objects()) == {"queue.id", *clips, *(f"photos/{id}.jpg" for id in ids)}
-    _proven(second, ids[0])
     for server, id in zip(pair, ids, strict=True):
         assert server.client.delete(f"/v1/videos/{id}").json()["deleted"]
     assert set(store.objects()) == {"queue.id"}
 
 
 def _another_server_goes_on_with_the_clip_of_a_killed_one(pair: Pair, store: FileStore) -> None:
-    (id,) = pair[0].add(steps=30)
+    (id,) = pair[0].add(steps=120)
     wait(lambda: store.objects("latents"), lambda: f"{pair[0].video(id)}")
     claims = [server.client.get("/v1/servers").json()["data"][0]["claims"] for server in pair]
     killed, other = pair if claims[0] else reversed(pair)
