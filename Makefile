@@ -52,7 +52,7 @@ test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)
 
 test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threads; JITTER_SEED=7
-	$(BIN)/python -m pytest -p tests.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal \
+	$(BIN)/python -m pytest -p tools.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal \
 	  -m "not slow and not gpu" $(ARGS)
 
 test-gpu: $(STAMP) ## Run the GPU tests (docs/gpu.md); GPU_TESTS=small; BUNDLE=FOLDER: no network
@@ -70,13 +70,13 @@ offline-bundle: $(STAMP) ## Collect wheels of constraints.txt, without torch: FO
 	  --platform manylinux2014_x86_64 --dest bundle -r bundle/wheels.txt
 
 soak: $(STAMP) ## Kill and resume a run repeatedly for half an hour
-	$(BIN)/python -m tests.soak.soak $(ARGS)
+	$(BIN)/python -m tools.soak.soak $(ARGS)
 
 soak-serve: $(STAMP) ## Kill a server, its ranks and fork server while clients use it
-	$(BIN)/python -m tests.soak.serve_soak $(ARGS)
+	$(BIN)/python -m tools.soak.serve_soak $(ARGS)
 
 soak-fleet: $(STAMP) ## Kill servers of a fleet, ranks and PostgreSQL while clients use it
-	$(BIN)/python -m tests.soak.serve_soak --servers 3 $(ARGS)
+	$(BIN)/python -m tools.soak.serve_soak --servers 3 $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting
 	$(BIN)/ruff check .

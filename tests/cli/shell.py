@@ -19,7 +19,7 @@ import svdpp
 from svdpp.cli.app import load_command, run_command_line
 
 ROOT = Path(svdpp.__file__).parent.parent
-#: For new processes: the checkout, and what the session of tests itself has (tests/jitter).
+#: For new processes: the checkout, and what the session of tests itself has (tools/jitter).
 PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 PHOTO = str(ROOT / "svdpp/assets/photos/rocket.jpg")
 

@@ -1,6 +1,6 @@
 """Real servers, alone and over one PostgreSQL: each clip is made once, whatever ends or is killed.
 
-`tests/soak/serve_soak.py` does the same for minutes, at random moments.
+`tools/soak/serve_soak.py` does the same for minutes, at random moments.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.faults.processes import MARK
 from tests.serve.backends import Postgres
 from tests.serve.engines import Serving, demo_config, demo_job, remove_leftovers_now, serving, taken
 from tests.serve.http_server import QUICK, HttpServer, error_of, wait
-from tests.soak.serve_server import belonging, fork_server_of, ranks_of
-from tests.soak.serve_soak import soak
+from tools.soak.serve_server import belonging, fork_server_of, ranks_of
+from tools.soak.serve_soak import soak
 
 pytestmark = pytest.mark.slow
 

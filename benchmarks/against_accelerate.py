@@ -1,6 +1,6 @@
 """Compares `svdpp run --layout auto` with a plain script of diffusers and accelerate.
 
-    python tests/bench/against_accelerate.py [--repeats 3] [--seeds 4]
+    python -m benchmarks.against_accelerate [--repeats 3] [--seeds 4]
 
 Both make the same clips with the demo model, from images to mp4 files, in two processes of one
 thread each. They run in turn, timed from the command's start to its end. Prints each round and the
@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 import svdpp
+from benchmarks.options import options
 from svdpp.media.inputs import example_images
 from svdpp.media.video import read_frames
-from tests.bench.options import options
 
 _MODEL = Path(svdpp.__file__).parent / "assets" / "demo-model"
 

@@ -29,7 +29,7 @@ _HERE = Path(__file__).parent
 os.environ.setdefault("JITTER_SEED", str(random.SystemRandom().randrange(10**6)))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_HERE), os.environ.get("PYTHONPATH"))))
 
-from tests.jitter import sitecustomize  # noqa: E402  it needs the seed
+from tools.jitter import sitecustomize  # noqa: E402  it needs the seed
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,19 +1,18 @@
 """Compares runs with their forecasts and with each other: splits, single clips, pairs of ranks.
 
-    python tests/bench/forecasts.py splits      seven ranks that sleep the published times, scaled
-    python tests/bench/forecasts.py one-by-one  the same, of clips submitted as a service does it
-    python tests/bench/forecasts.py demo        two ranks of the demo model, for every split
-    python tests/bench/forecasts.py pairs       pairs and single ranks that sleep for their steps
-    python tests/bench/forecasts.py decode      the same, for a decode by several ranks
-    python tests/bench/forecasts.py wan         a pair of a tiny Wan that computes
-    python tests/bench/forecasts.py svd         a pair of the demo model
+    python -m benchmarks.forecasts splits      seven ranks that sleep the published times, scaled
+    python -m benchmarks.forecasts one-by-one  the same, of clips submitted as a service does it
+    python -m benchmarks.forecasts demo        two ranks of the demo model, for every split
+    python -m benchmarks.forecasts pairs       pairs and single ranks that sleep for their steps
+    python -m benchmarks.forecasts decode      the same, for a decode by several ranks
+    python -m benchmarks.forecasts wan         a pair of a tiny Wan that computes
+    python -m benchmarks.forecasts svd         a pair of the demo model
 
 What computes needs two free cores. Ranks are warm: they have made a clip before.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections import defaultdict, deque
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.options import parser_of
 from svdpp.config import (
     ModelConfig,
     PipelineConfig,
@@ -242,5 +242,8 @@ def svd() -> None:
 
 
 if __name__ == "__main__":
-    parts = (splits, one_by_one, demo, pairs, decode, wan, svd)
-    {part.__name__.replace("_", "-"): part for part in parts}[sys.argv[1]]()
+    functions = (splits, one_by_one, demo, pairs, decode, wan, svd)
+    comparisons = {function.__name__.replace("_", "-"): function for function in functions}
+    parser = parser_of(__doc__)
+    parser.add_argument("comparison", choices=comparisons)
+    comparisons[parser.parse_args().comparison]()

@@ -1,8 +1,8 @@
 """What many servers ask of one PostgreSQL, and how fast they are together (docs/fleet.md).
 
-    python -m tests.bench.fleet --servers 50 --threads 50 --rate 100 --requests 0
-    python -m tests.bench.fleet --servers 1000 --rate 116
-    python -m tests.bench.fleet --real 3
+    python -m benchmarks.fleet --servers 50 --threads 50 --rate 100 --requests 0
+    python -m benchmarks.fleet --servers 1000 --rate 116
+    python -m benchmarks.fleet --real 3
 
 Starts a database in a temporary folder. Each simulated server claims a clip, holds it for so long
 that all together complete `--rate` clips a second, completes it, requests another one (unless
@@ -38,10 +38,10 @@ from typing import Any
 
 import psycopg
 
+from benchmarks.options import options
 from svdpp.serve import fleet
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue, _insert_job
-from tests.bench.options import options
 from tests.serve.backends import Postgres, postgres_server
 from tests.serve.engines import SAMPLING, add, dummy_job, new_job
 from tests.serve.http_server import DUMMY, HttpServer

@@ -1,6 +1,6 @@
-"""Prints the size of the program: lines, files, functions, and the files a clip goes through.
+"""Print the size of the program: lines, files, functions, and the files a clip goes through.
 
-    python tests/bench/code_size.py [--no-clip]
+    python -m benchmarks.code_size [--no-clip]
 
 A clip's files are those of svdpp in which a function runs, in any process of a run with the demo
 model on two CPU ranks.
@@ -18,7 +18,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.options import parser_of
+
+_ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT / "svdpp"
 
 # Python runs this at the start of every process. Ranks end without `atexit`, so each new file is
@@ -104,7 +106,10 @@ def _print_files_of_a_clip() -> None:
 
 
 if __name__ == "__main__":
+    parser = parser_of(__doc__)
+    parser.add_argument("--no-clip", action="store_true", help="make no clip: print counts alone")
+    asked = parser.parse_args()
     _print_counts()
     _print_functions()
-    if "--no-clip" not in sys.argv:
+    if not asked.no_clip:
         _print_files_of_a_clip()

@@ -1,6 +1,6 @@
 """Measures the time of a status call while many clients poll and follow clips that are being made.
 
-    python -m tests.bench.serve_load [--jobs 500] [--clients 200] [--interval 1]
+    python -m benchmarks.serve_load [--jobs 500] [--clients 200] [--interval 1]
 
 The server makes clips of the dummy model, whose steps sleep. Half of the clients poll, each once in
 an interval; the others follow event streams to their ends. Prints one line of JSON. The time of a
@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.bench.options import options
+from benchmarks.options import options
 from tests.serve.http_server import DUMMY, HttpServer
-from tests.soak.serve_clients import photos
+from tools.soak.serve_clients import photos
 
 _SUBMITTERS = 8
 

@@ -1,6 +1,6 @@
 """Kills, stops and signals a run repeatedly, resumes it each time, and counts what is lost.
 
-    make soak        or        python tests/soak/soak.py [--clips 200] [--minutes 30] [--seed 0]
+    make soak        or        python -m tools.soak.soak [--clips 200] [--minutes 30] [--seed 0]
 
 200 clips of the dummy model over 4 ranks. About once a minute a random fault occurs: a rank or the
 parent is killed, a rank is stopped, or the parent gets a signal. Prints one line for each life of
@@ -27,6 +27,7 @@ import psutil
 import torch
 import typer
 
+from benchmarks.options import options
 from svdpp.cli.console import Console
 from svdpp.cli.failures import report_errors
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig, SvdSampling
@@ -37,7 +38,6 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.costs import CostModel
 from svdpp.worker import device
 from svdpp.worker.tensor_files import saved_steps, tensor_sha256
-from tests.bench.options import options
 from tests.faults.processes import MARK, marked
 
 CONFIG = PipelineConfig(
@@ -106,7 +106,7 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
     environment = {**os.environ, MARK: folder.name, "TMPDIR": str(folder / "tmp")}
     with (folder / "errors.txt").open("w") as errors:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tests.soak.soak", "work", str(folder), str(clips)],
+            [sys.executable, "-m", "tools.soak.soak", "work", str(folder), str(clips)],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -1,8 +1,8 @@
 """Kills and stops servers and their parts at random while clients use them; counts what is lost.
 
-    make soak-serve        or        python -m tests.soak.serve_soak [--jobs 300] [--faults 40]
-    make soak-fleet        or        python -m tests.soak.serve_soak --servers 3
-    python -m tests.soak.serve_soak --servers 3 --clocks 1 --storage 1 --database 1
+    make soak-serve        or        python -m tools.soak.serve_soak [--jobs 300] [--faults 40]
+    make soak-fleet        or        python -m tools.soak.serve_soak --servers 3
+    python -m tools.soak.serve_soak --servers 3 --clocks 1 --storage 1 --database 1
 
 Clients request small clips of the demo model over HTTP, with idempotency keys, each time at any
 server. Some cancel theirs, some delete them. Meanwhile servers, their ranks or their fork servers
@@ -37,17 +37,17 @@ from typing import Any
 
 import httpx
 
+from benchmarks.options import options
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.media.video import file_sha256
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import RESERVE_FILE
-from tests.bench.options import options
 from tests.serve.backends import Postgres, postgres_server
 from tests.serve.engines import remove_leftovers_now
-from tests.soak.serve_clients import Clients, Request, photos, requests
-from tests.soak.serve_server import FaultyServer, belonging
+from tools.soak.serve_clients import Clients, Request, photos, requests
+from tools.soak.serve_server import FaultyServer, belonging
 
 _LEASE = 6.0
 _SECONDS_BETWEEN = 5.0

@@ -2,7 +2,7 @@
 
 So the processes that tests start pause their threads too. A profile function, which Python calls
 at each call and return, lets a pause begin anywhere. It leaves out main threads: libraries are
-imported there, and `tests.jitter.plugin` stops the whole process instead.
+imported there, and `tools.jitter.plugin` stops the whole process instead.
 """
 
 import os
