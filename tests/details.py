@@ -10,8 +10,8 @@ from svdpp.errors import SvdppError
 
 # A number of its own, or with a unit or an x between two; not a part of a name, path or option.
 _NUMBER = re.compile(r"(?<![\w./:@#-])-?\d[\d,]*(?:\.\d+)?(?=x\d|[^\w./:-]|[.,:;)]?(?:\s|$)|$)")
-# What a user typed, and names, stand in quotes.
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\S*/\S*|--?\S+")
+# What a user typed, and names, stand in quotes; a model's version is part of its name.
+_QUOTED = re.compile(r"Wan 2\.\d|'[^']*'|\"[^\"]*\"|`[^`]*`|\S*/\S*|--?\S+")
 
 
 def numbers_not_in_details(error: SvdppError) -> list[str]:

@@ -1,9 +1,8 @@
-"""Memory estimates and counts of FLOPs, in a process of their own wherever this one may compute.
+"""Memory estimates and counts of FLOPs, in a process of their own beside a rank.
 
-Both change torch's default dtype, and an estimate its number of threads, which all threads of a
-process share. Under torchrun rank 0 computes in a thread of the process that checks requests: there
-they would change the bits of its clip. A process that starts its ranks computes nothing, and saves
-the seconds that a further one takes to import diffusers.
+Both take seconds of Python. Under torchrun rank 0 computes in a thread of the process that checks
+requests, and would wait for the interpreter meanwhile. A process that starts its ranks saves the
+seconds that a further one takes to import diffusers.
 """
 
 from __future__ import annotations

@@ -241,7 +241,8 @@ class PipelineRanks:
         self._supervisor.abort(self._closed_error)
         if threading.current_thread() is self._thread or self._is_closed:
             return None
-        if not self._has_ended.wait(_ABORT_SECONDS):
+        is_running = self._thread.ident is not None  # False if the system refused the thread
+        if not (is_running and self._has_ended.wait(_ABORT_SECONDS)):
             self._end(self._closed_error)  # an observer blocks the thread: do not wait for it
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):

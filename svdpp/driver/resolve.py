@@ -135,12 +135,14 @@ def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
         "--cfg-parallel 2 gives each rank of a pair one branch of the guidance, and with these "
         "parameters the guidance is off: each step has one branch",
         leave_out,
+        cfg_parallel=2,
     )
     require(
         checkpoint.spec.branches is not None,
         f"--cfg-parallel 2 cannot divide the steps of {checkpoint.label}: they have more than two "
         "evaluations, or use the first at once",
         leave_out,
+        cfg_parallel=2,
     )
 
 

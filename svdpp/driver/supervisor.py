@@ -18,6 +18,7 @@ from svdpp.errors import (
     SvdppError,
     error_from_dict,
 )
+from svdpp.launch.start_deadline import LIMIT_HINT, names_limit
 from svdpp.launch.worker_group import MAIN_GUARD_HINT, WorkerGroup
 from svdpp.plan.actions import Action, Schedule
 from svdpp.plan.forecast import draw_grid
@@ -260,12 +261,15 @@ class Supervisor:
         if code == _LOST_CODE and (end := self._group.fork_server_end()) is not None:
             cause = f"ended because its fork server {end}"
             return self._rank_error(rank, cause, _NO_MEMORY, "died here", exit_code=code)
+        output = self._group.output_tail(rank)
+        hint = LIMIT_HINT if names_limit(output or "") else ""
         if code >= 0:
             cause = f"ended with exit code {code} without a report"
-            if self._group.output_tail(rank) is None:
+            if output is None:
                 cause = f"could not import your script: {MAIN_GUARD_HINT}"
-            return self._rank_error(rank, cause, "", "died here", exit_code=code)
-        hint = ""
+            elif hint:
+                cause = f"ended with exit code {code}: the system starts no further thread for it"
+            return self._rank_error(rank, cause, hint, "died here", exit_code=code)
         if -code == signal.SIGKILL:
             hint = _NO_MEMORY
         cause = f"was killed by {signal.Signals(-code).name}"

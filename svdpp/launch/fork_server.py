@@ -14,12 +14,14 @@ import importlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
+from types import TracebackType
 
 from svdpp.launch import process_lifetime
-from svdpp.launch.start_deadline import end_fork_server
+from svdpp.launch.start_deadline import end_fork_server, limit_error
 
 #: Imported for all ranks, and for those with a model, whose family's classes it also imports.
 RANK_MODULE = "svdpp.worker.rank"
@@ -102,6 +104,7 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
+    sys.excepthook = _print_unless_reported
     os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
     gc.disable()  # what an import creates stays, and searches take a fifth of the time
     for module_and_family in modules:
@@ -121,6 +124,14 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
         os._exit(0)
 
     atexit.register(end)
+
+
+def _print_unless_reported(
+    kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
+    """Print what ends this server, except a refused fork, which its starter reports."""
+    if limit_error(error) is None:
+        sys.__excepthook__(kind, error, where)
 
 
 def _remove(folder: str) -> None:

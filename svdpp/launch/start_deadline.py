@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import threading
+from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +23,18 @@ from svdpp.launch import process_lifetime
 _POLL_SECONDS = 0.1
 #: The words in the command lines of multiprocessing's own processes.
 _FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _NO_THREAD = "can't start new thread"  # in CPython's RuntimeError
-_LIMITS = (
+#: What CPython, libgomp, OpenBLAS and the C++ library print for a thread that cannot be started;
+#: libgomp and the C++ library then end the process.
+_REFUSALS = (
+    _NO_THREAD,
+    "Thread creation failed",
+    "pthread_create failed",
+    "Resource temporarily unavailable",
+)
+#: Hint of errors about processes and threads that cannot be started.
+LIMIT_HINT = (
     "raise the limit: ulimit -u (processes) and -n (files), pids.max of the container, or use "
     "fewer ranks"
 )
@@ -73,14 +85,16 @@ class StartDeadline:
             raise self._refused(error) from error
 
     def _refused(self, error: BaseException) -> RankError:
+        details = {}
         if isinstance(error, EOFError):  # the fork server ends if its own fork fails
             reason = f"the fork server {fork_server_end() or 'has ended'}"
         else:
             reason = getattr(error, "strerror", None) or str(error)
+            details = _soft_limit(error)
         return RankError(
-            f"the process of rank {self.rank} cannot be started: {reason}",
-            _LIMITS,
-            details={"rank": self.rank},
+            f"the process of rank {self.rank} cannot be started: {reason}{_shown(details)}",
+            LIMIT_HINT,
+            details={"rank": self.rank, **details},
         )
 
     def _watch(self) -> None:
@@ -144,19 +158,36 @@ def limit_error(error: BaseException) -> RankError | None:
         None if it says something else.
     """
     number = getattr(error, "errno", None)
-    if number in (errno.EMFILE, errno.ENFILE):
+    if number in _TOO_MANY_FILES:
         text = "the system opens no further file: too many are open"
-    elif number == errno.EAGAIN or _NO_THREAD in str(error):
+    elif number == errno.EAGAIN or names_limit(str(error)):
         text = "the system starts no further process or thread: too many are running"
     else:
         return None
-    return RankError(text, _LIMITS, details={"errno": number})
+    details = _soft_limit(error)
+    return RankError(text + _shown(details), LIMIT_HINT, details={"errno": number, **details})
+
+
+def names_limit(output: str) -> bool:
+    """Whether a process printed that the system starts no further process or thread."""
+    return any(words in output for words in _REFUSALS)
+
+
+def _soft_limit(error: BaseException) -> dict[str, int]:
+    """Return this process's limit that `error` is of, for `details`; nothing if there is none."""
+    is_of_files = getattr(error, "errno", None) in _TOO_MANY_FILES
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if is_of_files else resource.RLIMIT_NPROC)
+    return {} if soft == resource.RLIM_INFINITY else {"limit": soft}
+
+
+def _shown(details: Mapping[str, int]) -> str:
+    return f" (limit: {details['limit']})" if "limit" in details else ""
 
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether `error` says that the system starts no further process or thread."""
     if isinstance(error, OSError):
-        return error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+        return error.errno in (errno.EAGAIN, errno.ENOMEM, *_TOO_MANY_FILES)
     return isinstance(error, EOFError) or _NO_THREAD in str(error)
 
 

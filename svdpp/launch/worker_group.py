@@ -438,23 +438,20 @@ class _StartArguments(NamedTuple):
 
 
 def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> None:
-    if start.ends_with_thread:
-        process_lifetime.end_with_parent()
-    if start.ignores_signals:
-        process_lifetime.ignore_signals()
-    else:  # a rank ends by the signal, so that the parent reports a dead rank
-        process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
-    _end_with_starter(multiprocessing.parent_process())
-    redirect_output(_output_file(start.folder, rank))
-    world = World(rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size)
-
-    def join() -> None:
-        from svdpp.launch import process_group  # torch
-
-        process_group.join_file_store(world, start.backend, start.folder / "store")
-
     code = 1
     try:
+        # First: an error of what follows is printed there, and the parent reports it.
+        redirect_output(_output_file(start.folder, rank))
+        _bind_to_parent(start)
+        world = World(
+            rank=rank, local_rank=rank, size=start.world_size, local_size=start.world_size
+        )
+
+        def join() -> None:
+            from svdpp.launch import process_group  # torch
+
+            process_group.join_file_store(world, start.backend, start.folder / "store")
+
         start.entry(
             LaunchContext(world, start.backend, ControlChannel(connection), join), start.argument
         )
@@ -463,6 +460,17 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
         traceback.print_exc()
     finally:
         os._exit(code)  # neighbours must not wait for Python's clean-up
+
+
+def _bind_to_parent(start: _StartArguments) -> None:
+    """Make this process end with the one that has started it, and by the signals of a rank."""
+    if start.ends_with_thread:
+        process_lifetime.end_with_parent()
+    if start.ignores_signals:
+        process_lifetime.ignore_signals()
+    else:  # a rank ends by the signal, so that the parent reports a dead rank
+        process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
+    _end_with_starter(multiprocessing.parent_process())
 
 
 def _end_with_starter(parent: Any) -> None:

@@ -278,17 +278,25 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
         OSError,
         RuntimeError,
     ) as error:
-        raise ModelError(*_message_and_hint(error, model, components)) from error
+        status = _status_of(error)
+        message, hint = _message_and_hint(error, status, model, components)
+        raise ModelError(
+            message, hint, details={} if status is None else {"status": status}
+        ) from error
+
+
+def _status_of(error: Exception) -> int | None:
+    """Return the HTTP status of the hub's answer; None if it did not answer."""
+    responses = (getattr(each, "response", None) for each in (error, error.__cause__))
+    return next((each.status_code for each in responses if each is not None), None)
 
 
 def _message_and_hint(
-    error: Exception, model: ModelConfig, components: Collection[str]
+    error: Exception, status: int | None, model: ModelConfig, components: Collection[str]
 ) -> tuple[str, str]:
     from huggingface_hub import errors
 
     name = redact_tokens(model.name)
-    responses = (getattr(each, "response", None) for each in (error, error.__cause__))
-    answer = next((each.status_code for each in responses if each is not None), None)
     match error:
         case errors.GatedRepoError():
             page = f"https://huggingface.co/{name}"
@@ -297,7 +305,7 @@ def _message_and_hint(
         case errors.HFValidationError() | errors.RepositoryNotFoundError():
             hint = f"check the spelling; for a private model: hf auth login; {MODEL_HINT}"
             return "neither a local folder nor a model on the hub", hint
-        case errors.LocalEntryNotFoundError() if answer not in (401, 403):
+        case errors.LocalEntryNotFoundError() if status not in (401, 403):
             missing = f" ({', '.join(components)} missing)" if components else ""
             # Without components only configs are needed, a few megabytes of perhaps 126 GB.
             needed = [f"{part}/*" for part in components] or _CONFIG_PATTERNS
@@ -307,7 +315,7 @@ def _message_and_hint(
                 f"run hf download {shlex.quote(name)}{only} with a network connection, or use "
                 "--model demo",
             )
-    cause = f"the hub answered {answer}" if answer else type(error).__name__
+    cause = f"the hub answered {status}" if status else type(error).__name__
     cause = getattr(error, "strerror", None) or cause
     return (
         f"cannot be downloaded ({cause})",

@@ -17,7 +17,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -45,8 +50,7 @@ def estimate(
 ) -> MemoryEstimate:
     """Estimate the memory of each part of a model, in seconds of one CPU.
 
-    It changes the process's default dtype and number of threads while it runs, so nothing else may
-    compute in the process: see `driver.memory_process`.
+    It changes nothing that the threads of a process share: others may compute meanwhile.
 
     Args:
         checkpoint: checked checkpoint; only its configs are read.
@@ -62,17 +66,13 @@ def estimate(
         RequestError: the model cannot make a clip of this size.
         ModelError: a component cannot be made from its config.
     """
-    on_cpu, before = device == "cpu", torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        with _size_errors(model, sampling):
-            fake_model = _FakeModel(checkpoint, model, sampling, on_cpu=on_cpu)
-            packet, encode = fake_model.encode()
-            packet, denoise = fake_model.denoise(packet)
-            denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
-            return MemoryEstimate(encode=encode, denoise=denoise, decode=fake_model.decode(packet))
-    finally:
-        torch.set_num_threads(before)
+    workspace_threads = num_threads if device == "cpu" else None
+    with _size_errors(model, sampling):
+        fake_model = _FakeModel(checkpoint, model, sampling, workspace_threads=workspace_threads)
+        packet, encode = fake_model.encode()
+        packet, denoise = fake_model.denoise(packet)
+        denoise = denoise._replace(weight_bytes=denoise.weight_bytes + lora_bytes(model))
+        return MemoryEstimate(encode=encode, denoise=denoise, decode=fake_model.decode(packet))
 
 
 @contextmanager
@@ -100,9 +100,9 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
     """Count the FLOPs of one clip's encode, of one step and of its decode, in seconds.
 
-    Torch's own counter sees the operations of the model's real calls, on fake tensors: two for each
-    multiply-add of a matrix product, a convolution or an attention, and none for all else. As in
-    `estimate`, nothing else may compute in the process meanwhile.
+    Torch's own formulas count the operations of the model's real calls, on fake tensors: two for
+    each multiply-add of a matrix product, a convolution or an attention, and none for all else. As
+    in `estimate`, others may compute in the process meanwhile.
 
     Args:
         checkpoint: Model whose configs are read; its weights are not.
@@ -113,7 +113,7 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
         RequestError: The model cannot make a clip of this size.
     """
     with _size_errors(model, sampling):
-        fake_model = _FakeModel(checkpoint, model, sampling, on_cpu=True, counts_flops=True)
+        fake_model = _FakeModel(checkpoint, model, sampling, counts_flops=True)
         packet, _ = fake_model.encode()
         encode = fake_model.flops
         packet, _ = fake_model.denoise(packet)
@@ -130,6 +130,64 @@ def _attention_flops(
 
 #: Formula for torch's counter, which knows the attention kernels of GPUs only.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Counts FLOPs by torch's formulas.
+
+    `FlopCounterMode` counts by modules, too, and for that registers hooks which also run in the
+    modules of other threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        self._formulas = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION).flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula: Any = self._formulas.get(func._overloadpacket)
+        if formula is None and func is not torch.ops.prim.device.default:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+class _ConstructionMode(TorchFunctionMode):
+    """Makes modules of fake tensors in another default dtype, in this thread alone.
+
+    `torch.set_default_dtype` is of all threads. A result in the process's default dtype gets this
+    one, if neither an argument is in that dtype nor the call names one: new tensors, and quotients
+    of integers. A condition on weights that have no data is false: it would draw them again.
+    """
+
+    _CONVERSIONS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self._default = dtype, torch.get_default_dtype()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not torch.Tensor.__bool__:
+                raise
+            return False
+        if not isinstance(result, torch.Tensor) or result.dtype != self._default:
+            return result
+        given = tree_flatten((args, kwargs))[0]
+        named = any(
+            isinstance(each, torch.dtype) or getattr(each, "dtype", None) == self._default
+            for each in given
+        )
+        return result if named or func in self._CONVERSIONS else result.to(self._dtype)
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
@@ -178,13 +236,14 @@ class _FakeModel:
         model: ModelConfig,
         sampling: SamplingConfig,
         *,
-        on_cpu: bool,
+        workspace_threads: int | None = None,
         counts_flops: bool = False,
     ) -> None:
         load.silence_libraries()
-        self._checkpoint, self._sampling, self._on_cpu = checkpoint, sampling, on_cpu
+        self._checkpoint, self._sampling = checkpoint, sampling
+        self._workspace_threads = workspace_threads
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._tracker = MemoryTracker((), count_workspace=on_cpu)
+        self._tracker = MemoryTracker((), workspace_threads)
         self._inside = False
         self.flops = 0
         """FLOPs of the last part that was measured; 0 unless they are counted."""
@@ -230,16 +289,12 @@ class _FakeModel:
         return self._measured(roles, packet, decode)[1]
 
     def _module(self, cls: Any, part: str, dtype: torch.dtype) -> Any:
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with self._fake:
-                module = load.build_module(cls, self._checkpoint.folder / part)
-                kept = set(load.fp32_parameters(module))
-                for name, parameter in module.named_parameters():  # some are made in float32
-                    parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
-        finally:
-            torch.set_default_dtype(default)
+        with self._fake, _ConstructionMode(dtype):
+            module = load.build_module(cls, self._checkpoint.folder / part)
+        kept = set(load.fp32_parameters(module, dtype))
+        with self._fake:
+            for name, parameter in module.named_parameters():  # some are made in float32
+                parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         return module.eval()
 
     def _measured(
@@ -254,7 +309,7 @@ class _FakeModel:
         }
         loaded = self._checkpoint.weighted_components_of(roles, self._sampling)
         weights = sum(tensor.nbytes for part in loaded for tensor in weights_of[part])
-        self._tracker = MemoryTracker(chain(*weights_of.values()), count_workspace=self._on_cpu)
+        self._tracker = MemoryTracker(chain(*weights_of.values()), self._workspace_threads)
         for tensor in tensors_in(received):
             self._tracker.add(tensor)
         self.flops = 0
@@ -292,16 +347,16 @@ class _FakeModel:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
                 args, kwargs = tree_map_only(torch.Tensor, self._fake.from_tensor, (args, kwargs))
                 known = *_weights(module), *tensors_in((args, kwargs))
-                counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
-                if self._counts_flops:  # its hooks are global: not where other threads compute
+                counter = _FlopCounter()
+                if self._counts_flops:
                     modes.enter_context(counter)
                 # Above the fake mode: below it are temporary tensors by which fake kernels find out
                 # shapes.
-                with MemoryTracker(known, count_workspace=self._on_cpu) as tracker:
+                with MemoryTracker(known, self._workspace_threads) as tracker:
                     result = real(*args, **kwargs)
                 return (
                     tracker.peak_above_start,
-                    counter.get_total_flops(),
+                    counter.total,
                     tree_map(partial(_on, "meta"), result),
                 )
         finally:
@@ -326,12 +381,17 @@ class MemoryTracker(TorchDispatchMode):
     """Tracks the storages of `known` tensors and of those created in its context.
 
     `peak` is their highest sum in bytes.
+
+    Args:
+        known: tensors that exist before.
+        workspace_threads: intra-op threads of a CPU rank, whose convolutions' temporary bytes are
+            counted, too. None counts none.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], *, count_workspace: bool) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], workspace_threads: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = 0
-        self._count_workspace = count_workspace
+        self._workspace_threads = workspace_threads
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in known:
             self.add(tensor)
@@ -351,8 +411,9 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in tensors_in(result):
             self.add(tensor)
         workspace = 0
-        if self._count_workspace and func is torch.ops.aten.convolution.default:
-            workspace = _convolution_workspace(args, result)
+        threads = self._workspace_threads
+        if threads is not None and func is torch.ops.aten.convolution.default:
+            workspace = _convolution_workspace(args, result, threads)
         self.peak = max(self.peak, self.current + workspace)
         return result
 
@@ -399,7 +460,7 @@ _WITHOUT_DATA: Mapping[Any, Any] = {
 }
 
 
-def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
+def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_threads: int) -> int:
     """Temporary bytes of a CPU convolution, for the kernel that torch chooses.
 
     oneDNN copies input and weight into blocks of channels, frees both copies, and then copies the
@@ -407,10 +468,36 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor) -> int:
     input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
     """
     tensor, weight = args[0], args[1]
-    backend = torch._C._select_conv_backend(*args).name
+    backend = _convolution_backend(args, num_threads)
     if backend == "Mkldnn":
         return int(max(tensor.nbytes + weight.nbytes, result.nbytes))
     is_pointwise = all(size == 1 for size in weight.shape[2:])
     if backend in ("Slow2d", "Slow3d") and not is_pointwise:
         return int(weight[0].numel() * result.nbytes // result.shape[1])
     return 0
+
+
+def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
+    """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
+
+    Torch answers for the number that this process has. It matters where height and width of the
+    weight are 1, as `use_mkldnn` in ATen/native/Convolution.cpp says: on one thread oneDNN is
+    slower there, except with 16 images or more, a stride or a dilation.
+
+    Args:
+        args: of `aten.convolution`.
+        num_threads: of the process that will run it.
+    """
+    tensor, weight, bias, stride, padding, dilation, is_transposed, *rest = args
+    depends_on_threads = (
+        tensor.dtype == torch.float32
+        and tensor.shape[0] < 16
+        and all(size == 1 for size in (*weight.shape[2:][-2:], *stride, *dilation))
+    )
+    if depends_on_threads and num_threads == 1:
+        return ("SlowTranspose" if is_transposed else "Slow") + f"{max(2, weight.dim() - 2)}d"
+    if depends_on_threads:  # a dilation changes nothing else where the weight is 1 wide
+        dilation = [*dilation[:-1], 2]
+    args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
+    name = str(torch._C._select_conv_backend(*args).name)
+    return name.replace("Dilated", "") if depends_on_threads else name

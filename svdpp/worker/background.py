@@ -22,6 +22,7 @@ from svdpp.comm.streams import SideStream, record_event
 from svdpp.comm.transport import Transfer
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.errors import OutputError, error_to_dict
+from svdpp.launch.start_deadline import limit_error
 from svdpp.launch.worker_group import ControlChannel
 from svdpp.media import output_files, video
 from svdpp.media.inputs import read_input
@@ -138,7 +139,7 @@ class Reporter:
         """Report the error that ends the rank, and what it was doing."""
         self.send(
             Failed(
-                error=error_to_dict(error),
+                error=error_to_dict(limit_error(error) or error),
                 traceback="".join(traceback.format_exception(error)),
                 action=self._now.action,
                 step=self._now.step,

@@ -96,8 +96,8 @@ def run_rank(
         OutOfMemoryError: the device has no memory for a context.
     """
     reporter = Reporter(launch.channel, "" if launch.world.on_first_host else launch.host)
-    reporter.start()
     try:
+        reporter.start()
         device = take_device(config, launch.world)
         work(device, reporter)
     except BaseException as error:

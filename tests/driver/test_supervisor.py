@@ -272,6 +272,25 @@ def test_the_rank_that_is_the_cause_is_named_and_none_that_ended_because_of_it(
     assert failed.interruption is None
 
 
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", "no further thread"),
+        ("RuntimeError: can't start new thread", "no further thread"),
+        ("MemoryError", "ended with exit code 1 without a report"),
+        (None, "could not import your script"),
+    ],
+)
+def test_a_rank_that_got_no_thread_says_so(output: str | None, words: str) -> None:
+    """libgomp ends the process, before a rank could report anything."""
+    group = _group([], {1: 1})
+    group.output_tail.return_value = output
+    with pytest.raises(RankError, match=words) as ended:
+        Supervisor(group, config(3, steps=6)).step()
+    assert ("ulimit -u" in ended.value.hint) is (words == "no further thread")
+    assert ended.value.details["exit_code"] == 1
+
+
 def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -> None:
     signalled = _supervisor([(2, LINK_BROKE), (1, INTERRUPTED)], {1: GONE})
     with pytest.raises(RankError, match=r"rank 1 .* failed: Interrupted: ended by SIGTERM") as told:

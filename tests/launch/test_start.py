@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from typing import Any
 
 import pytest
 import torch.multiprocessing
+import typer
 
+from svdpp.cli.console import Console
+from svdpp.cli.failures import report_errors
 from svdpp.errors import RankError
 from svdpp.launch import start_deadline
-from svdpp.launch.start_deadline import StartDeadline
+from svdpp.launch.start_deadline import StartDeadline, limit_error
 from svdpp.launch.worker_group import start_ranks
 
 
@@ -31,21 +35,63 @@ def test_ranks_are_started_by_torch_multiprocessing(
         start_ranks(print, None, world_size=2, backend="gloo", device=device)
 
 
+NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+NO_FILE = OSError(errno.EMFILE, "Too many open files")
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of processes and of files that this process seems to have."""
+    soft = {resource.RLIMIT_NPROC: 11, resource.RLIMIT_NOFILE: 22}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft[kind], 100))
+
+
+@pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "words", "details"),
     [
-        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "temporarily"),
-        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
-        (RuntimeError("can't start new thread"), "thread"),
-        (EOFError("unexpected EOF"), "the fork server has ended"),
+        (NO_PROCESS, r"temporarily unavailable \(limit: 11\)", {"limit": 11}),
+        (NO_FILE, r"Too many open files \(limit: 22\)", {"limit": 22}),
+        (NO_THREAD, r"start new thread \(limit: 11\)", {"limit": 11}),
+        (EOFError("unexpected EOF"), "the fork server has ended$", {}),
     ],
 )
-def test_a_limit_of_the_system_is_named(error: Exception, words: str) -> None:
+def test_a_limit_of_the_system_is_named(
+    error: Exception, words: str, details: dict[str, int]
+) -> None:
     with pytest.raises(RankError, match=words) as caught, StartDeadline(60) as deadline:
         deadline.rank = 3
         raise error
-    assert caught.value.details == {"rank": 3}
+    assert caught.value.details == {"rank": 3, **details}
     assert "ulimit -u" in caught.value.hint
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize(
+    ("error", "words", "limit"),
+    [
+        (NO_PROCESS, "no further process or thread", 11),
+        (NO_THREAD, "no further process or thread", 11),
+        (NO_FILE, "no further file", 22),
+    ],
+)
+def test_what_the_system_refuses_anywhere_is_an_error_with_the_limit(
+    error: Exception, words: str, limit: int
+) -> None:
+    found = limit_error(error)
+    assert found is not None
+    assert f"{words}: too many are" in found.message
+    assert f"(limit: {limit})" in found.message
+    assert found.details == {"errno": getattr(error, "errno", None), "limit": limit}
+    with pytest.raises(typer.Exit) as ended, report_errors(Console(), debug=False):
+        raise error
+    assert ended.value.exit_code == RankError.exit_code
+
+
+def test_other_errors_are_not_taken_for_a_limit() -> None:
+    for error in (OSError(errno.ENOENT, "No such file"), RuntimeError("no"), EOFError()):
+        assert limit_error(error) is None
 
 
 def test_other_errors_of_a_start_pass() -> None:

@@ -121,6 +121,7 @@ def test_hub_answers_with_an_error(
     error = error_of("org/tiny", revision="v9")
     assert message in error.message
     assert hint in error.hint
+    assert error.details["status"] == status
     assert TOKEN not in error.message + error.hint
 
 

@@ -10,19 +10,23 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from svdpp.config import ModelConfig, SvdSampling
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.engine import load
 from svdpp.models.engine.model import load_engine_model
 from svdpp.models.engine.records import tensors_in
-from svdpp.models.memory import estimate
+from svdpp.models.memory import _convolution_backend, _FakeModel, _FlopCounter, estimate
 from svdpp.plan.layout import Roles
 from tests.models.builders import edit_json
 from tests.models.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source
@@ -130,6 +134,67 @@ def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> N
         estimate(checkpoint, ModelConfig(name=str(folder)), sampling, device="cpu")
     assert error.value.details["shape"] != error.value.details["config_shape"]
     assert "size" not in error.value.hint
+
+
+def test_fake_models_change_nothing_that_other_threads_share(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's program may compute meanwhile. Kandinsky's text encoder makes nested models."""
+    tiny_model, made = tiny_models("kandinsky5"), load.build_module
+    seen, own = set(), set()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the other threads of the process would compute otherwise")
+
+    def build(cls: Any, folder: Path) -> Any:
+        def look() -> None:
+            linear = torch.nn.Linear(1, 1)
+            seen.add((torch.get_default_dtype(), linear.weight.dtype, bool(linear.weight.any())))
+
+        other = Thread(target=look)
+        other.start()
+        other.join()
+        own.add((torch.zeros(1).dtype, (torch.arange(2) / 2).dtype, torch.zeros(1).float().dtype))
+        return made(cls, folder)
+
+    monkeypatch.setattr(load, "build_module", build)
+    for name in ("set_default_dtype", "set_num_threads"):
+        monkeypatch.setattr(torch, name, refuse)
+    model = replace(tiny_model.model, dtype="bf16")
+    _FakeModel(tiny_model.checkpoint, model, tiny_model.sampling, workspace_threads=1)
+    assert seen == {(torch.float32, torch.float32, True)}
+    assert own == {(torch.bfloat16, torch.bfloat16, torch.float32)}
+
+
+def test_flops_are_counted_without_hooks_of_other_threads() -> None:
+    linear = torch.nn.Linear(2, 3)
+    with _FlopCounter() as counter:
+        assert not torch.nn.modules.module._has_any_global_hook()
+        linear(torch.zeros(5, 2))
+    assert counter.total == 2 * 5 * 2 * 3
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (1, 1, 1), (3, 1, 1)])
+def test_the_kernel_of_a_convolution_is_the_one_of_a_process_with_that_many_threads(
+    kernel: tuple[int, ...],
+) -> None:
+    before, dims, names = torch.get_num_threads(), len(kernel), set()
+    cases = product((1, 2, 16), (4, 64), (1, 2), (1, 4), (False, True), (torch.float32, torch.half))
+    for batch, side, stride, groups, is_transposed, dtype in cases:
+        with FakeTensorMode():
+            tensor = torch.empty(batch, 8, *(side,) * dims, dtype=dtype)
+            weight = torch.empty(8, 8 // groups, *kernel, dtype=dtype)
+            ones = [1] * dims
+            args = (tensor, weight, None, [stride] * dims, ones, ones, is_transposed)
+            args = (*args, [0] * dims, groups)
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                expected = torch._C._select_conv_backend(*args).name
+                torch.set_num_threads(3 - threads)
+                assert _convolution_backend(args, threads) == expected, (args, threads)
+                names.add(expected)
+    torch.set_num_threads(before)
+    assert "Mkldnn" in names
 
 
 #: Side, frames and tokens of each clip.

@@ -145,7 +145,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     if not (is_ratio if has_second else ratio is None):
         state = "there" if has_second else "missing"
         message = f"boundary_ratio is {shown(ratio)}, and the expert transformer_2 is {state}"
-        raise index.error(message)
+        raise index.error(message, details={"boundary_ratio": shown(ratio)})
     return {
         "boundary_ratio": ratio,
         "size_multiple": (unit, unit),

@@ -15,7 +15,6 @@ import psutil
 import torch
 import tqdm
 import transformers
-from transformers.initialization import no_init_weights
 from transformers.processing_utils import ProcessorMixin
 
 from svdpp.config import ModelConfig
@@ -330,7 +329,8 @@ def _skeleton(
 def build_module(cls: Any, folder: Path) -> Any:
     """Make the module that a config describes, without its weights.
 
-    Call it on the meta device or under fake tensors; otherwise it allocates the weights.
+    Call it on the meta device or under fake tensors; otherwise it allocates the weights. It changes
+    nothing that the threads of a process share, such as torch's default dtype.
 
     Args:
         cls: class of the module.
@@ -339,21 +339,26 @@ def build_module(cls: Any, folder: Path) -> Any:
     if _is_diffusers(cls):
         return cls.from_config(cls.load_config(folder, local_files_only=True))
     config = cls.config_class.from_pretrained(folder, local_files_only=True)
-    config.dtype = torch.get_default_dtype()  # the config has the dtype of the files
-    with no_init_weights():
-        module = cls(config)
+    # The dtype of the files, which transformers would make the default of all threads.
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if each is not None:
+            each.dtype = None
+    module = cls(config)
+    config.dtype = torch.get_default_dtype()
     module.tie_weights()
     return module
 
 
-def fp32_parameters(module: torch.nn.Module) -> list[str]:
-    """Return the parameters that the libraries load in float32 whatever the module's dtype is.
+def fp32_parameters(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """Return the parameters that the libraries load in float32 although the module's dtype differs.
 
     They follow `load_model_dict_into_meta` of diffusers 0.42 and `_get_dtype_plan` of transformers
     5.23.
+
+    Args:
+        module: module of diffusers or transformers.
+        dtype: dtype that it is loaded in.
     """
-    # `load_model_dict_into_meta` of diffusers 0.42, `_get_dtype_plan` of transformers 5.23
-    dtype = torch.get_default_dtype()
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if dtype == torch.float32 or (dtype != torch.float16 and not _is_diffusers(type(module))):
         return []
