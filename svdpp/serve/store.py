@@ -479,24 +479,30 @@ def _is_orphan(
 
 
 def move_orphans_aside(queue: JobQueue) -> list[Path]:
-    """Move old images and clips of no job to `lost+found`, at the start of a server.
+    """Move images and clips of no job to `lost+found`, at the start of a server; say so in the log.
 
-    They are there if the queue's file was lost, or replaced by an older one. What was written
-    within the last hour may be of a request, unless the queue is new. Only regular files with the
-    names that a server gives are touched. Returns the files at their new places.
+    Clips are there if the queue's file was lost, or replaced by an older one, or if a part of its
+    log was lost: a row is removed after its clip, never before. Nobody but this server writes to
+    the folder of a queue that is not shared, so that all files without a row are moved; in a shared
+    one, those of the last hour may be of another server's request. Images alone are of requests
+    that ended before their row was stored. Only regular files with the names that a server gives
+    are touched. Returns the files at their new places.
     """
     if queue.store.is_remote:  # the folder has only copies
         return []
     folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
-    oldest = _now_or_never(queue) - ORPHAN_SCAN_SECONDS if ids or queue.is_shared else math.inf
-    orphans = [
-        folder / name
+    orphans = {
+        name: written_at
         for name, (_, written_at) in sorted(files.items())
         if (match := _FILE_NAME.fullmatch(name))
         and (id := match["photo"] or match["clip"])
         and id not in ids
-        and written_at <= oldest
-    ]
+    }
+    clips = [name for name in orphans if name.endswith(".mp4")]
+    if queue.is_shared or (ids and not clips):
+        oldest = _now_or_never(queue) - ORPHAN_SCAN_SECONDS
+        orphans = {name: at for name, at in orphans.items() if at <= oldest}
+        clips = [name for name in clips if name in orphans]
     if not orphans:
         return []
     try:
@@ -504,9 +510,18 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
         lost = Path(
             tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST_AND_FOUND)
         )
-        moved = [path.rename(lost / path.name) for path in orphans]
+        moved = [(folder / name).rename(lost / Path(name).name) for name in orphans]
     except OSError as error:
-        logger.warning("files of no video stay, such as {}: {}", orphans[0], error)
+        logger.error("files of no video stay, such as {}: {}", folder / min(orphans), error)
         return []
     logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
+    if clips:
+        newest = max(orphans[name] for name in clips)
+        logger.error(
+            "the queue has no rows for clips (number: {}), the newest of {}: a part of it is "
+            "missing, or it is an older copy. Their requests are unknown; the clips are kept in {}",
+            len(clips),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest)),
+            lost,
+        )
     return moved

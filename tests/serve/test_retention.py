@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -120,17 +122,47 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
 
     moved = move_orphans_aside(store)
 
-    assert {path.name for path in moved} == {Path(name.format(id=newer)).name for name in FILES}
+    lost = {Path(name.format(id=each)).name for each in (newer, latest) for name in FILES}
+    assert {path.name for path in moved} == lost
     (place,) = (folder / "lost+found").iterdir()
     assert all(path.parent == place and path.stat().st_size in (25, 50) for path in moved)
-    assert ids_of_files(folder) == {id, waiting, latest}
+    assert ids_of_files(folder) == {id, waiting}
     assert ids(store) == {id, waiting}
     assert move_orphans_aside(store) == []
+    put_files(folder, latest)
     remove_leftovers_now(store)  # a clip is never removed without its row
     assert {path.name for path in folder.glob(f"*/{latest}*")} == {
         f"{latest}.mp4",
         f"{latest}.mp4.json",
     }
+
+
+def test_images_of_the_last_hour_may_be_of_a_request(store: JobQueue, folder: Path) -> None:
+    add(store)
+    for id, hours in ((new_id(), 0.0), (old := new_id(), 1.1)):
+        put_files(folder, id, hours=hours)
+        for name in FILES[:1] + FILES[2:]:
+            (folder / name.format(id=id)).unlink()
+    assert [path.stem for path in move_orphans_aside(store)] == [old]
+
+
+def test_clips_whose_rows_were_lost_with_a_part_of_the_log_are_kept_and_reported(
+    store: JobQueue, folder: Path, tmp_path: Path, told: list[str]
+) -> None:
+    """The rows are those of the last checkpoint; the clips are younger."""
+    before = finished(store, folder, 1.0)
+    store.backend.maintain()
+    after = finished(store, folder, 2.0)
+    restored = tmp_path / "restored"
+    shutil.copytree(folder, restored, ignore=shutil.ignore_patterns("*-wal", "*-shm", "lock"))
+    with closing(JobQueue(restored)) as queue:
+        assert ids(queue) == {before}
+        moved = move_orphans_aside(queue)
+        assert {path.name for path in moved} == {Path(name.format(id=after)).name for name in FILES}
+        assert all(path.is_relative_to(restored / "lost+found") for path in moved)
+        assert ids_of_files(restored) == {before}
+        assert "the queue has no rows for clips (number: 1), the newest of 20" in told[-1]
+        assert str(moved[0].parent) in told[-1]
 
 
 def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, folder: Path) -> None:
