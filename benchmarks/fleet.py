@@ -42,9 +42,9 @@ from benchmarks.options import options
 from svdpp.serve import fleet
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue, _insert_job
-from tests.serve.backends import Postgres, postgres_server
-from tests.serve.engines import SAMPLING, add, dummy_job, new_job
-from tests.serve.http_server import DUMMY, HttpServer
+from tests.support.backends import Postgres, postgres_server
+from tests.support.engines import SAMPLING, add, dummy_job, new_job
+from tests.support.http_server import DUMMY, HttpServer
 
 _OWNERS = 20
 _JOB = {"prompt": "a sentence of eighty letters " * 3}

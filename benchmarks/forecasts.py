@@ -225,7 +225,7 @@ def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
 
 def wan() -> None:
     """A small Wan from text; most of its time is in its steps, as with published weights."""
-    from tests.models.tiny_families import save_tiny_wan
+    from tests.support.tiny_families import save_tiny_wan
 
     with tempfile.TemporaryDirectory() as folder:
         model = ModelConfig(name=str(save_tiny_wan(Path(folder), width=4, layers=24)))

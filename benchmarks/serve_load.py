@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 from benchmarks.options import options
-from tests.serve.http_server import DUMMY, HttpServer
+from tests.support.http_server import DUMMY, HttpServer
 from tools.soak.serve_clients import photos
 
 _SUBMITTERS = 8

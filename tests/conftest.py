@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from svdpp.errors import SvdppError
 from svdpp.launch import fork_server, process_lifetime, worker_group
-from tests.details import numbers_not_in_details
+from tests.support.details import numbers_not_in_details
 
 # Property tests measure no time, because the machine may be loaded.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -33,12 +33,12 @@ from svdpp.config import ClipRequest, LatentSpec, ModelConfig, PipelineConfig
 from svdpp.diagnostics.run_metrics import metrics_of_pipeline
 from svdpp.errors import SvdppError
 from svdpp.models.dummy import DummyUNet
-from tests.cli.shell import ROOT, Answer, python, svdpp_alone, svdpp_here
-from tests.details import numbers_not_in_details
-from tests.driver.dummies import SHAPE, pids
-from tests.driver.dummies import config as dummy
-from tests.faults.damage import Damage
-from tests.serve.http_server import DEMO, HttpServer, wait
+from tests.support.damage import Damage
+from tests.support.details import numbers_not_in_details
+from tests.support.dummies import SHAPE, pids
+from tests.support.dummies import config as dummy
+from tests.support.http_server import DEMO, HttpServer, wait
+from tests.support.shell import ROOT, Answer, python, svdpp_alone, svdpp_here
 
 COMMANDS = ("run", "verify", "simulate", "plan", "profile", "bench", "serve", "models", "report")
 #: A dummy model whose step takes a millisecond.

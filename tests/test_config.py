@@ -26,7 +26,7 @@ from svdpp.config import (
 )
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.plan.split import MAX_PLANNED_STEPS, MAX_RANKS
-from tests.cli.shell import ROOT
+from tests.support.shell import ROOT
 
 INF, NAN = math.inf, math.nan
 THREADS = limits.max_threads()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from svdpp.cli.app import load_command
-from tests.cli.shell import parsed
+from tests.support.shell import parsed
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 UNIT = (DEPLOY / "svdpp.service").read_text(encoding="utf-8").replace("\\\n", "")

@@ -25,7 +25,7 @@ from svdpp.media import inputs
 from svdpp.media.inputs import example_images
 from svdpp.plan import costs, forecast, layout
 from svdpp.verification import verify
-from tests.cli.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
+from tests.support.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
 ALL_PAGES = sorted(
     path

@@ -21,7 +21,7 @@ from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.cli.bench import pipeline_config
 from svdpp.config.cost_files import read_costs
 from svdpp.errors import InputError, OutOfMemoryError, RequestError
-from tests.diagnostics.made_up_runs import EVEN, bench_of, config_of, replayed, round_of
+from tests.support.made_up_runs import EVEN, bench_of, config_of, replayed, round_of
 
 
 def _file(folder: Path, text: str) -> str:

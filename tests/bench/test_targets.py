@@ -37,7 +37,7 @@ from svdpp.diagnostics.utilisation import (
 from svdpp.driver.resolve import resolve_config
 from svdpp.errors import RequestError, TargetMissedError
 from svdpp.plan.costs import PartFlops
-from tests.diagnostics.made_up_runs import (
+from tests.support.made_up_runs import (
     EVEN,
     bench_of,
     config_of,

@@ -16,7 +16,7 @@ import pytest
 from svdpp import __version__
 from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.options.complete import families
-from tests.cli.shell import (
+from tests.support.shell import (
     DEMO,
     PHOTO,
     TINY,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from svdpp.plan.costs import PRESETS, CostModel
-from tests.cli.shell import ROOT, svdpp_here
-from tests.plan import plans
+from tests.support import plans
+from tests.support.shell import ROOT, svdpp_here
 
 A100_COSTS = PRESETS["svd-xt-a100"]
 #: A step takes a second, everything else no time.

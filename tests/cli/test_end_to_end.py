@@ -20,10 +20,10 @@ from svdpp.media.inputs import example_images
 from svdpp.media.video import file_sha256, read_frames, read_metadata
 from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
-from tests.cli.shell import PHOTO, assert_error, python, svdpp_alone, svdpp_here
-from tests.faults.damage import Damage
-from tests.models.builders import edit_json, save_tiny_checkpoint
-from tests.trace_format import check_trace
+from tests.support.builders import edit_json, save_tiny_checkpoint
+from tests.support.damage import Damage
+from tests.support.shell import PHOTO, assert_error, python, svdpp_alone, svdpp_here
+from tests.support.trace_format import check_trace
 
 #: What a clip's JSON says of its request.
 RECORDED = {

@@ -17,9 +17,9 @@ from svdpp.diagnostics.machine import measured_config
 from svdpp.driver.resolve import resolve_config
 from svdpp.media.video import read_audio, read_frames, write_clip
 from svdpp.plan.layout import Roles
-from tests.cli.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
-from tests.models.builders import save_tiny_lora
-from tests.models.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
+from tests.support.builders import save_tiny_lora
+from tests.support.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
+from tests.support.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
 
 ON_CPU = "--device cpu --threads 1"
 SMALL = "--frames 5 --height 32 --width 32 --max-prompt-tokens 8"

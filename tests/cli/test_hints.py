@@ -12,7 +12,7 @@ from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.console import Console
 from svdpp.cli.hints import keep_available
 from svdpp.cli.options.declare import with_aliases
-from tests.cli.shell import ROOT, svdpp_here
+from tests.support.shell import ROOT, svdpp_here
 
 OPTIONS = {
     name: {option for one in load_command(name).params for option in with_aliases(one.opts)}

@@ -25,7 +25,7 @@ from svdpp.errors import InputError, RequestError
 from svdpp.launch import worker_group as fork_server
 from svdpp.plan.forecast import forecast_layout
 from svdpp.worker.device import MemoryPressure
-from tests.cli.shell import (
+from tests.support.shell import (
     DEMO,
     PHOTO,
     ROOT,

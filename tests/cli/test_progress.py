@@ -38,8 +38,8 @@ from svdpp.worker.messages import (
     StepDone,
     TransferDone,
 )
-from tests.cli.shell import PYTHONPATH, ROOT
-from tests.driver.dummies import HANG_SECONDS
+from tests.support.dummies import HANG_SECONDS
+from tests.support.shell import PYTHONPATH, ROOT
 
 Events = Sequence[tuple[int, Event]]
 LOST = {"type": "OutputError", "message": "it cannot be written", "hint": ""}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.shell import PHOTO, assert_error, svdpp_here
-from tests.media.pictures import png
+from tests.support.pictures import png
+from tests.support.shell import PHOTO, assert_error, svdpp_here
 
 _DEMO = "--model demo --device cpu"
 PHOTO_ = shlex.quote(PHOTO)

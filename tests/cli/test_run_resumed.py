@@ -20,7 +20,10 @@ from svdpp.driver import manifest
 from svdpp.media.inputs import example_images
 from svdpp.media.output_files import lock_folder
 from svdpp.media.video import read_frames
-from tests.cli.shell import (
+from tests.support.builders import save_tiny_checkpoint
+from tests.support.dummies import HANG_SECONDS
+from tests.support.processes import wait_until
+from tests.support.shell import (
     DEMO,
     PHOTO,
     PYTHONPATH,
@@ -30,10 +33,7 @@ from tests.cli.shell import (
     svdpp_and_modules,
     svdpp_here,
 )
-from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import wait_until
-from tests.models.builders import save_tiny_checkpoint
-from tests.small_disk import small_disk
+from tests.support.small_disk import small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     plan.write_text(json.dumps({"events": str(tmp_path / "events"), "stop": stop}))
     command = _command(*PHOTOS, "--world", 3, *keeping)
     killed = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.injected", str(plan), *command],
+        [sys.executable, "-m", "tests.support.injected", str(plan), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
@@ -169,7 +169,7 @@ def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> 
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         run = ("run", PHOTO, *DEMO, *TINY, "--seeds", "1-20", "--out", str(disk), "-q")
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.injected", str(plan), *run, "--world", "2"],
+            [sys.executable, "-m", "tests.support.injected", str(plan), *run, "--world", "2"],
             env={**os.environ, "PYTHONPATH": PYTHONPATH},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

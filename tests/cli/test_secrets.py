@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli.shell import PHOTO, TINY, svdpp_alone, svdpp_here
-from tests.models.builders import save_tiny_checkpoint
+from tests.support.builders import save_tiny_checkpoint
+from tests.support.shell import PHOTO, TINY, svdpp_alone, svdpp_here
 
 MARKS = ("markedhome", "markedtoken", "markedsecret")
 TOKEN = "hf_markedtoken" + "x" * 20

@@ -15,8 +15,8 @@ from svdpp.bench.targets import PIPELINE
 from svdpp.cli import bench
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL
-from tests.cli.shell import assert_error, svdpp_here
-from tests.diagnostics.made_up_runs import EVEN, leave, replayed, round_of
+from tests.support.made_up_runs import EVEN, leave, replayed, round_of
+from tests.support.shell import assert_error, svdpp_here
 
 #: The first line of `doctor`, before its imports.
 BEGIN = "importing PyTorch and diffusers, then trying one thing after the other"

@@ -12,8 +12,8 @@ import pytest
 
 from svdpp.config.limits import max_threads
 from svdpp.verification import clip_verification
-from tests.cli.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
-from tests.models.tiny_families import save_tiny
+from tests.support.shell import DEMO, PHOTO, TINY, assert_error, svdpp_here
+from tests.support.tiny_families import save_tiny
 
 pytestmark = pytest.mark.slow
 

@@ -33,7 +33,7 @@ from svdpp.errors import (
 )
 from svdpp.launch.worker_group import LaunchContext, start_ranks
 from svdpp.plan.actions import connect_rounds
-from tests.driver.dummies import HANG_SECONDS
+from tests.support.dummies import HANG_SECONDS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RankFunction = Callable[..., Any]

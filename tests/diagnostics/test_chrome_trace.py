@@ -12,7 +12,7 @@ from svdpp.driver.trace import Trace
 from svdpp.errors import OutputError
 from svdpp.worker.device import status_bytes
 from svdpp.worker.messages import ActionDone, Event, Heartbeat, Joined, StepDone, TransferDone
-from tests.trace_format import check_trace, read_trace
+from tests.support.trace_format import check_trace, read_trace
 
 
 def _events() -> list[tuple[int, Event]]:

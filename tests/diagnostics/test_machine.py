@@ -20,7 +20,7 @@ from svdpp.launch.gpus import available_bytes
 from svdpp.launch.world import World
 from svdpp.verification.result import CheckLocation, VerificationResult, compare_tensors
 from svdpp.worker.messages import ActionDone, StepDone, TransferDone
-from tests.diagnostics.made_up_runs import config_of
+from tests.support.made_up_runs import config_of
 
 
 def test_no_secret_and_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

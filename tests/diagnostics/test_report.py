@@ -27,9 +27,9 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.layout import ParallelConfig, layout_fields
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone, TransferDone
-from tests.cli.shell import parsed
-from tests.diagnostics.made_up_runs import EVEN, delayed, leave, replayed, with_rank
-from tests.faults.processes import allowing_for_others
+from tests.support.made_up_runs import EVEN, delayed, leave, replayed, with_rank
+from tests.support.processes import allowing_for_others
+from tests.support.shell import parsed
 
 
 def _parts(trace: Trace) -> tuple[RankRunMetrics, ...]:

@@ -23,9 +23,9 @@ from svdpp.errors import InputError, RequestError
 from svdpp.media.inputs import ClipInput, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.request_schema import Capabilities
-from tests.cli.shell import PHOTO, assert_error, svdpp_here
-from tests.models.builders import save_tiny_checkpoint, save_tiny_lora
-from tests.models.tiny_families import save_tiny_wan
+from tests.support.builders import save_tiny_checkpoint, save_tiny_lora
+from tests.support.shell import PHOTO, assert_error, svdpp_here
+from tests.support.tiny_families import save_tiny_wan
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 

@@ -46,7 +46,9 @@ from svdpp.worker.messages import (
     Heartbeat,
 )
 from svdpp.worker.tensor_files import LatentCheckpoints, list_checkpoints, saved_steps
-from tests.driver.dummies import (
+from tests.support.builders import small_svd
+from tests.support.damage import Damage
+from tests.support.dummies import (
     HANG_SECONDS,
     clips,
     config,
@@ -55,10 +57,8 @@ from tests.driver.dummies import (
     plain_hashes,
     plain_latent,
 )
-from tests.faults.damage import Damage
-from tests.faults.processes import allowing_for_others, wait_until
-from tests.models.builders import small_svd
-from tests.small_disk import small_disk
+from tests.support.processes import allowing_for_others, wait_until
+from tests.support.small_disk import small_disk
 
 PHOTO = str(example_images()[0])
 

@@ -42,8 +42,8 @@ from svdpp.models.memory import estimate
 from svdpp.plan.layout import Roles
 from svdpp.verification import verify
 from svdpp.verification.verify import run_reference
-from tests.cli.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
-from tests.models.tiny_families import save_tiny_wan
+from tests.support.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
+from tests.support.tiny_families import save_tiny_wan
 
 CONFIG = PipelineConfig(
     world_size=2,

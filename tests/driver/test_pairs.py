@@ -20,11 +20,11 @@ from svdpp.models.base import DTYPES
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import CostModel
 from svdpp.verification.verify import verify
-from tests.driver.dummies import clips, hashes, plain_hashes
-from tests.driver.dummies import config as dummy
-from tests.faults.damage import Damage
-from tests.models.builders import small_svd
-from tests.models.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.support.builders import small_svd
+from tests.support.damage import Damage
+from tests.support.dummies import clips, hashes, plain_hashes
+from tests.support.dummies import config as dummy
+from tests.support.tiny_families import save_tiny_ltx, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,9 +21,9 @@ from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import ClosedError, Interrupted, RankError, SvdppError
 from svdpp.worker.messages import ClipDone, Event, Heartbeat, StepDone
-from tests.driver.dummies import HANG_SECONDS, clips, config, pids, plain_hashes
-from tests.faults.damage import Damage
-from tests.faults.processes import is_there
+from tests.support.damage import Damage
+from tests.support.dummies import HANG_SECONDS, clips, config, pids, plain_hashes
+from tests.support.processes import is_there
 
 pytestmark = pytest.mark.slow
 

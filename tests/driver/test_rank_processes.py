@@ -28,12 +28,12 @@ from svdpp.plan.layout import Roles
 from svdpp.worker.device import conditions_of
 from svdpp.worker.messages import ActionDone, Event, Started, StepDone, TransferDone
 from svdpp.worker.tensor_files import LatentCheckpoints, audio_hashes, tensor_sha256
-from tests.cli.shell import PHOTO
-from tests.driver.dummies import clips, config, hashes, pids, plain_hashes
-from tests.faults.processes import is_there
-from tests.models.range_checks import nothing, whole_clip
 from tests.models.test_registry import KINDS, chosen
-from tests.models.tiny_families import CASES, save_tiny
+from tests.support.dummies import clips, config, hashes, pids, plain_hashes
+from tests.support.processes import is_there
+from tests.support.range_checks import nothing, whole_clip
+from tests.support.shell import PHOTO
+from tests.support.tiny_families import CASES, save_tiny
 
 UNLIKE_RANKS = CostModel(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
 

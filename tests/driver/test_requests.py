@@ -23,11 +23,11 @@ from svdpp.media.inputs import example_images, fit_image, read_image
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.verification.verify import run_reference
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.cli.shell import PYTHONPATH, Answer, python
-from tests.driver.dummies import HANG_SECONDS, clips, config
-from tests.faults.damage import Damage
-from tests.models.builders import small_svd
-from tests.models.range_checks import whole_clip
+from tests.support.builders import small_svd
+from tests.support.damage import Damage
+from tests.support.dummies import HANG_SECONDS, clips, config
+from tests.support.range_checks import whole_clip
+from tests.support.shell import PYTHONPATH, Answer, python
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 PROGRAMS: list[tuple[str, str]] = re.findall(
@@ -100,7 +100,7 @@ def test_a_pipeline_cannot_be_used_after_its_block_nor_entered_twice() -> None:
 
 _SCRIPT = """
 from svdpp import ClipRequest, Pipeline
-from tests.driver.dummies import config
+from tests.support.dummies import config
 with Pipeline(config()) as pipeline:
     pipeline.run([ClipRequest(seed=0)])
 """

@@ -35,7 +35,7 @@ from svdpp.worker.messages import (
     StepDone,
     TransferDone,
 )
-from tests.driver.dummies import config
+from tests.support.dummies import config
 
 JOINED = Joined(device="cpu", load_seconds=0.1)
 IDLE = Heartbeat()

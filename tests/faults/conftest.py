@@ -22,8 +22,7 @@ from typing import Any
 import pytest
 
 from svdpp.media.video import read_frames
-from tests.cli.shell import DEMO, PHOTO, PYTHONPATH
-from tests.faults.processes import (
+from tests.support.processes import (
     MARK,
     adopting_orphans,
     allowing_for_others,
@@ -34,6 +33,7 @@ from tests.faults.processes import (
     process_ids,
     wait_until,
 )
+from tests.support.shell import DEMO, PHOTO, PYTHONPATH
 
 WORLD_SIZE = 3
 NUM_FRAMES = 2
@@ -60,7 +60,7 @@ class Command:
     Args:
         arguments: of `svdpp`; or of `python`, with `{plan}` for the plan's file and `{home}`.
         out: where it writes clips, if it does.
-        plan: of `tests.faults.injected`, without `events`; None runs `svdpp` unchanged.
+        plan: of `tests.support.injected`, without `events`; None runs `svdpp` unchanged.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Command:
         if plan is not None:
             plan_file = home / f"{self.mark}.json"
             plan_file.write_text(json.dumps({"events": str(self._events), **plan}))
-            program = ["-m", "tests.faults.injected", str(plan_file)]
+            program = ["-m", "tests.support.injected", str(plan_file)]
             arguments = tuple(word.format(plan=plan_file, home=home) for word in arguments)
         environment = {
             **os.environ,

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cli.shell import svdpp_here
 from tests.faults.conftest import RUN, SIMULATE, STANDING, WORLD_SIZE, Command, StartCommand
+from tests.support.shell import svdpp_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
@@ -140,7 +140,7 @@ def test_two_runs_side_by_side(start: StartCommand) -> None:
 TORCHRUN = (
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)),
     *("--log-dir", "{home}"),  # the default is a temporary folder, which torchrun leaves behind
-    *("--no-python", sys.executable, "-m", "tests.faults.injected"),
+    *("--no-python", sys.executable, "-m", "tests.support.injected"),
 )
 
 

@@ -12,10 +12,10 @@ import pytest
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, WanSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import MismatchError
-from tests.cli.shell import PHOTO
-from tests.faults.damage import Damage
 from tests.faults.test_ranks import DEMO, DUMMY
-from tests.models.tiny_families import save_tiny_wan
+from tests.support.damage import Damage
+from tests.support.shell import PHOTO
+from tests.support.tiny_families import save_tiny_wan
 
 pytestmark = pytest.mark.slow
 

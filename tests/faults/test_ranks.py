@@ -27,10 +27,10 @@ from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.plan.costs import CostModel
 from svdpp.worker.messages import ClipDone, Event, Heartbeat
 from svdpp.worker.tensor_files import saved_steps
-from tests.cli.shell import PHOTO
 from tests.faults.conftest import NUM_FRAMES, RUN, WORLD_SIZE, StartCommand
-from tests.faults.damage import TOO_MUCH, Damage
-from tests.faults.processes import allowing_for_others, is_there, ranks_below, wait_until
+from tests.support.damage import TOO_MUCH, Damage
+from tests.support.processes import allowing_for_others, is_there, ranks_below, wait_until
+from tests.support.shell import PHOTO
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 

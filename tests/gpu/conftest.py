@@ -16,8 +16,8 @@ from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import silence_libraries
 from tests.gpu.machine import REHEARSAL, Machine, Report, find_machine
-from tests.models.builders import save_tiny_checkpoint
-from tests.models.families.svd import svd_scheduler
+from tests.support.builders import save_tiny_checkpoint
+from tests.support.families.svd import svd_scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

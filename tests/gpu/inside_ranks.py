@@ -13,7 +13,7 @@ from torch.cuda import _gpu_trace, _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from svdpp.comm import streams
-from tests.faults.damage import Damage
+from tests.support.damage import Damage
 
 MIB = 2**20
 _kept: list[torch.Tensor] = []

@@ -22,7 +22,7 @@ from svdpp.launch import gpus
 from svdpp.media.inputs import example_images
 from svdpp.verification.verify import verify
 from svdpp.worker.messages import Event, StepDone
-from tests.cli.shell import svdpp_here
+from tests.support.shell import svdpp_here
 
 #: Set to 1, the tests run on the CPU at small sizes: that they run at all, and no more.
 REHEARSAL = "GPU_REHEARSAL"

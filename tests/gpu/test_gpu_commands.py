@@ -10,7 +10,7 @@ import pytest
 
 from svdpp.launch import gpus
 from tests.gpu.machine import PHOTOS, Machine, Report, python, svdpp
-from tests.serve.http_server import HttpServer, wait
+from tests.support.http_server import HttpServer, wait
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

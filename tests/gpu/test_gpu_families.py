@@ -16,10 +16,10 @@ from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.verification.verify import run_pipelined
 from tests.gpu.inside_ranks import Counted, HostWaits
 from tests.gpu.machine import PHOTOS, Machine, Report
-from tests.models.families.ltx import TIMESTEP
-from tests.models.families.wan import T2V
-from tests.models.family_case import Case
-from tests.models.tiny_families import CASES, save_tiny
+from tests.support.families.ltx import TIMESTEP
+from tests.support.families.wan import T2V
+from tests.support.family_case import Case
+from tests.support.tiny_families import CASES, save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -23,10 +23,10 @@ from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.launch.worker_group import LaunchContext, start_ranks
 from svdpp.plan.actions import connect_rounds
 from svdpp.verification.verify import verify
-from tests.faults.damage import Damage
-from tests.faults.processes import allowing_for_others, wait_until
 from tests.gpu.inside_ranks import Fragmented, FullDevice
 from tests.gpu.machine import Machine, Report, seconds_until_named
+from tests.support.damage import Damage
+from tests.support.processes import allowing_for_others, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

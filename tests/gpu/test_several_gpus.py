@@ -12,8 +12,8 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.plan.forecast import summarise
 from svdpp.worker.messages import StepDone, TransferDone
-from tests.faults.processes import allowing_for_others
 from tests.gpu.machine import Machine, Report, seconds_until_named
+from tests.support.processes import allowing_for_others
 
 pytestmark = [
     pytest.mark.slow,

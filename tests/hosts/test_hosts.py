@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.shell import DEMO, PHOTO, ROOT, svdpp_here
-from tests.faults.processes import MARK, allowing_for_others, marked, wait_until
+from tests.support.processes import MARK, allowing_for_others, marked, wait_until
+from tests.support.shell import DEMO, PHOTO, ROOT, svdpp_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 

@@ -13,7 +13,7 @@ import pytest
 from svdpp.launch import process_lifetime
 from svdpp.launch.worker_group import LaunchContext, WorkerGroup, start_ranks
 from svdpp.media.inputs import example_images
-from tests.faults.processes import is_there, wait_until
+from tests.support.processes import is_there, wait_until
 
 PHOTO = str(example_images()[0])
 

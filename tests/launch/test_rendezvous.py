@@ -26,7 +26,7 @@ from svdpp.launch.worker_group import END, ControlChannel, QueuedChannel, Worker
 from svdpp.launch.world import World
 from svdpp.worker import secondary_rank
 from svdpp.worker.messages import Heartbeat
-from tests.faults.processes import allowing_for_others
+from tests.support.processes import allowing_for_others
 
 CONFIG = RendezvousConfig(
     world=World(rank=1, local_rank=1, size=2, local_size=2, launcher="torchrun"),

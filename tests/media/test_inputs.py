@@ -26,7 +26,7 @@ from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
 from svdpp.media import inputs
 from svdpp.media.video import read_frames, write_clip
-from tests.media.pictures import encoded, ffmpeg, gradient, png
+from tests.support.pictures import encoded, ffmpeg, gradient, png
 
 
 def read(folder: Path, data: bytes) -> Image.Image:

@@ -25,7 +25,7 @@ from svdpp.media.video import (
     read_metadata,
     write_clip,
 )
-from tests.media.pictures import ffmpeg
+from tests.support.pictures import ffmpeg
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 METADATA = {"seed": 5, "odd ;=#\\ key": "é\n'\"%03d", "list": [1, None, {"a": 0.5}]}

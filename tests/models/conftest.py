@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.models.range_checks import TinyModel, model_of, read_folder, source
-from tests.models.tiny_families import save_tiny
+from tests.support.range_checks import TinyModel, model_of, read_folder, source
+from tests.support.tiny_families import save_tiny
 
 if TYPE_CHECKING:
-    from tests.models.family_case import Case
+    from tests.support.family_case import Case
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], 
 @pytest.fixture(scope="session")
 def tiny_models(tiny_model_of: Callable[[Case], TinyModel]) -> Callable[[str], TinyModel]:
     """Each case of test_registry.py by name, its checkpoint saved once, its ranks loaded once."""
-    from tests.models.tiny_families import CASES
+    from tests.support.tiny_families import CASES
 
     return functools.cache(lambda name: tiny_model_of(CASES[name]))
 

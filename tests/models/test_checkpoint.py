@@ -25,7 +25,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import load_pipeline
 from svdpp.models.files import read_dtypes
 from svdpp.plan.layout import Roles
-from tests.models.builders import edit_json, save_tiny_checkpoint
+from tests.support.builders import edit_json, save_tiny_checkpoint
 
 MODEL_INDEX = "model_index.json"
 CONFIG = "unet/config.json"

@@ -25,8 +25,9 @@ from svdpp.models.engine.model import EngineModel, call_arguments
 from svdpp.models.engine.records import Packer, unpack, zeros_for
 from svdpp.verification.reference import Reference
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.models.builders import edit_json
-from tests.models.range_checks import (
+from tests.models.test_registry import TinyModels
+from tests.support.builders import edit_json
+from tests.support.range_checks import (
     TinyModel,
     assert_equal,
     nothing,
@@ -34,8 +35,7 @@ from tests.models.range_checks import (
     read_folder,
     run_reference,
 )
-from tests.models.test_registry import TinyModels
-from tests.models.tiny_families import CASES, FIRST, save_tiny_wan
+from tests.support.tiny_families import CASES, FIRST, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ import pytest
 
 from svdpp.models import hashes
 from svdpp.models.hashes import file_sha256
-from tests.models.range_checks import read_folder
+from tests.support.range_checks import read_folder
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from svdpp.launch.world import World
 from svdpp.models import files
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_engine_model
-from tests.cli.shell import svdpp_here
 from tests.models.test_checkpoint import error_of
-from tests.models.tiny_families import save_tiny_wan
+from tests.support.shell import svdpp_here
+from tests.support.tiny_families import save_tiny_wan
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

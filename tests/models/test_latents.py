@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from svdpp.models.base import DTYPES, LATENTS, STRUCTURE
-from tests.models.family_case import Case, size
-from tests.models.range_checks import TinyModel, nothing
 from tests.models.test_registry import chosen
-from tests.models.tiny_families import CASES
+from tests.support.family_case import Case, size
+from tests.support.range_checks import TinyModel, nothing
+from tests.support.tiny_families import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,9 @@ from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.verification.reference import Reference
-from tests.models.builders import save_tiny_lora
-from tests.models.range_checks import (
+from tests.models.test_registry import TinyModels
+from tests.support.builders import save_tiny_lora
+from tests.support.range_checks import (
     assert_equal,
     check_every_cut,
     nothing,
@@ -27,7 +28,6 @@ from tests.models.range_checks import (
     run_reference,
     whole_clip,
 )
-from tests.models.test_registry import TinyModels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -28,10 +28,10 @@ from svdpp.models.engine.model import load_engine_model
 from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import _convolution_backend, _FakeModel, _FlopCounter, estimate
 from svdpp.plan.layout import Roles
-from tests.models.builders import edit_json
-from tests.models.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source
 from tests.models.test_registry import TinyModels
-from tests.models.tiny_families import CASES, FIRST
+from tests.support.builders import edit_json
+from tests.support.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source
+from tests.support.tiny_families import CASES, FIRST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

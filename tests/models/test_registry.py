@@ -23,8 +23,8 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.plan.layout import Roles
-from tests.models.family_case import STEPS
-from tests.models.range_checks import (
+from tests.support.family_case import STEPS
+from tests.support.range_checks import (
     TinyModel,
     assert_equal,
     check_every_cut,
@@ -32,7 +32,7 @@ from tests.models.range_checks import (
     nothing,
     whole_clip,
 )
-from tests.models.tiny_families import CASES, FIRST, save_tiny
+from tests.support.tiny_families import CASES, FIRST, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

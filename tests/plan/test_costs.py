@@ -13,7 +13,7 @@ from svdpp.config.cost_files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import PRESETS, CostModel, MemoryEstimate, PartMemory
 from svdpp.plan.layout import Roles
-from tests.plan.plans import memory
+from tests.support.plans import memory
 
 MEASURED = CostModel(
     step_seconds=(1.5, 2.0),

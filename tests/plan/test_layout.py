@@ -25,7 +25,15 @@ from svdpp.plan.split import (
     divisors,
     uniform_cuts,
 )
-from tests.plan.plans import WAN, check_receives, check_schedule, costs, layouts, memory, steps_in
+from tests.support.plans import (
+    WAN,
+    check_receives,
+    check_schedule,
+    costs,
+    layouts,
+    memory,
+    steps_in,
+)
 
 num_clips = st.integers(1, 20)
 

@@ -29,7 +29,7 @@ from svdpp.plan.forecast import (
     summarise,
 )
 from svdpp.plan.layout import ParallelConfig
-from tests.plan.plans import check_schedule, costs, layouts
+from tests.support.plans import check_schedule, costs, layouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -12,8 +12,8 @@ from loguru import logger
 
 from svdpp.serve.auth import add_key
 from svdpp.serve.queue import JobQueue
-from tests.serve.backends import Postgres, Swift, postgres_server, swift_server
-from tests.serve.http_server import DEMO, QUICK, HttpServer, ServerHere
+from tests.support.backends import Postgres, Swift, postgres_server, swift_server
+from tests.support.http_server import DEMO, QUICK, HttpServer, ServerHere
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 
 from svdpp.driver.clips import ClipHandle
-from tests.serve.engines import job_of
-from tests.serve.http_server import PHOTO, HttpServer, ServerHere, error_of, wait
+from tests.support.engines import job_of
+from tests.support.http_server import PHOTO, HttpServer, ServerHere, error_of, wait
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 import httpx
 import pytest
 
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of
+from tests.support.http_server import HANG_SECONDS, PHOTO, HttpServer, error_of
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,17 @@ from svdpp.launch.world import World
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event
-from tests.driver.dummies import plain_hashes
-from tests.faults.processes import allowing_for_others
-from tests.serve.engines import STEPS, demo_config, demo_job, dummy_config, job_of, latents, serving
+from tests.support.dummies import plain_hashes
+from tests.support.engines import (
+    STEPS,
+    demo_config,
+    demo_job,
+    dummy_config,
+    job_of,
+    latents,
+    serving,
+)
+from tests.support.processes import allowing_for_others
 
 pytestmark = pytest.mark.slow
 

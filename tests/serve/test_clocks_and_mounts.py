@@ -19,8 +19,8 @@ from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import StorageUnavailableError
 from svdpp.serve.store import enforce_retention, remove_job, remove_orphans
-from tests.serve.engines import add, dummy_config, in_state, job_of, serving, taken
-from tests.serve.http_server import QUICK, HttpServer, error_of
+from tests.support.engines import add, dummy_config, in_state, job_of, serving, taken
+from tests.support.http_server import QUICK, HttpServer, error_of
 
 _DAYS = 86400.0
 _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)

@@ -15,8 +15,8 @@ from svdpp.serve import postgres as postgres_module
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import BackendUnavailableError
-from tests.serve.backends import Postgres
-from tests.serve.engines import add, job_of, take_all
+from tests.support.backends import Postgres
+from tests.support.engines import add, job_of, take_all
 
 _SECRETS = ("pa55", "w0rd")
 

@@ -32,7 +32,7 @@ from svdpp.serve.schemas import to_api_error
 from svdpp.serve.server import build
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.worker.messages import ActionDone, ClipDone, Heartbeat, Joined, RankStats, StepDone
-from tests.serve.engines import (
+from tests.support.engines import (
     SAMPLING,
     STEPS,
     add,

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from svdpp.serve.files import PrivateFile, clip_name, input_name
-from tests.serve.engines import new_job
-from tests.serve.http_server import error_of
+from tests.support.engines import new_job
+from tests.support.http_server import error_of
 
 CONTENT = bytes(range(100))
 CHANGED = 1_700_000_000.0

@@ -20,11 +20,18 @@ import pytest
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import RESERVE_FILE
-from tests.driver.dummies import plain_hashes
-from tests.faults.processes import MARK
-from tests.serve.backends import Postgres
-from tests.serve.engines import Serving, demo_config, demo_job, remove_leftovers_now, serving, taken
-from tests.serve.http_server import QUICK, HttpServer, error_of, wait
+from tests.support.backends import Postgres
+from tests.support.dummies import plain_hashes
+from tests.support.engines import (
+    Serving,
+    demo_config,
+    demo_job,
+    remove_leftovers_now,
+    serving,
+    taken,
+)
+from tests.support.http_server import QUICK, HttpServer, error_of, wait
+from tests.support.processes import MARK
 from tools.soak.serve_server import belonging, fork_server_of, ranks_of
 from tools.soak.serve_soak import soak
 

@@ -31,7 +31,7 @@ from svdpp.serve.auth import Owner, new_key, read_keys
 from svdpp.serve.middleware import AuthMiddleware
 from svdpp.serve.schemas import error_body, error_response, install_error_handlers, to_api_error
 from svdpp.serve.uploads import DecoderBusyError
-from tests.serve.http_server import error_of
+from tests.support.http_server import error_of
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 

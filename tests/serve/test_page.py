@@ -17,8 +17,8 @@ import pytest
 from svdpp.config import OutputConfig
 from svdpp.media.inputs import example_images
 from svdpp.media.video import write_clip
-from tests.cli.shell import ROOT
-from tests.serve.http_server import QUICK, HttpServer, ServerHere, wait
+from tests.support.http_server import QUICK, HttpServer, ServerHere, wait
+from tests.support.shell import ROOT
 
 PHOTOS = example_images()
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -18,7 +18,7 @@ from svdpp.errors import RankError, RequestError
 from svdpp.serve import job, postgres, sqlite
 from svdpp.serve.job import JobState, column_of, new_id
 from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
-from tests.serve.engines import SAMPLING, add, in_state, job_of, new_job, take_all, taken
+from tests.support.engines import SAMPLING, add, in_state, job_of, new_job, take_all, taken
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import RESERVE_FILE, BackendUnavailableError, StorageUnavailableError
 from svdpp.serve.store import FileStore
-from tests.driver.dummies import HANG_SECONDS
-from tests.serve.engines import add, dummy_config, serving
-from tests.serve.http_server import QUICK, ServerHere, error_of, wait
-from tests.small_disk import small_disk
+from tests.support.dummies import HANG_SECONDS
+from tests.support.engines import add, dummy_config, serving
+from tests.support.http_server import QUICK, ServerHere, error_of, wait
+from tests.support.small_disk import small_disk
 
 
 def test_a_change_is_on_the_disk_as_a_whole(store: JobQueue, tmp_path: Path) -> None:

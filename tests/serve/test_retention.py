@@ -22,7 +22,7 @@ from svdpp.serve.store import (
     remove_orphans,
 )
 from svdpp.serve.verifier import Verifier
-from tests.serve.engines import add, in_state, job_of, remove_leftovers_now
+from tests.support.engines import add, in_state, job_of, remove_leftovers_now
 
 FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
 

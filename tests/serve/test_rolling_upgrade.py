@@ -16,8 +16,8 @@ from svdpp.serve.job import JobState, UnreadableJobError
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import enforce_retention, move_orphans_aside, remove_job
-from tests.serve.engines import add, in_state, new_job, take_all
-from tests.serve.http_server import QUICK, HttpServer, ServerHere, error_of
+from tests.support.engines import add, in_state, new_job, take_all
+from tests.support.http_server import QUICK, HttpServer, ServerHere, error_of
 
 _NEWER = ({"family": "of tomorrow"}, {"family": "svd", "of_tomorrow": 1}, {"family": ["svd"]})
 

@@ -24,11 +24,11 @@ from svdpp.serve.schemas import FIELDS, ApiError
 from svdpp.serve.uploads import UploadStore
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.cli.test_family_commands import save_video
-from tests.models.builders import save_tiny_lora
-from tests.models.range_checks import whole_clip
-from tests.models.tiny_families import save_tiny, save_tiny_wan
-from tests.serve.http_server import PHOTO, HttpServer, ServerHere, error_of, wait
 from tests.serve.test_page import driver, opened
+from tests.support.builders import save_tiny_lora
+from tests.support.http_server import PHOTO, HttpServer, ServerHere, error_of, wait
+from tests.support.range_checks import whole_clip
+from tests.support.tiny_families import save_tiny, save_tiny_wan
 
 __all__ = ["driver"]  # a fixture
 

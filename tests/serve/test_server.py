@@ -23,10 +23,8 @@ from svdpp.serve.auth import add_key
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.server import build
-from tests.cli.shell import DEMO as ON_CPU
-from tests.cli.shell import Answer, assert_error, svdpp_here
-from tests.serve.engines import job_of
-from tests.serve.http_server import (
+from tests.support.engines import job_of
+from tests.support.http_server import (
     DEMO,
     DUMMY,
     PHOTO,
@@ -37,6 +35,8 @@ from tests.serve.http_server import (
     error_of,
     wait,
 )
+from tests.support.shell import DEMO as ON_CPU
+from tests.support.shell import Answer, assert_error, svdpp_here
 
 # --- errors before the start --------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from svdpp.serve.job import JobState
-from tests.cli.shell import ROOT
-from tests.serve.http_server import HANG_SECONDS, PHOTO, HttpServer
+from tests.support.http_server import HANG_SECONDS, PHOTO, HttpServer
+from tests.support.shell import ROOT
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))

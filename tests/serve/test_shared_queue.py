@@ -25,9 +25,8 @@ from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
 from svdpp.serve.verifier import Verifier
-from tests.faults.processes import wait_until
-from tests.serve.backends import Postgres
-from tests.serve.engines import (
+from tests.support.backends import Postgres
+from tests.support.engines import (
     SAMPLING,
     add,
     job_of,
@@ -36,6 +35,7 @@ from tests.serve.engines import (
     take_all,
     taken,
 )
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from svdpp.serve.job import new_id
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
-from tests.serve.backends import Swift
-from tests.serve.engines import dummy_config, dummy_job
-from tests.serve.http_server import DEMO, PHOTO, HttpServer, error_of, wait
+from tests.support.backends import Swift
+from tests.support.engines import dummy_config, dummy_job
+from tests.support.http_server import DEMO, PHOTO, HttpServer, error_of, wait
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,9 @@ from svdpp.errors import InputError
 from svdpp.serve import uploads as uploads_module
 from svdpp.serve.job import new_id
 from svdpp.serve.uploads import DecoderBusyError, DecoderSlots, UploadStore, sanitize_filename
-from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import children_of, wait_until
-from tests.media.pictures import encoded, gradient, png
+from tests.support.dummies import HANG_SECONDS
+from tests.support.pictures import encoded, gradient, png
+from tests.support.processes import children_of, wait_until
 
 DECODER = "svdpp.serve.uploads"
 

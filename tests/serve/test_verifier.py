@@ -27,10 +27,10 @@ from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.verifier import Verifier
 from svdpp.verification import clip_verification
-from tests.cli.shell import PYTHONPATH
-from tests.driver.dummies import HANG_SECONDS
-from tests.faults.processes import children_of, is_there, wait_until
-from tests.serve.engines import add, demo_config, demo_job, serving, taken
+from tests.support.dummies import HANG_SECONDS
+from tests.support.engines import add, demo_config, demo_job, serving, taken
+from tests.support.processes import children_of, is_there, wait_until
+from tests.support.shell import PYTHONPATH
 
 pytestmark = pytest.mark.slow
 

@@ -29,8 +29,8 @@ from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.schemas import ApiError, video_from_job
 from svdpp.serve.webhooks import Webhooks
-from tests.serve.engines import add, in_state, job_of, taken
-from tests.serve.http_server import HANG_SECONDS, QUICK, HttpServer, ServerHere, error_of, wait
+from tests.support.engines import add, in_state, job_of, taken
+from tests.support.http_server import HANG_SECONDS, QUICK, HttpServer, ServerHere, error_of, wait
 
 OLD, NEW = (base64.b64encode(bytes([digit]) * 32).decode() for digit in (1, 2))
 SECRETS = [base64.b64decode(secret) for secret in (OLD, NEW)]

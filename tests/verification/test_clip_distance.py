@@ -15,7 +15,7 @@ from svdpp.verification.clip_distance import measure_distances
 from svdpp.verification.clip_files import ClipCheck, read_clip
 from svdpp.verification.clip_result import ClipVerification, VerificationTask
 from svdpp.worker.tensor_files import TensorStore
-from tests.cli.shell import DEMO, PHOTO, TINY, svdpp_here
+from tests.support.shell import DEMO, PHOTO, TINY, svdpp_here
 from tests.verification.test_clip_files import frames_of, put_clip
 
 

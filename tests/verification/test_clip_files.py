@@ -28,9 +28,9 @@ from svdpp.verification.clip_files import (
     find_input_file,
     read_clip,
 )
-from tests.cli.shell import PHOTO
-from tests.media.pictures import ffmpeg
-from tests.models.builders import edit_json
+from tests.support.builders import edit_json
+from tests.support.pictures import ffmpeg
+from tests.support.shell import PHOTO
 
 FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 

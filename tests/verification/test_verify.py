@@ -28,8 +28,8 @@ from svdpp.verification.result import (
 )
 from svdpp.verification.verify import run_pipelined, verify
 from svdpp.worker.tensor_files import TensorStore
-from tests.faults.damage import Damage, one_ulp_off
-from tests.models.builders import save_tiny_checkpoint
+from tests.support.builders import save_tiny_checkpoint
+from tests.support.damage import Damage, one_ulp_off
 
 
 def _compare(

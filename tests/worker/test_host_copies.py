@@ -29,7 +29,7 @@ from svdpp.worker.background import ClipWriter, LatentCheckpointWriter
 from svdpp.worker.messages import ActionBatch, CheckpointLost, ClipJob
 from svdpp.worker.rank_context import RankContext
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
-from tests.driver.dummies import config
+from tests.support.dummies import config
 
 CPU = torch.device("cpu")
 SHAPE = (1, 4, 2, 8, 8)

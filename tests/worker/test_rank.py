@@ -31,9 +31,9 @@ from svdpp.plan.layout import ParallelConfig
 from svdpp.worker import rank as module
 from svdpp.worker.messages import ActionBatch, Cancel, ClipJob, Failed, Finished, Stop, parse
 from svdpp.worker.rank import ActionQueue, CommandReceiver
-from tests.driver.dummies import config, pids
-from tests.models.tiny_families import save_tiny_wan
-from tests.plan.plans import check_receives, check_schedule, layouts
+from tests.support.dummies import config, pids
+from tests.support.plans import check_receives, check_schedule, layouts
+from tests.support.tiny_families import save_tiny_wan
 
 
 def _one_by_one(layout: ParallelConfig, clips: int) -> list[Schedule]:

@@ -12,7 +12,7 @@ from svdpp.diagnostics.run_metrics import metrics_of_pipeline
 from svdpp.driver.pipeline import Pipeline
 from svdpp.worker.messages import Event, RankStats
 from svdpp.worker.stats import read_gpu
-from tests.driver.dummies import SHAPE, clips, config
+from tests.support.dummies import SHAPE, clips, config
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.faults.processes import MARK, command_line, marked, process_ids
+from tests.support.processes import MARK, command_line, marked, process_ids
 
 # The limit of silence is 0.8 of it; a stopped rank is found after that.
 _TIMEOUT = 12.0

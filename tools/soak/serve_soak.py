@@ -44,8 +44,8 @@ from svdpp.media.video import file_sha256
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import RESERVE_FILE
-from tests.serve.backends import Postgres, postgres_server
-from tests.serve.engines import remove_leftovers_now
+from tests.support.backends import Postgres, postgres_server
+from tests.support.engines import remove_leftovers_now
 from tools.soak.serve_clients import Clients, Request, photos, requests
 from tools.soak.serve_server import FaultyServer, belonging
 

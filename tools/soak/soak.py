@@ -38,7 +38,7 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.costs import CostModel
 from svdpp.worker import device
 from svdpp.worker.tensor_files import saved_steps, tensor_sha256
-from tests.faults.processes import MARK, marked
+from tests.support.processes import MARK, marked
 
 CONFIG = PipelineConfig(
     world_size=4,

@@ -6,8 +6,8 @@ import diffusers
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import DENOISER, LLM, TEXT, VISION, Parts, letters
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import DENOISER, LLM, TEXT, VISION, Parts, letters
 
 _SIZE = size(32, 32, 9, stg_block=1)
 

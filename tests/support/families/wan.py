@@ -9,8 +9,8 @@ import torch
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
-from tests.models.family_case import BF16, UNGUIDED, Case, size
-from tests.models.tiny_parts import TEXT, Parts, clip_vision, t5
+from tests.support.family_case import BF16, UNGUIDED, Case, size
+from tests.support.tiny_parts import TEXT, Parts, clip_vision, t5
 
 #: Config of the published Wan 2.2 (Wan-AI/Wan2.2-T2V-A14B-Diffusers).
 WAN_UNIPC = {

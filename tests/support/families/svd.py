@@ -7,8 +7,8 @@ import transformers
 
 from svdpp.config import ModelConfig
 from svdpp.models.checkpoint import find_checkpoint
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import Parts
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import Parts
 
 
 def _svd(_: bool, *, vae_factor: int = 8, num_frames: int = 4) -> Parts:

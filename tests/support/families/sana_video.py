@@ -5,9 +5,9 @@ from __future__ import annotations
 import diffusers
 import transformers
 
-from tests.models.families.wan import wan_vae
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import LLM, TEXT, Parts, letters
+from tests.support.families.wan import wan_vae
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import LLM, TEXT, Parts, letters
 
 
 def _sana_video(_: bool) -> Parts:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import diffusers
 
-from tests.models.families.hunyuan_video import HUNYUAN, hunyuan_video
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import Parts, siglip
+from tests.support.families.hunyuan_video import HUNYUAN, hunyuan_video
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import Parts, siglip
 
 
 def _framepack(_: bool) -> Parts:

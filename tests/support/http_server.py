@@ -27,7 +27,7 @@ from svdpp.media.inputs import example_images
 from svdpp.serve.auth import Keys
 from svdpp.serve.server import Server, build
 from svdpp.serve.service import ServerSettings
-from tests.cli.shell import PYTHONPATH, svdpp_here
+from tests.support.shell import PYTHONPATH, svdpp_here
 
 #: A model that only sleeps, so that tests do not wait for the machine.
 DUMMY = ("--model", "dummy", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import diffusers
 import transformers
 
-from tests.models.families.wan import like_wan, wan_sizes
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import Parts, clip_vision
+from tests.support.families.wan import like_wan, wan_sizes
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import Parts, clip_vision
 
 
 def _skyreels_v2(image: bool) -> Parts:

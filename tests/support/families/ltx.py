@@ -8,8 +8,8 @@ import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from tests.models.family_case import BF16, UNGUIDED, Case, size
-from tests.models.tiny_parts import TEXT, Parts, t5
+from tests.support.family_case import BF16, UNGUIDED, Case, size
+from tests.support.tiny_parts import TEXT, Parts, t5
 
 #: Config of the published LTX-Video (Lightricks/LTX-Video).
 LTX_EULER = {

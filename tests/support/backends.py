@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import wait_until
+from tests.support.processes import wait_until
 
 # --- PostgreSQL, run by an ordinary user ----------------------------------------------------------
 

@@ -24,9 +24,9 @@ from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.store import remove_orphans
-from tests.driver.dummies import HANG_SECONDS
-from tests.faults.damage import Damage
-from tests.faults.processes import wait_until
+from tests.support.damage import Damage
+from tests.support.dummies import HANG_SECONDS
+from tests.support.processes import wait_until
 
 STEPS = 8
 SAMPLING = SvdSampling(num_inference_steps=STEPS, num_frames=2, decode_chunk_size=2)

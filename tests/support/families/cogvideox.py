@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import diffusers
 
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import DENOISER, TEXT, Parts, t5
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import DENOISER, TEXT, Parts, t5
 
 _DPM = diffusers.CogVideoXDPMScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
 _OF_DPM = {"result.0.0.1": "of this family's other scheduler, step reads it"}

@@ -7,9 +7,9 @@ import torch
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from tests.models.families.hunyuan_video import hunyuan_video
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import TEXT, VISION, Parts, qwen, qwen_tokenizer
+from tests.support.families.hunyuan_video import hunyuan_video
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import TEXT, VISION, Parts, qwen, qwen_tokenizer
 
 _SIZE = size(32, 32, 17, max_sequence_length=1024)
 

@@ -1,6 +1,6 @@
 """svdpp's command line with an injected fault; writes all events of the ranks to a file.
 
-    python -m tests.faults.injected PLAN.json run ...
+    python -m tests.support.injected PLAN.json run ...
 
 PLAN.json has `events` (path of that file: one JSON object per line). It may have `stop` (fields of
 `Damage`), and `leaving_seconds` (rank 0's process spends them before it leaves the pipeline).
@@ -26,7 +26,7 @@ def main() -> None:
 
 def _injected(plan: dict[str, Any]) -> type:
     from svdpp.driver.pipeline import Pipeline
-    from tests.faults.damage import Damage
+    from tests.support.damage import Damage
 
     def note(**event: Any) -> None:
         with Path(plan["events"]).open("a") as file:

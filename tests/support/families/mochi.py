@@ -5,8 +5,8 @@ from __future__ import annotations
 import diffusers
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from tests.models.family_case import Case, size
-from tests.models.tiny_parts import TEXT, Parts, t5
+from tests.support.family_case import Case, size
+from tests.support.tiny_parts import TEXT, Parts, t5
 
 
 def _mochi(_: bool) -> Parts:

@@ -1,6 +1,6 @@
 """Small random checkpoints of every family, saved as diffusers does.
 
-Each module of `tests.models.families` has the components of its families (`PARTS`), by functions
+Each module of `tests.support.families` has the components of its families (`PARTS`), by functions
 of whether the checkpoint is for clips from an image, and the clips that tests make (`CASES`).
 """
 
@@ -18,12 +18,12 @@ import diffusers
 import torch
 
 from svdpp.config.families.registry import FAMILY_SPECS
-from tests.models.family_case import Case
-from tests.models.tiny_parts import Parts
+from tests.support.family_case import Case
+from tests.support.tiny_parts import Parts
 
 _FOLDER = Path(__file__).with_name("families")
 _NAMES = sorted(path.stem for path in _FOLDER.glob("*.py"))
-_MODULES = [import_module(f"tests.models.families.{name}") for name in _NAMES]
+_MODULES = [import_module(f"tests.support.families.{name}") for name in _NAMES]
 _PARTS: Mapping[str, Callable[..., Parts]] = {
     family: make for module in _MODULES for family, make in module.PARTS.items()
 }

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, sampling_defaults
-from tests.models.tiny_families import save_tiny
+from tests.support.tiny_families import save_tiny
 
 save_tiny_checkpoint = partial(save_tiny, "svd")
 
