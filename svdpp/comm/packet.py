@@ -72,16 +72,15 @@ class Packet:
     Args:
         clip: index of the clip.
         next_step: number of steps done.
-        begun_at: seconds on the monotonic clock of the machine that has the packet, at which the
-            clip's encode began. Clocks of the day can be set back while a clip is made.
-        tensors: by name, contiguous or not, on the rank's device or in host memory.
-        tombstone: the clip is lost; the packet, without tensors, still travels, since the lists of
-            the ranks behind expect it.
-        memory_pressure: the CUDA allocator of a rank had to free its cache for this clip or an
-            earlier one of its process, or ran out of memory; cuDNN may have used another kernel,
-            with other bits.
-        compute_seconds: that ranks have computed for the clip so far, in encode, steps and decode;
-            of a resumed clip, those of the steps before as well.
+        begun_at: time at which the clip's encode began, in seconds on the monotonic clock of the
+            machine that holds the packet. A wall clock could be set back while a clip is made.
+        tensors: tensors by name, contiguous or not, on the rank's device or in host memory.
+        tombstone: whether the clip is lost. The packet then has no tensors. It still travels,
+            because the action lists of later ranks expect it.
+        memory_pressure: whether the CUDA allocator of a rank ran short of memory during this clip
+            or an earlier one of its process. cuDNN may then use another kernel, with other bits.
+        compute_seconds: seconds of encode, steps and decode so far, summed over ranks; for a
+            resumed clip including the steps of the earlier run.
     """
 
     clip: int
@@ -93,7 +92,7 @@ class Packet:
     compute_seconds: float = 0.0
 
     def make_tombstone(self) -> None:
-        """Drop the tensors: the clip is lost, or not wanted any more."""
+        """Drop the tensors, because the clip is lost or cancelled."""
         self.tensors, self.tombstone = {}, True
 
 
@@ -131,8 +130,8 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
     """Return the metadata of a packet: JSON, a line break, and the tensors in host memory.
 
     Args:
-        packet: tensors on `device` go into the payload; others must be on the CPU.
-        device: the rank's.
+        packet: packet to send; its tensors are on `device` (the payload) or on the CPU.
+        device: device of the rank.
         crc: crc32 of the payload; None: the receiver does not check it.
     """
     facts = {**vars(packet), "tensors": {}}
@@ -163,7 +162,7 @@ class PacketMetadata:
     """The metadata of a packet that has arrived; the payload follows.
 
     Args:
-        data: as `pack_metadata` returned it.
+        data: result of `pack_metadata`.
 
     Raises:
         TransportError: `data` cannot be read.
@@ -199,9 +198,9 @@ class PacketMetadata:
         """Compare the packet with the one that the receiver expects, before its payload is read.
 
         Args:
-            clip: of the receiver's action.
-            next_step: number of steps done, of the receiver's action.
-            num_bytes: of the payload, by the header.
+            clip: clip of the receiver's action.
+            next_step: number of steps done by the receiver's action.
+            num_bytes: bytes of the payload, as the header says.
             known: tensors that it must have, among others; a tombstone has none.
 
         Raises:
@@ -225,7 +224,7 @@ class PacketMetadata:
         """Return the packet; each tensor has memory of its own, as a view could be misaligned.
 
         Args:
-            payload: (bytes,) uint8, as many as `check` was told.
+            payload: (bytes,) uint8, of the number of bytes that `check` got.
         """
         rest = self._in_host_memory
         host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
@@ -243,11 +242,11 @@ def mismatch(name: str, field: str, sent: Any, expected: Any, **details: Any) ->
     """Return the error for one difference between the packet that came and the expected one.
 
     Args:
-        name: of the value, for the message.
-        field: of the value, for `sent_<field>` and `expected_<field>` in the details.
-        sent: the packet's value.
-        expected: the receiver's value.
-        details: further ones.
+        name: name of the value in the message.
+        field: name of the value in the details: `sent_<field>` and `expected_<field>`.
+        sent: value of the packet.
+        expected: value that the receiver expects.
+        details: further details.
     """
     both = {f"sent_{field}": sent, f"expected_{field}": expected}
     return MismatchError(f"{name}: sent {sent}, expected {expected}", details={**both, **details})
@@ -257,8 +256,8 @@ def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None
     """Compare number, names, shapes and dtypes of a packet's tensors with the expected ones.
 
     Args:
-        sent: the packet's.
-        expected: the receiver's.
+        sent: specs of the packet's tensors.
+        expected: specs that the receiver expects.
         others: whether the packet may have tensors that `expected` does not name.
 
     Raises:

@@ -24,7 +24,7 @@ Event = torch.cuda.Event | None
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current one of this thread; the first call in each thread of a rank."""
+    """Make `device` the current one of this thread. Each thread of a rank calls it first."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -88,7 +88,7 @@ class SideStream:
         """Copy a tensor to host memory, pinned if the device is a GPU, and wait for the copy.
 
         Args:
-            tensor: of any shape and dtype.
+            tensor: tensor of any shape and dtype.
             after: event behind which the tensor is complete; None: it is complete.
 
         Returns:
@@ -105,7 +105,7 @@ class SideStream:
         """Copy a tensor of host memory to the device, and wait for the copy.
 
         Args:
-            host: of any shape and dtype; pinned, so that the copy needs no other buffer.
+            host: tensor of any shape and dtype, pinned, so that the copy needs no other buffer.
 
         Returns:
             The copy; `host` itself on the CPU. Call `record_stream` before another stream uses it.
@@ -133,11 +133,11 @@ def record_stream(tensor: torch.Tensor) -> None:
 
 
 class AsyncFlag:
-    """A point of a device's current stream: its moment and a flag, read without stopping the queue.
+    """A point on a device's current stream: its time and a flag, read without stopping the queue.
 
     Args:
-        device: whose current stream it is on.
-        flag: bool tensor of one element, on the device; None: only the moment counts.
+        device: device whose current stream the point is on.
+        flag: bool tensor of one element, on the device; None: there is no flag, only a time.
     """
 
     def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:

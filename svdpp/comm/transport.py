@@ -90,13 +90,13 @@ class Transport:
     """All links of one rank.
 
     Args:
-        rank: its number.
-        device: where received tensors end up.
-        backend: `gloo` or `nccl`, of the process group that the rank has joined.
-        on_transfer: called from the links' threads after each transfer of a clip.
+        rank: number of the rank.
+        device: device on which received tensors are put.
+        backend: backend of the process group that the rank has joined, `gloo` or `nccl`.
+        on_transfer: callback for each finished transfer of a clip; called from the links' threads.
         checksum: whether payloads carry a crc32, which the receiver compares.
-        monotonic_ahead: seconds by which this host's monotonic clock is ahead of rank 0's, by which
-            the times in packets are.
+        monotonic_ahead: seconds by which this host's monotonic clock is ahead of rank 0's. Times in
+            packets are on rank 0's clock.
     """
 
     rank: int
@@ -109,11 +109,12 @@ class Transport:
     def __post_init__(self) -> None:
         self._direct = self.backend == "nccl"
         self._links: dict[tuple[str, int, Channel], _Link] = {}
-        # Of other channels than `clips`, also by whether they go to a higher rank.
+        # Process groups of the channels other than `clips`, by channel and direction (True: to a
+        # higher rank).
         self._groups: dict[tuple[Channel, bool], Any] = {}
         self.sent: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        """Clip and next step of the packets given to `send`, by receiver and channel, until the
-        caller clears it; without predictions, and without packets that open links."""
+        """Clip and next step of each packet given to `send`, by receiver and channel. Predictions
+        and the packets that open links are left out. The caller clears it."""
         self.bytes_sent = self.bytes_received = 0
         """Bytes of payloads so far, on all channels."""
         # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
@@ -133,9 +134,9 @@ class Transport:
         communicator, sends that cross would wait for each other.
 
         Args:
-            links: by channel, rounds of pairs (from, to), the same for all ranks; see
+            links: rounds of pairs (from, to) by channel, equal on all ranks; see
                 `plan.actions.connect_rounds`.
-            on_connecting: called with the other end of each link before it opens.
+            on_connecting: callback that gets the other rank of each link before the link opens.
 
         Raises:
             TransportError: a link could not be opened.
@@ -171,12 +172,12 @@ class Transport:
         """Begin to receive a packet in the background.
 
         Args:
-            clip: index of the clip that it must have.
-            next_step: number of steps done that it must have.
-            peer: rank that sends it.
-            channel: of the link.
-            known: tensors that it must have, among others, compared before the payload is read;
-                None: `PendingPacket.wait` alone compares.
+            clip: clip that the packet must have.
+            next_step: number of finished steps that the packet must have.
+            peer: rank that sends the packet.
+            channel: channel of the link.
+            known: tensors that the packet must have, among others. They are compared before the
+                payload is read. None: only `PendingPacket.wait` compares.
         """
         link = self._link("from", peer, channel)
         ends: _Ends = "recv", clip, next_step, peer
@@ -187,9 +188,9 @@ class Transport:
         """Send in the background; first wait until the packet before it on this link has left.
 
         Args:
-            packet: its tensors must not be changed afterwards.
+            packet: packet whose tensors do not change afterwards.
             peer: rank that receives it.
-            channel: of the link.
+            channel: channel of the link.
 
         Raises:
             TransportError: the packet before it could not be sent.
@@ -310,7 +311,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class PendingPacket:
-    """A packet that is being received, or is there."""
+    """A packet that is being received or has been."""
 
     _future: Future[tuple[PacketMetadata, torch.Tensor]]
     _monotonic_ahead: float
@@ -321,9 +322,9 @@ class PendingPacket:
         """Wait for the packet; call it once.
 
         Args:
-            whole: returns all tensors that the packet must have, and no others; its argument are
-                the packet's, because some of them describe the others. A tombstone has none. None:
-                only the tensors known before are compared.
+            whole: function from the packet's tensors to the specs that they must have, all and no
+                others. It gets the tensors because one of them, the structure, names the others.
+                It is not called for a tombstone. None: only the `known` tensors are compared.
 
         Returns:
             The packet, ready for the current stream.
@@ -376,7 +377,7 @@ class _Link:
             raise
 
     def wait(self) -> None:
-        """Wait for the last work started; raise what it raised."""
+        """Wait for the last call of `start`, and raise what its work raised."""
         if self._last is not None:
             self._last.result()
 
@@ -391,7 +392,7 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
 
 
 def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
-    """The words and the details of a transfer, for its errors."""
+    """Return the words and the details of a transfer, for its errors."""
     direction, clip, step, peer = ends
     is_sender = direction == "send"
     words = (
@@ -413,7 +414,7 @@ def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) ->
 
     Args:
         attempt: the transfer in words, after "could not".
-        details: of the transfer, for those of the error.
+        details: details of the transfer, which the error's details include.
 
     Raises:
         OutOfMemoryError: the backend says that memory ran out.

@@ -1,8 +1,9 @@
 """The fork server of CPU ranks, which imports torch and the model's classes once for all of them.
 
-No torch here: a command starts the server before it imports torch itself. Python's own server waits
-for a stopped rank for ever, and notices nothing while it imports. This one imports this module
-first, and gets a signal of the kernel when its starter ends.
+This module imports no torch: a command starts the server before it imports torch itself. The server
+is multiprocessing's own. By itself it would wait for ever for a stopped rank, and would not notice
+the end of its starter during imports. So it imports this module first, which asks the kernel for a
+signal when the starter ends.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
     """Start the server unless it is running; do not wait for its imports.
 
     Args:
-        preload: modules that it imports for all ranks, as of `modules_for`.
+        preload: modules that it imports for all ranks; see `modules_for`.
 
     Raises:
         OutputError: no folder for temporary files can be written.
@@ -74,7 +75,7 @@ def modules_for(family: str | None) -> list[str]:
     """Return the modules that ranks need, as `start_ranks` takes them.
 
     Args:
-        family: of their model; None for the dummy model.
+        family: family of their model; None for the dummy model.
     """
     return [RANK_MODULE, *([] if family is None else [f"{_MODEL_MODULE}:{family}"])]
 
@@ -83,7 +84,7 @@ def start_fork_server_early(*, family: str | None, device: str) -> None:
     """Start the server before the command itself imports torch, if its ranks will be forked.
 
     Args:
-        family: of the ranks' model; None for the dummy model.
+        family: family of the ranks' model; None for the dummy model.
         device: `cpu`, `cuda` or `cuda:N`.
 
     Raises:
@@ -116,7 +117,7 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     gc.enable()
 
     def end() -> None:
-        """Ends this server when Python's own loop has noticed the end of starter and ranks."""
+        """End this server when Python's own loop has noticed the end of starter and ranks."""
         deadline = time.monotonic() + _WAIT_SECONDS
         while time.monotonic() < deadline:  # the kernel may still be ending the starter
             end_if_starter_has_ended()

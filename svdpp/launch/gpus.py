@@ -34,7 +34,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Return the GPUs that CUDA shows this process, in CUDA's order.
 
     Args:
-        environment: has CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+        environment: variables, of which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER count.
 
     Returns:
         An empty list without an NVIDIA driver.
@@ -107,7 +107,7 @@ def open_nvml() -> Iterator[Any]:
 def _visible_order(
     uuids: Sequence[str], names: Sequence[str], environment: Mapping[str, str]
 ) -> list[int]:
-    """NVML's index of each GPU that CUDA shows, in CUDA's order.
+    """Return NVML's index of each GPU that CUDA shows, in CUDA's order.
 
     CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs, and ends at the first entry that
     matches no GPU (CUDA programming guide). NVML numbers GPUs by bus; CUDA, the fastest first

@@ -1,4 +1,4 @@
-"""The process group, its backend and interface; only it reads PIPELINE_BACKEND."""
+"""The process group, its backend and interface; the only reader of PIPELINE_BACKEND."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def choose_backend(
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
         world_size: number of ranks.
-        environment: has PIPELINE_BACKEND if the user has set it.
+        environment: variables, of which PIPELINE_BACKEND counts.
 
     Returns:
         `nccl` if each rank has its own CUDA device, otherwise `gloo`.
@@ -64,7 +64,7 @@ def device_of_rank(device: str, world: World) -> str:
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
-        world: of the rank.
+        world: world of the rank.
     """
     if device != "cuda":
         return device
@@ -78,9 +78,9 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
     A TCP store would listen on every interface.
 
     Args:
-        world: of this rank.
+        world: world of this rank.
         backend: `gloo` or `nccl`.
-        store_file: in a folder that only this user can open; gloo needs a new file for each run.
+        store_file: new file for each run, in a folder that only this user can open.
 
     Raises:
         BrokenLinkError: the others cannot be reached.
@@ -98,7 +98,7 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     one thread at a time may use it.
 
     Args:
-        world: of this rank.
+        world: world of this rank.
         timeout: seconds for its opening and for each later wait.
 
     Raises:
@@ -145,10 +145,10 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
     Each run needs its own prefix, because a launcher keeps the store when it restarts the ranks.
 
     Args:
-        world: of this rank.
+        world: world of this rank.
         backend: `gloo` or `nccl`.
-        store: of `open_store`.
-        token: of the run; see `rendezvous.Endpoint`.
+        store: store that `open_store` returned.
+        token: token of the run; see `rendezvous.Endpoint`.
 
     Raises:
         BrokenLinkError: the others cannot be reached.
@@ -181,7 +181,7 @@ def destroy(timeout: float = _LEAVE_SECONDS) -> None:
     different orders (vllm-project/vllm#39846): after a deadline that is only logged.
 
     Args:
-        timeout: in seconds.
+        timeout: seconds to wait for the other ranks.
     """
     if not dist.is_initialized():
         return
@@ -226,12 +226,12 @@ def choose_interface(
 ) -> str:
     """Return the address of this host to listen on, and set its interface for gloo and NCCL.
 
-    It is of the interface in GLOO_SOCKET_IFNAME, or else the one from which it reaches `peer`.
+    The interface is that of GLOO_SOCKET_IFNAME, or else the one that reaches `peer`.
 
     Args:
         peer: host of the store, by name or address.
         spans_hosts: whether other hosts have ranks too.
-        environment: gets the names of the interface.
+        environment: variables, to which the names of the interface are added.
 
     Raises:
         RequestError: there is no such interface, `peer` cannot be reached, or other hosts could not
@@ -276,7 +276,7 @@ def _is_loopback(peer: str) -> bool:
 
 
 def _address_towards(peer: str) -> str:
-    """The source address of packets to `peer`; sends nothing."""
+    """Return the source address of packets to `peer`; send nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_ADDRCONFIG
@@ -293,7 +293,7 @@ def _address_towards(peer: str) -> str:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Each interface with its addresses, IPv4 first, but none that is valid on one link only."""
+    """Return pairs of interface and address, IPv4 first, without link-local addresses."""
     return [
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()

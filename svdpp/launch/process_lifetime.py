@@ -1,6 +1,7 @@
-"""The life of processes: what they set before they import torch, how they end and clean up.
+"""The life of processes: environment and signals at the start, clean-up at the end.
 
-A process ends with its parent, by a signal, with its children and temporary files.
+A process ends when its parent ends or a signal comes. It then kills its children and removes its
+temporary files.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def start_helper(
 
     Args:
         module: name, as for `python -m`.
-        arguments: of the module's command line.
+        arguments: arguments of the module's command line.
         variables: environment; those of a launcher are left out.
         stderr: descriptor, or a constant of `subprocess`.
 
@@ -159,11 +160,11 @@ Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | No
 def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
     """Set the handler of INT, TERM and HUP in this process, and return those before.
 
-    An `Interrupted` that the handler before raises meanwhile is dropped: the caller already handles
-    an error, of which the signal is a consequence. Call it in the main thread.
+    An `Interrupted` that the earlier handler raises meanwhile is dropped: the caller already
+    handles an error, of which the signal is a consequence. Call it in the main thread.
 
     Args:
-        handler: as of `signal.signal`; `signal.SIG_IGN` while an error is reported.
+        handler: handler for `signal.signal`; `signal.SIG_IGN` while an error is reported.
     """
     before: dict[signal.Signals, Handler] = {}
     for _ in range(2):  # the handler of `Interrupted` lets itself be called once
@@ -194,7 +195,7 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     Args:
         parent: process id of the starter; None: the current parent, so that a starter which has
             already ended is not noticed.
-        number: of the signal.
+        number: number of the signal.
     """
     if parent is None:
         parent = os.getppid()
@@ -206,9 +207,9 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 def kill_with_children(pids: Collection[int]) -> None:
     """Kill processes and their children, such as a running ffmpeg.
 
-    Children are listed before the kill, because afterwards they have another parent, and killed
-    after their parent, which would otherwise report their end as a failed clip. A child that starts
-    in between ends by itself, because its input is closed.
+    Children are listed first, because they get another parent when theirs ends. They are killed
+    last, because a living parent would report their end as a failed clip. A child that starts in
+    between ends by itself, because its input is closed.
 
     Args:
         pids: process ids; those that have ended are skipped.
@@ -236,7 +237,7 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     one that waits for another host may never return.
 
     Args:
-        end: takes the signal's number and does not return.
+        end: function that gets the signal's number and does not return.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -257,7 +258,7 @@ def exit_by_signal(number: int) -> NoReturn:
     """Kill this process's children, then end it by the signal, as its parent then sees.
 
     Args:
-        number: of the signal.
+        number: number of the signal.
     """
     # signal.signal works in the main thread only.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
@@ -333,7 +334,7 @@ def _is_writable(folder: str) -> bool:
 
 
 def _existing_temp_dir() -> str:
-    """The folder that Python uses for temporary files: TMPDIR may name one that does not exist."""
+    """Return Python's folder for temporary files, which exists even if that of TMPDIR does not."""
     try:
         return tempfile.gettempdir()
     except OSError:  # `temp_dir` says so when one is needed
@@ -341,7 +342,7 @@ def _existing_temp_dir() -> str:
 
 
 def make_folder(prefix: str) -> Path:
-    """Create a folder that only this user can open, for which see `remove_temp_files`.
+    """Create a folder that only this user can open; `remove_temp_files` removes it.
 
     Raises:
         OutputError: no folder for temporary files can be written.
@@ -381,7 +382,7 @@ def remove_temp_files() -> None:
 def remove_temp_folder(folder: str) -> bool:
     """Remove multiprocessing's folder of a process that ends.
 
-    Also what another process has begun to remove, and was killed.
+    This includes what another process has begun to remove before it was killed.
 
     Returns:
         Whether nothing of it is left.

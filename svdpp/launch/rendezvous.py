@@ -1,9 +1,9 @@
-"""The ranks that torchrun or srun started: one TCP connection each to rank 0, which joins them.
+"""Rendezvous of the ranks that torchrun or srun started: each connects to rank 0 by TCP.
 
-Rank 0 listens on one address. Its endpoint is in the launcher's store, with a secret, and both ends
-prove that they know it. Each end sends something every second, and the kernel closes a connection
-on which nothing is acknowledged. At the end, or after a failure, rank 0 sends an END message to
-each rank: no rank outlives the run.
+Rank 0 listens on one address. Its endpoint and a secret are in the launcher's store; both ends of a
+connection prove that they know the secret. Each end sends something every second, and the kernel
+closes a connection on which nothing is acknowledged. At the end, or after a failure, rank 0 sends
+END to each rank, so that no rank outlives the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAX_HANDSHAKES = 256
 
 
 class RankHello(NamedTuple):
-    """First message of a rank: its number and host, and which of rank 0's probes its host lacks."""
+    """First message of a rank: number, host, and the probes of rank 0 that the host lacks."""
 
     rank: int
     local_rank: int
@@ -98,7 +98,7 @@ class RendezvousConfig:
         """Return the first message of this process's rank.
 
         Args:
-            error: why the rank cannot start, as of `error_to_dict`; None if it can.
+            error: error for which the rank cannot start, from `error_to_dict`; None: it can.
         """
         world, host = self.world, socket.gethostname()
         return RankHello(world.rank, world.local_rank, host, self.shared_settings, [], error)
@@ -108,8 +108,8 @@ class RankListener:
     """Rank 0's end: listens on one address and accepts each rank's connection.
 
     Args:
-        store: gets the endpoint.
-        address: of this host, IPv4 or IPv6.
+        store: store to which the endpoint is written.
+        address: address of this host, IPv4 or IPv6.
         peer_timeout: seconds without an acknowledgement after which a connection is closed.
         probes: files that each host must see.
 
@@ -182,9 +182,9 @@ def connect(
     Until then the store may hold the endpoint of an earlier attempt.
 
     Args:
-        store: of `process_group.open_store`.
-        hello: the first message.
-        config: has the deadline.
+        store: store that `process_group.open_store` returned.
+        hello: first message.
+        config: configuration with the deadline.
 
     Returns:
         The connection, and the endpoint that it leads to.
@@ -229,8 +229,8 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
     The kernel's timeout does not cover a stopped process on a live host.
 
     Args:
-        connection: to another rank.
-        deadline: on the monotonic clock, in seconds.
+        connection: connection to another rank.
+        deadline: time on the monotonic clock, in seconds.
         max_bytes: larger messages are refused; None: of any size.
 
     Raises:
@@ -280,7 +280,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Bound each read in the block: any process can connect to the port and send nothing."""
+    """Limit the time of each read in the block: any process can connect and send nothing."""
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
@@ -299,8 +299,8 @@ def measure_clock_offset(connection: Connection, deadline: float) -> ClockOffset
     other end read its clock halfway through.
 
     Args:
-        connection: to rank 0.
-        deadline: on the monotonic clock, in seconds.
+        connection: connection to rank 0.
+        deadline: time on the monotonic clock, in seconds.
 
     Raises:
         OSError, EOFError: rank 0 does not answer in time, or has gone.
@@ -319,8 +319,8 @@ def serve_clock(connection: Connection, deadline: float) -> None:
     """Send this host's clock to the other end, which runs `measure_clock_offset`.
 
     Args:
-        connection: to the rank.
-        deadline: on the monotonic clock, in seconds.
+        connection: connection to the rank.
+        deadline: time on the monotonic clock, in seconds.
 
     Raises:
         OSError, EOFError: the rank does not ask in time, or has gone.
@@ -337,9 +337,9 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
     """Join the ranks of a launcher's world; `entry` of rank 0 runs in a thread of this process.
 
     Args:
-        config: of rank 0.
-        entry: function that rank 0 runs, as the others do.
-        argument: its second argument.
+        config: configuration of rank 0.
+        entry: entry point, which all ranks run.
+        argument: second argument of `entry`.
 
     Raises:
         RankError: a rank has not connected in time, or does not respond.
@@ -400,7 +400,7 @@ def _accept_all(
                 hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
-    # Only now: a rank that comes after rank 0 has ended waits for it until the start timeout.
+    # After all have connected: a rank that came later would wait for rank 0 until its deadline.
     for _, hello in sorted(hellos.items()):
         _check_settings(hello, config)
 
@@ -452,7 +452,7 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
 
 @contextlib.contextmanager
 def _probes(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Files that other hosts must see: those of `paths`, and a new one in each of its folders."""
+    """Yield files that other hosts must see: those of `paths`, and a new one in each folder."""
     probes = []
     with contextlib.ExitStack() as made:
         for path in paths:

@@ -1,4 +1,4 @@
-"""The deadline of the start of ranks: whatever blocks it is killed, and what made it fail is named.
+"""Deadline for the start of ranks, which kills a process that blocks it and names the cause.
 
 `Process.start` of multiprocessing has no deadline: it waits for ever for a fork server that is
 stopped, or for a spawned process that does not read.
@@ -55,7 +55,7 @@ class StartDeadline:
 
     def __init__(self, seconds: float) -> None:
         self.rank = 0
-        """The rank whose process is being started; the caller sets it."""
+        """Rank whose process is being started; the caller sets it."""
         self._seconds = seconds
         self._older = _children_with(_SPAWNED)
         self._has_ended, self._has_expired = threading.Event(), threading.Event()
@@ -152,10 +152,10 @@ def limit_error(error: BaseException) -> RankError | None:
     """Return the error of a process or thread that the system refuses to start.
 
     Args:
-        error: any that Python or a library raised.
+        error: exception of Python or a library.
 
     Returns:
-        None if it says something else.
+        None if the cause is another one.
     """
     number = getattr(error, "errno", None)
     if number in _TOO_MANY_FILES:
@@ -192,7 +192,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _children_with(words: bytes) -> set[int]:
-    """The process ids of this process's children whose command lines contain `words`."""
+    """Return the ids of this process's children whose command lines contain `words`."""
     found = set()
     for pid in process_lifetime.children_of([os.getpid()]):
         with contextlib.suppress(OSError):  # it has ended since

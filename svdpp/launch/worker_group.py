@@ -1,4 +1,4 @@
-"""The ranks of a run: the parent's channels to them, their start on this machine, their end."""
+"""The ranks of a run: the parent's channels to them, and their start and end on this machine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from svdpp.launch.fork_server import start_fork_server, start_method
 from svdpp.launch.start_deadline import StartDeadline, end_fork_server, fork_server_end
 from svdpp.launch.world import World
 
-#: What a program has to do whose ranks are started as multiprocessing starts processes.
+#: Advice for a program without the guard that multiprocessing needs.
 MAIN_GUARD_HINT = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
-#: Control messages to a launcher's ranks; what follows END is JSON. Commands begin with a brace.
+#: First bytes of control messages to a launcher's ranks. JSON follows END; commands are JSON, and
+#: begin with a brace.
 BEGIN, END = b"!", b"."
 
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _TAIL_CHARS = 4000
-# A rank of a server prints for weeks; of its output only the end is of use.
+# A rank of a server prints for weeks; only the end of its output is kept.
 _MAX_OUTPUT_BYTES = 2**20
 _OUTPUT_CHECK_SECONDS = 1.0
 
@@ -64,7 +65,7 @@ class ControlChannel:
         """Return the next message.
 
         Args:
-            timeout: in seconds; 0: only a message that is there.
+            timeout: seconds to wait; 0: only a message that has arrived.
 
         Returns:
             The message; None if there is none within `timeout`.
@@ -96,7 +97,7 @@ class QueuedChannel(ControlChannel):
         """Close the connection.
 
         Args:
-            timeout: seconds for what is queued; what is not sent by then is dropped.
+            timeout: seconds to send what is queued; the rest is dropped.
         """
         if self.connection.closed:
             return
@@ -146,15 +147,16 @@ class WorkerHandle(NamedTuple):
     local_rank: int
     channel: QueuedChannel
     process: Any = None
-    """Its process, or what has the same `exitcode`; None if the launcher alone can wait for it."""
+    """Process, or an object with the same `exitcode`; None: only the launcher can wait for it."""
 
 
 class WorkerGroup:
-    """The parent's ranks, which it has started (`start_ranks`), or a launcher has (`rendezvous`).
+    """The parent's ranks, started by it (`start_ranks`) or by a launcher (`rendezvous`).
 
     Args:
-        workers: by rank.
-        folder: has the output of started ranks, and is removed with them; None for a launcher's.
+        workers: handles, by rank.
+        folder: folder with the output of started ranks, removed at their end; None for a
+            launcher's ranks.
         is_forked: whether a fork server has started the ranks, which end with it.
     """
 
@@ -188,7 +190,7 @@ class WorkerGroup:
         """Wait for messages or ends of ranks.
 
         Args:
-            timeout: in seconds.
+            timeout: seconds to wait for the first one.
 
         Returns:
             All messages that are there, each with its rank; those of one rank in order.
@@ -253,7 +255,7 @@ class WorkerGroup:
         """Wait for ranks that were commanded to stop.
 
         Args:
-            timeout: in seconds, for all of them.
+            timeout: seconds to wait for all of them.
 
         Returns:
             Whether all have ended with code 0.
@@ -267,7 +269,7 @@ class WorkerGroup:
         """End every rank that still runs, and remove the group's temporary files.
 
         Args:
-            error: what a launcher's ranks are told; None: all work is done.
+            error: reason that a launcher's ranks get; None: all work is done.
         """
         process_lifetime.kill_with_children([p.pid for p in self._processes() if p.is_alive()])
         for worker in self.workers:
@@ -303,10 +305,10 @@ def _tail(path: Path) -> str:
 
 
 def redirect_output(path: Path) -> None:
-    """Write what this process prints to a file, whose size a thread bounds as long as it runs.
+    """Redirect the output of this process to a file; a thread limits the size of the file.
 
     Args:
-        path: of the file; what was printed before the latest megabyte moves to a second one.
+        path: path of the file. At each megabyte it is renamed, and replaces the one renamed before.
 
     Raises:
         OSError: the file cannot be written.
@@ -326,7 +328,7 @@ def redirect_output(path: Path) -> None:
                     redirect()
 
     redirect()
-    sys.stdout = sys.stderr  # is written line by line: a killed rank leaves what it printed
+    sys.stdout = sys.stderr  # written line by line, so that a killed rank leaves its output
     threading.Thread(target=bound, name="bound-output", daemon=True).start()
 
 
@@ -360,7 +362,7 @@ def start_ranks(
         world_size: number of ranks.
         backend: `gloo` or `nccl`.
         device: `cpu`, `cuda` or `cuda:N`, of the configuration.
-        preload: modules that the fork server imports once for all ranks, as of `modules_for`.
+        preload: modules that the fork server imports once for all ranks; see `modules_for`.
         ignores_signals: whether the ranks survive INT, TERM and HUP, which a terminal and systemd
             send to all processes; they end with this process in any case.
         start_timeout: seconds within which all processes must run, though not be ready for work.
@@ -474,7 +476,7 @@ def _bind_to_parent(start: _StartArguments) -> None:
 
 
 def _end_with_starter(parent: Any) -> None:
-    """Start a thread that ends this process with its starter, whose temporary files it removes."""
+    """Start a thread that ends this process with its starter, and removes the temporary files."""
 
     def wait_for_end() -> None:
         wait([parent.sentinel])

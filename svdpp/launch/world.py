@@ -1,4 +1,4 @@
-"""The rank and world size that a launcher gives this process; knows no torch.
+"""Rank and world size that a launcher gives this process; imports no torch.
 
 Only this module reads the environment variables of torchrun and Slurm.
 """
@@ -61,7 +61,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     """Return the world that a launcher gives this process: torchrun, one like it, or srun.
 
     Args:
-        environment: has the launcher's variables.
+        environment: variables, with those of the launcher.
 
     Returns:
         None if no launcher started the process, also in a batch script outside srun, and in an srun
@@ -92,7 +92,7 @@ def is_secondary_rank(launched: World | None) -> TypeGuard[World]:
     """Whether a launcher started this rank and it is not rank 0.
 
     Args:
-        launched: of `find_world`.
+        launched: result of `find_world`.
     """
     return launched is not None and launched.launcher is not None and launched.rank != 0
 
@@ -111,7 +111,7 @@ def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int
     Under Slurm the defaults are the job's first host and a port that depends on the job id.
 
     Args:
-        environment: has those variables, or Slurm's.
+        environment: variables, with these or Slurm's.
 
     Raises:
         RequestError: there is no MASTER_ADDR and no list of hosts, or MASTER_PORT is no port.
@@ -166,7 +166,7 @@ def _slurm_world(environment: Mapping[str, str]) -> World:
 
 
 def _tasks_by_host(environment: Mapping[str, str]) -> list[int]:
-    """Number of tasks on each host, from SLURM_STEP_TASKS_PER_NODE, for example `4(x2),3`."""
+    """Return the tasks on each host, from SLURM_STEP_TASKS_PER_NODE, for example `4(x2),3`."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII):
@@ -175,7 +175,7 @@ def _tasks_by_host(environment: Mapping[str, str]) -> list[int]:
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:
-    """The first host of a Slurm node list: `n1` for `n[1-4,7],m2`, `n07` for `n[07-09]`."""
+    """Return the first host of a Slurm node list: `n1` for `n[1-4,7],m2`, `n07` for `n[07-09]`."""
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", hosts)
     return match[1] + (match[2] or "") if match else ""

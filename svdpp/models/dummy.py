@@ -129,7 +129,7 @@ class DummyModel:
             tensors: packet before the first of these steps.
             start: first step.
             end: step before which the range ends.
-            after_step: called with each step's index and its latent.
+            after_step: callback that gets each step's index and its latent.
             partner: other rank of a pair: each gives half of the elements, in half of the time.
                 None: this rank does all.
 

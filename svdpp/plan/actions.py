@@ -216,15 +216,23 @@ class _Visit:
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
     """Return each rank's action list, with each receive posted one clip ahead.
 
-    So the transfer overlaps with the work on this clip, and at most two packets are in flight to a
-    rank: the posted one, and one that its sender still holds. Two clips on two ranks, N = 4:
+    The transfer of the next clip then overlaps with the work on this one. At most two packets are
+    in flight to a rank: the posted one, and one that its sender still holds. Two clips on two
+    ranks, N = 4:
 
         rank 0   ENCODE c0 @0   DENOISE c0 0:2   SEND c0 @2 >1   ENCODE c1 @0   DENOISE c1 0:2 ...
         rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
 
-    A rank that helps to decode a clip does so after its steps of the next clips that keep it busy
-    until the clip has passed the ranks between. Where clips skip different ranks, it does so before
-    the next clip: otherwise ranks could wait for each other in a circle.
+    A rank that helps to decode a clip first does its steps of the next clips, as many as keep it
+    busy until the clip has passed the ranks between. Three clips on three ranks, N = 6, the last
+    two of which each decode half of the frames (`>`):
+
+        rank 0 |001122.......|
+        rank 1 |..0011>22>..>|
+        rank 2 |....00>11>22>|
+
+    Where clips skip different ranks, the rank helps before it begins the next clip: otherwise ranks
+    could wait for each other in a circle.
 
     Args:
         routes: Route of each clip, in the order in which the clips are made.
@@ -275,7 +283,7 @@ def _visit(route: Route, index: int) -> _Visit:
 
 
 def _decode_actions(route: Route) -> Iterator[Action]:
-    """The last rank's decode, with what it sends to and gets from the ranks that help it."""
+    """Yield the last rank's decode, and its exchange with the ranks that help it."""
     clip, end = route.clip, route.ranges[-1].end
     helpers = route.shares[1:]
     for rank, frames in helpers:
@@ -296,7 +304,7 @@ def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
 
 
 def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """The ranks that get the final latent in order to decode a share of it, each with its visit."""
+    """Yield each rank that gets the final latent to decode a share of it, with its visit."""
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
@@ -305,7 +313,15 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
 
 
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """The second ranks of the pairs, each with its visit; none where there are no steps."""
+    """Yield the second rank of each pair that does steps, with its visit.
+
+    One clip on two pairs, N = 4 (`=1` names the other rank of the pair):
+
+        rank 0   ENCODE c0 @0    SHARE c0 @0 >1       DENOISE c0 0:2 =1   SEND c0 @2 >2
+        rank 1   RECV c0 @0 <0                        DENOISE c0 0:2 =0   SEND c0 @2 >3
+        rank 2   RECV c0 @2 <0   DENOISE c0 2:4 =3    DECODE c0 @4        FINISH c0 @4
+        rank 3   RECV c0 @2 <1   DENOISE c0 2:4 =2    FREE c0 @4
+    """
     parts = [part for part in route.ranges if part.num_steps] if route.paired else []
     for index, part in enumerate(parts):
         source = parts[index - 1].rank + 1 if index else part.rank

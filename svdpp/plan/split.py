@@ -268,7 +268,8 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
     """Return cuts that give all stages of each group equal work on average.
 
     If the ranks of a stage differ in speed, each turn has its own positions. Seven steps on two
-    ranks of equal speed are cut at 3.5, so clips take turns, and both ranks are always busy:
+    ranks of equal speed are cut at 3.5: some clips are cut at 4, others at 3, and both ranks stay
+    busy:
 
         clip  phase  cut = floor(3.5 + phase)
         0     0.50   4                           rank 0 |00001112222333....|
@@ -288,7 +289,7 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
 
 
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
-    """Cut positions for each rank of the last stage; the other stages have one rank.
+    """Return the cut positions for each rank of the last stage; other stages have one rank.
 
     The first or last stage gets no steps if they would gain too little. If the last rank of a turn
     is slower, the earlier stages do more, in proportion.

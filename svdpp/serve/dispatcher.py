@@ -26,22 +26,27 @@ from svdpp.worker.messages import Event, ImageReady
 
 _T = TypeVar("_T")
 
-#: The deaths of ranks during one clip after which it has failed.
+#: Attempts at one clip. An attempt is lost when ranks die during the clip.
 MAX_ATTEMPTS = 2
 
 _RETRY_SECONDS = 1.0
-# Clips, of which the ranks have far fewer.
+# Clips whose jobs are remembered, far more than the ranks have at once.
 _MAX_RECENT_JOBS = 1000
-# To prepare an image, until it is measured.
+# Assumed time to prepare an image, until one is measured.
 _SECONDS_PER_PIXEL = 6e-8
 
 
 class Dispatcher:
-    """Dispatcher of jobs from the queue to the ranks, which records what becomes of them.
+    """Dispatcher of jobs from the queue to the ranks, which also records their results.
 
-    `on_changed` is called with each job that has reached another state; `changed` is notified when
-    there may be something to do; `seconds_left` are those until the end of the grace, infinite
-    unless the server ends.
+    Args:
+        config: Resolved configuration of the pipeline.
+        queue: Queue of the jobs.
+        request_builder: Converter of jobs into requests.
+        on_changed: Callback that gets each job that has reached another state.
+        changed: Condition that is notified when there may be something to do.
+        seconds_left: Function that returns the seconds until the end of the grace; infinite while
+            the server is not closing.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class Dispatcher:
                 self.request_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
-        """Report the job as it is now to `on_changed`; return it, None if it is gone."""
+        """Pass the job as it is now to `on_changed`, and return it; None: it was removed."""
         job = self._queue.get(job_id)
         if job is not None:
             if job.state.is_final:
@@ -168,7 +173,7 @@ class Dispatcher:
             and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
             and self.num_free_slots > 0
-            # Else this server could claim the same job again, and have it twice.
+            # Otherwise this server could claim a revoked job again, and make its clip twice.
             and not any(clip.is_revoked for clip in self.clips())
         )
 
@@ -363,7 +368,7 @@ class Dispatcher:
         for path in (clip, Path(f"{clip}.json")):
             self._retry_while_unavailable(functools.partial(self._queue.store.put, path))
         if "file_sha256" in metadata and not clip.exists():
-            # It went to a place that its disk has been mounted over, or was removed there.
+            # The file was removed, or a disk has been mounted over its folder.
             logger.warning("{} starts again: its file is missing", job.id)
             self._requeue(job)
             return

@@ -115,10 +115,10 @@ class Job:
         return self.input_pixels > LARGE_MEGAPIXELS * 10**6
 
     def clip_path(self, folder: Path) -> Path:
-        """Return the mp4 in a data folder that its claim writes; its JSON has the suffix `.json`.
+        """Return the path of the mp4 that this claim writes; its JSON has the suffix `.json`.
 
-        So the transaction that completes the job also publishes the file, which is on the disk by
-        then.
+        Each claim has a file of its own. The transaction that completes the job also publishes the
+        file, which is on the disk by then.
         """
         name = f"{self.id}-{self.fencing_token}.mp4" if self.fencing_token else f"{self.id}.mp4"
         return folder / CLIPS_FOLDER / name

@@ -4,9 +4,19 @@ Every change names the states that it may start from, so a late one changes noth
 turns: next is the owner whose last job was taken longest ago. An owner's `turn` is 0 before the
 first job, and becomes the largest of all each time that one of its jobs is taken.
 
-A job in progress is a claim of one server. In a queue that servers share, a claim is a lease: it
-ends unless it is renewed, and then another server claims the job. Each claim counts up the job's
-fencing token, and only the server whose claim has the job's present token can end or put it back.
+A job in progress is claimed by one server. In a queue that servers share, a claim is a lease: it
+ends unless it is renewed, and then another server claims the job. Each claim increments the job's
+fencing token, and every change names the token of its claim. With a lease of 2 s, server A claims a
+job, renews the claim once, and hangs:
+
+     time  call                     row: state, token, server     effect
+    0.1 s  A: claim()               in_progress  1  A             A writes ID-1.mp4
+    1.1 s  A: renew()               in_progress  1  A             the lease ends at 3.1 s
+    3.3 s  B: requeue_expired()     queued       1  -
+    3.3 s  B: claim()               in_progress  2  B             B writes ID-2.mp4
+    3.3 s  A: renew()               in_progress  2  B             reports the claim as lost
+    3.4 s  A: complete(token=1)     in_progress  2  B             False: nothing changes
+    3.4 s  B: complete(token=2)     completed    2  B             True
 """
 
 from __future__ import annotations
@@ -56,13 +66,13 @@ AGEING_SECONDS = 600.0
 #: The claims of one job that may end because nobody renews them; with the last one it has failed.
 MAX_EXPIRED_LEASES = 5
 
-# A server that can make few of the jobs looks for them now and then, as it has other things to do.
+# Limits on the incompatible jobs that one claim skips, and on those that a server remembers.
 _MAX_TRIES, _MAX_INCOMPATIBLE = 20, 1000
-# Of the claims that have ended, which other servers look at, too: so renewals are not late.
+# Expired claims that one call requeues. The limit keeps this server's own renewals on time.
 _MAX_REQUEUED = 100
-#: What a server says when there is a new job; the id of one is to be cancelled.
+#: Notification of a new job. Any other notification is the id of a job to cancel.
 QUEUED = "queued"
-# Until then the list has a server that says nothing.
+# Seconds for which a silent server stays in the list.
 _SERVER_RETENTION_SECONDS = 86400
 
 
@@ -82,8 +92,8 @@ _FINAL = _state_in(state for state in JobState if state.is_final)
 
 _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
 _MODEL_KEY = "coalesce(nullif(weights, ''), model)"
-# The first of the jobs that each owner has: an index has them, so that a long queue takes no time.
-# PostgreSQL compares the state once more when it has locked the row: it may be cancelled by then.
+# The first job of each owner, by an index: the time does not grow with the queue. The state is
+# compared again after PostgreSQL has locked the row: the job may have been cancelled meanwhile.
 _NEXT = """
     WITH firsts AS MATERIALIZED (SELECT owner AS whose, (
         SELECT seq FROM jobs WHERE jobs.owner = owners.owner
@@ -103,7 +113,7 @@ INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 _EXPIRED = "coalesce(lease_until, 0) <= clock()"
-# After the last of the claims that nobody renewed it fails.
+# Whether this expired claim is the last one that the job is allowed; the job then fails.
 _IS_LAST = f"lost + {{lost}} >= {MAX_EXPIRED_LEASES}"
 _REQUEUE = f"""
 UPDATE jobs SET
@@ -122,7 +132,7 @@ _TOO_MANY_EXPIRED = RankError(
     "their logs say why; request it again if the clip is not what ended them",
     details={"lost_claims": MAX_EXPIRED_LEASES},
 )
-# One statement each, because every server asks them all the time.
+# One statement each, because every server runs them every few seconds.
 _RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = claims.step
 FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)
@@ -144,7 +154,7 @@ SELECT id, sampling FROM (
     WHERE state = 'queued' AND {} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
 ) AS waiting ORDER BY place, turn, first_due, first_seq
 """
-# A try that ends without `set_callback`, because its server was killed, is due again later.
+# The webhook is due again later, in case its server is killed before `set_callback`.
 _CLAIM_CALLBACK = f"""
 UPDATE jobs SET callback_due = clock() + ?, callback_attempts = callback_attempts + 1
 WHERE callback_due <= clock() AND id = (
@@ -172,14 +182,18 @@ class _IncompatibleJobError(Exception):
 class JobQueue:
     """Jobs of a server. Any thread may call any method; each change is durable before it returns.
 
-    Every method but `close` raises OutputError if the queue cannot be used; its subclass
-    BackendUnavailableError if the queue does not answer, and then it is unknown whether the change
-    was made.
+    Every method but `close` raises OutputError if the queue cannot be used. It raises the subclass
+    BackendUnavailableError if the queue does not answer; whether the change was made is then
+    unknown.
 
-    The jobs of one owner are in the order of `created_at - priority * AGEING_SECONDS`. The data
-    `folder` has the queue and all files, unless there is the `url` of a PostgreSQL database, and a
-    `store` of files. One that has other files is taken if the queue `adopts`. A claim that is not
-    renewed ends after `lease_seconds`, in a database.
+    The jobs of one owner are ordered by `created_at - priority * AGEING_SECONDS`.
+
+    Args:
+        folder: Data folder: it has the queue and all files, unless `url` and `store` are given.
+        adopts: Whether to take a folder or database that has files of another queue.
+        url: URL of a PostgreSQL database that servers share. None: a SQLite file in the folder.
+        store: Store of the files. None: the folder.
+        lease_seconds: Seconds after which a claim ends unless it is renewed; only with `url`.
     """
 
     def __init__(
@@ -213,14 +227,14 @@ class JobQueue:
         """Key of the jobs that this server takes (`Job.model_key`). None: it takes all."""
         self.incompatible_reason: Callable[[SamplingConfig], str | None] = lambda _: None
         """Reason why the ranks cannot make a job with these parameters. None: they can."""
-        # Ids and tokens of what this server has claimed and does not end now.
+        # Ids and tokens of this server's open claims, except those that it is ending now.
         self._claims: set[tuple[str, int]] = set()
-        # The parameters, as the rows have them, that its ranks cannot make.
+        # Values of `sampling` in rows that this server's ranks cannot make.
         self._incompatible = deque[str](maxlen=_MAX_INCOMPATIBLE)
         # Ids of rows that a newer svdpp has written.
         self._unreadable = deque[str](maxlen=_MAX_INCOMPATIBLE)
-        # Ids of the clips that a thread of this server holds; a session of PostgreSQL gets its own
-        # advisory lock again.
+        # Ids of the clips that threads of this server have locked: an advisory lock of PostgreSQL
+        # does not exclude the threads of one session.
         self._locked_clips = set[str]()
         self._clips_lock = threading.Lock()
 
@@ -247,7 +261,10 @@ class JobQueue:
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why no clip can be stored or begun, except a store that is away; empty: it can."""
+        """Reason why clips can be neither stored nor begun; empty: they can.
+
+        A store that does not answer is not a reason here: see `store.unavailable_reason`.
+        """
         if not self.backend.is_there:
             return "the queue was removed or replaced"
         if not self.store.is_mounted:
@@ -255,7 +272,7 @@ class JobQueue:
         return "the disk is nearly full" if self.store.is_disk_low else ""
 
     def now(self) -> float:
-        """Return the unix time by which all ages in the queue count.
+        """Return the unix time by which the queue measures all ages.
 
         In a shared queue it is the database's; a machine's own clock may be days off.
         """
@@ -265,7 +282,7 @@ class JobQueue:
         """Check that this machine's clock agrees with the queue's.
 
         Raises:
-            ClockError: It does not: whichever is wrong, nothing may be deleted by its age.
+            ClockError: It does not. Nothing may be deleted by its age until it does.
         """
         check_skew(self.backend.skew(), self.backend.clock_name)
 
@@ -294,7 +311,7 @@ class JobQueue:
     def _runnable(self) -> tuple[str, list[str]]:
         """SQL condition of the jobs that this server can make, and its values.
 
-        All others are held: they keep their places, and wait for a server that can make them.
+        Other jobs keep their places, and wait for a server that can make them.
         """
         incompatible = set(self._incompatible.copy())
         runnable = "true" if self.model_key is None else f"{_MODEL_KEY} = ?"
@@ -401,21 +418,22 @@ class JobQueue:
         self._claims.add((job.id, job.fencing_token))
         return job
 
-    # Each end of a claim names the claim's `token`, so that what a server does with a job that it
-    # has lost changes nothing, also if it has claimed the job again.
+    # Each end of a claim names the claim's `token`. So a server that has lost a claim changes
+    # nothing, even if it has claimed the same job again since.
 
     def requeue(
         self, id: str, token: int = 0, *, counts: bool = False, is_expired: bool = False
     ) -> bool:
-        """Put a claimed job back: IN_PROGRESS to QUEUED, at the place that it had.
+        """Put a claimed job back: IN_PROGRESS to QUEUED, at its old place.
 
-        It becomes CANCELLED if that was asked for, and FAILED after its last lost claim.
+        The job becomes CANCELLED if a client asked for that, and FAILED with the last expired claim
+        that it is allowed.
 
         Args:
             id: Id of the job.
             token: Token of the claim; with another one, nothing changes.
-            counts: Whether ranks died during it, which counts as an attempt.
-            is_expired: Whether nobody has renewed the claim; nothing changes if somebody has.
+            counts: Whether this counts as an attempt, because ranks died during the claim.
+            is_expired: Whether to requeue only an expired claim; nothing changes if it was renewed.
 
         Returns:
             Whether the job was changed.
@@ -448,8 +466,8 @@ class JobQueue:
         """Mark a job in progress to be cancelled, also for the next start of the server.
 
         Args:
-            id: of the job, whose state stays as it is.
-            removes: whether the job is also hidden from its owner, and removed once it has ended.
+            id: Id of the job, whose state does not change.
+            removes: Whether the job is also hidden from its owner, and removed once it has ended.
 
         Returns:
             Whether the job was in progress.
@@ -467,7 +485,7 @@ class JobQueue:
         return self._ids(f"remove_asked AND {_FINAL} ORDER BY seq")
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
-        """Cancel a claimed job that the ranks have let go of; return whether this claim had it."""
+        """Cancel a claimed job that the ranks have dropped; return whether this claim had it."""
         return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
@@ -478,15 +496,15 @@ class JobQueue:
 
     @contextlib.contextmanager
     def lock_clip(self, id: str) -> Iterator[bool]:
-        """Hold a finished clip during the block, unless another thread or server does.
+        """Lock a finished clip during the block, unless another thread or server has locked it.
 
-        Who verifies a clip holds it, and who removes it by its age. A server that dies lets go.
+        The verification of a clip and its removal by age lock it. The death of a server unlocks it.
 
         Args:
             id: Id of the job.
 
         Yields:
-            Whether it is held.
+            Whether this thread has the lock.
         """
         with self._clips_lock:
             is_locked = id in self._locked_clips
@@ -545,9 +563,9 @@ class JobQueue:
         )
 
     def requeue_expired(self) -> list[Job]:
-        """Put back and return the jobs in progress whose claims have ended, as they are now.
+        """Requeue the jobs in progress whose claims have expired; return them as they are now.
 
-        In a queue that is not shared, those are what an earlier server has left.
+        In a queue that is not shared, an earlier server has left them.
         """
         most = f"LIMIT {_MAX_REQUEUED}" if self.is_shared else ""
         ended = self.backend.fetch_all(
@@ -595,25 +613,25 @@ class JobQueue:
             return [], []
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
         rows = self.backend.fetch_all(_RENEW, self.lease_seconds, *map(list, columns))
-        # Only now: if the database goes away before, they are found again.
+        # Only after the query: if the database fails, the next call finds them again.
         unrenewed = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
         self._claims -= unrenewed
         return list(unrenewed), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
-        """Put back all claims of this server, and remove it from the list, as it ends."""
+        """Requeue all claims of this server and remove it from the list, at its end."""
         for job in self.claimed():  # also claims whose answers were lost with a connection
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
     def register(self, description: Mapping[str, Any]) -> None:
-        """Store that this server lives, with what it says of itself: JSON values."""
+        """Store the description of this server, JSON values, and the time at which it was alive."""
         self.backend.fetch_all(
             _REGISTER, _SERVER_RETENTION_SECONDS, self.server, json.dumps(description)
         )
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return what each server has said of itself, with its `id` and `seen_seconds`."""
+        """Return the description of each server, with its `id` and `seen_seconds`."""
         rows = self.backend.fetch_all(
             "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"
         )
@@ -661,7 +679,7 @@ class JobQueue:
         found: list[Job] = []
         query = f"SELECT {_COLUMNS} FROM jobs WHERE {where} ORDER BY seq {order} LIMIT ? OFFSET ?"
         offset = 0
-        # What cannot be read must not make a page look like the last one.
+        # Unreadable rows must not make a page shorter, because a short page is the last one.
         while len(found) < limit:
             rows = self.backend.fetch_all(query, *values, limit, offset)
             found += self._read(rows)
@@ -703,7 +721,7 @@ class JobQueue:
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
-        """Return the number of jobs that are in progress, or queued and not held."""
+        """Return the number of jobs in progress, and queued ones that this server can make."""
         is_open, values = self._open
         return int(
             self.backend.fetch_all(f"SELECT count(*) FROM jobs WHERE {is_open}", *values)[0][0]
@@ -772,10 +790,10 @@ def _insert_job(connection: DatabaseConnection, job: Job) -> None:
 
 
 def _same_request(existing: Job, job: Job) -> Job:
-    """Return `known` if `job` asks for the same clip.
+    """Return the existing job if the new one requests the same clip.
 
     Raises:
-        RequestError: It asks for another one.
+        RequestError: It requests another clip.
     """
     names = ("input_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
     for name in (*names, "callback_url"):

@@ -59,17 +59,17 @@ class Reporter:
     """Sender of a rank's events to the parent; any thread may call it.
 
     Args:
-        channel: to the parent.
-        other_host: name of the rank's host, for the errors of clips; empty on that of rank 0.
+        channel: channel to the parent.
+        other_host: name of the rank's host, for the errors of clips; empty on rank 0's host.
     """
 
     def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
         self.device = ""
-        """Whose memory heartbeats report, once the rank has it."""
+        """Device whose memory the heartbeats report; empty until the rank has one."""
         self.writers: list[BoundedExecutor] = []
-        """Heartbeats report whether one of them is busy."""
+        """Threads of files; heartbeats report whether one of them is busy."""
         self.sampler: StatsSampler | None = None
-        """Sends `RankStats`, once the rank's links are open."""
+        """Sender of `RankStats`; None until the rank's links are open."""
         self._channel = channel
         self._other_host = other_host
         self._now = Heartbeat()
@@ -102,8 +102,8 @@ class Reporter:
         """Set what heartbeats report; send one at once if the action or the waiting changes.
 
         Args:
-            action: that the rank performs; None: it has no work.
-            step: that it does of a DENOISE; -1: none.
+            action: action that the rank performs; None: it has no work.
+            step: step of a DENOISE; -1: none.
             waiting: whether it waits for a packet, an image or a disk.
         """
         before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
@@ -114,8 +114,8 @@ class Reporter:
         """Set what heartbeats report before the rank has joined, and send one.
 
         Args:
-            phase: in words, such as "loading the model".
-            peer: rank to which it opens a link; -1: none.
+            phase: phase in words, such as "loading the model".
+            peer: rank to which this rank opens a link; -1: none.
         """
         self._now = Heartbeat(phase=phase, peer=peer)
         self.send(self._now)
@@ -174,9 +174,9 @@ class BoundedExecutor:
     An error that a call raises is reported as the rank's, and waiting for the call raises it.
 
     Args:
-        name: of the thread.
-        device: of the rank.
-        reporter: gets the errors; its heartbeats say whether a call is queued.
+        name: name of the thread.
+        device: device of the rank.
+        reporter: reporter of the errors; its heartbeats say whether a call is queued.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
@@ -222,11 +222,11 @@ class ClipWriter(BoundedExecutor):
     """Writer of clips, one at a time, in the order of `put`.
 
     Args:
-        reporter: gets `ClipDone` or the clip's error.
-        conditions: for each clip's JSON; see `worker.device.conditions_of`.
-        device: of the rank.
-        tensor_store: keeps frames and sound for verification; None: nothing is kept.
-        host: for each clip's JSON if a launcher has started the ranks; else empty.
+        reporter: sender of `ClipDone` or the clip's error.
+        conditions: conditions for each clip's JSON; see `worker.device.conditions_of`.
+        device: device of the rank.
+        tensor_store: store of frames and sound for verification; None: nothing is kept.
+        host: host name for each clip's JSON; empty unless a launcher has started the ranks.
     """
 
     def __init__(
@@ -253,10 +253,10 @@ class ClipWriter(BoundedExecutor):
         """Queue a clip, whose tensors may be on the device and not yet complete.
 
         Args:
-            job: request and metadata.
-            packet: of the clip after its last step.
+            job: request and metadata of the clip.
+            packet: the clip's packet after its last step.
             decoded: frames, (F, H, W, 3) uint8 RGB; None: only the latent is hashed.
-            audio: sound; None: the model makes none.
+            audio: sound of the clip; None: the model makes none.
         """
         self.submit(self._write_or_report, job, packet, decoded, audio, record_event(self._device))
 
@@ -311,7 +311,7 @@ class ClipWriter(BoundedExecutor):
 
 
 def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
-    """The metadata of a clip for which memory may have been short: its bits are not proven."""
+    """Return the metadata that mark a clip as unproven, because memory may have been short."""
     if not packet.memory_pressure:
         return {}
     is_exact = job.metadata.get("exact", True) is True
@@ -319,12 +319,12 @@ def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Writer of latent checkpoints; the first that cannot be written is reported, its clip goes on.
+    """Writer of latent checkpoints. The first failed write is reported; its clip goes on.
 
     Args:
-        folder: of the checkpoints.
-        device: of the rank.
-        reporter: gets `CheckpointLost`.
+        folder: folder of the checkpoints.
+        device: device of the rank.
+        reporter: sender of `CheckpointLost`.
     """
 
     def __init__(self, folder: LatentCheckpoints, device: torch.device, reporter: Reporter) -> None:
@@ -333,7 +333,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue a packet, whose tensors must not change any more, under the key of its clip."""
+        """Queue a packet under the key of its clip; its tensors must not change any more."""
         self.submit(self._save, key, packet, record_event(self._device))
 
     def _save(self, key: str, packet: Packet, ready: streams.Event) -> None:
@@ -353,16 +353,17 @@ class LatentCheckpointWriter(BoundedExecutor):
 
 # --- images ---------------------------------------------------------------------------------------
 
-#: What a prepared image depends on.
+#: Input files and sampling parameters, on which a prepared image depends.
 _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class ImageReader:
-    """Reader of images in the order of `enqueue`, at most one ahead, and those of `prepare_early`.
+    """Reader of images: those of `enqueue` in order, at most one ahead, and of `prepare_early`.
 
     Args:
-        prepare: does what an encode needs no device for; called in the reader's threads.
-        device: of the rank.
+        prepare: function for the part of an encode that needs no device; called in the reader's
+            threads.
+        device: device of the rank.
     """
 
     def __init__(
@@ -377,7 +378,7 @@ class ImageReader:
         self._early_thread = streams.single_thread_executor("early images", device)
 
     def enqueue(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
-        """Add clips, with their requests, that `take` will be called for, in order."""
+        """Add clips with their requests, in the order in which `take` is called for them."""
         for clip, request in requests:
             self._upcoming.append((clip, request, self._early.pop(_image_key(request), None)))
         if not self._ahead:
@@ -387,8 +388,8 @@ class ImageReader:
         """Prepare the image of a clip that `enqueue` gets later.
 
         Args:
-            request: of the clip.
-            done: called with the seconds that it took, in another thread.
+            request: request of the clip.
+            done: callback that gets the seconds of the preparation, in another thread.
         """
         start = time.monotonic()
         future = self._early_thread.submit(self._read, request)
@@ -399,7 +400,7 @@ class ImageReader:
         """Return the prepared image of a clip, and start to read the next one.
 
         Args:
-            clip: the next of those that `enqueue` got.
+            clip: next clip in the order of `enqueue`.
 
         Returns:
             The image, or tensors of it; empty if the clip is made from text alone.

@@ -28,16 +28,20 @@ from svdpp.worker.tensor_files import solver_history
 
 
 class Denoising:
-    """One DENOISE; if its action has a peer, the `Partner` of the model's call.
+    """One DENOISE. If its action has a peer, it is also the `Partner` of the model's call.
 
-    The ranks of a pair send each other one message at each step until one drops the clip: then a
-    tombstone takes the place of its next prediction, because the other one has posted its receive.
-    Both post that receive before they evaluate their own branch, so the messages cross.
+    Both ranks of a pair do the same at each step; their messages cross:
+
+        rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler
+        rank 2u + 1  receive posted | evaluates branch 1 | sends | waits for branch 0 | scheduler
+
+    A rank that drops the clip sends a tombstone in place of its next prediction, because the other
+    rank has posted the receive for it.
 
     Args:
-        context: of the rank.
-        action: the DENOISE.
-        packet: of the clip before its first step here.
+        context: context of the rank.
+        action: action to perform, a DENOISE.
+        packet: the clip's packet before the first step of the action.
     """
 
     def __init__(self, context: RankContext, action: Action, packet: Packet) -> None:
@@ -47,7 +51,7 @@ class Denoising:
         self._next: int | None = action.start
 
     def run(self, model: VideoModel) -> None:
-        """Do the steps, each of them checked; the packet then has the result.
+        """Do the steps and check each of them; the packet then has the result.
 
         Raises:
             ClipCancelledError: the clip was cancelled, or dropped by the other rank of the pair.
@@ -74,8 +78,8 @@ class Denoising:
         """Send this rank's prediction of a step, and return the other rank's.
 
         Args:
-            step: of the clip.
-            evaluate: computes this rank's prediction, by name.
+            step: step of the clip.
+            evaluate: function that returns this rank's prediction, by name.
 
         Raises:
             MismatchError: the other rank's prediction has another name, shape or dtype.
@@ -99,7 +103,7 @@ class Denoising:
         return packet.tensors
 
     def drop(self) -> None:
-        """Tell the other rank, in place of the next prediction, that this one drops the clip."""
+        """Send a tombstone in place of the next prediction: this rank drops the clip."""
         if not self._is_paired or self._next is None or self._next == self._action.end:
             return
         pending = self._expected(self._next)
@@ -123,7 +127,7 @@ class Denoising:
         self._context.transport.send(packet, self._action.peer, "predictions")
 
     def _before_step(self, step: int) -> None:
-        """Ends the action if its clip is not wanted any more; notes the step that follows."""
+        """End the action if its clip is cancelled; report the step that follows."""
         if step == self._action.end:
             return
         context, action = self._context, self._action
@@ -143,12 +147,12 @@ class Denoising:
 
 
 class StepChecks:
-    """Checks of each step of one DENOISE; on CUDA one step late, so that the device never idles.
+    """Checks of the steps of one DENOISE; on CUDA one step late, so that the device never idles.
 
     Args:
-        device: of the rank.
-        rank: its number, for the error.
-        on_done: called with each step that passed, and its seconds on the device.
+        device: device of the rank.
+        rank: number of the rank, for the error.
+        on_done: callback that gets each step that passed, and its seconds on the device.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A rank's device: its settings, on which bits depend, its memory, and the profile of a clip."""
+"""A rank's device: the settings that its bits depend on, its memory, and the profile of a clip."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     """Choose this rank's device, make it the thread's current one, and apply the settings.
 
     Args:
-        config: with the device by name, such as `cuda` (one for each rank of a host) or `cuda:0`.
-        world: the rank's place among those of its host.
+        config: configuration; its device is `cpu`, `cuda` (a GPU for each rank) or `cuda:N`.
+        world: world of the rank, with its place on its host.
 
     Raises:
         RequestError: there is no such device, or it cannot be used.
@@ -61,12 +61,12 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """Return what a rank's bits depend on: equal on all ranks, and recorded with every hash.
+    """Return the conditions that a rank's bits depend on, which every hash is recorded with.
 
     Args:
-        config: of the pipeline.
-        checkpoint: of the model; None for the dummy.
-        device: name of the rank's device, which it has taken.
+        config: configuration of the pipeline.
+        checkpoint: checkpoint of the model; None for the dummy.
+        device: name of the device that the rank has taken.
 
     Returns:
         JSON values by name: settings of torch, and of a GPU its model and library versions.
@@ -100,7 +100,7 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
-# Retried and failed allocations of a device when its first `MemoryPressure` of this process began.
+# Retried and failed allocations of each device before the first `MemoryPressure` of this process.
 _events_before: dict[torch.device, int] = {}
 
 
@@ -113,7 +113,7 @@ class MemoryPressure:
     those of a later pipeline in the same process.
 
     Args:
-        device: of the rank, after its model is loaded; on the CPU nothing falls back.
+        device: device of the rank, after its model is loaded; on the CPU nothing falls back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -133,7 +133,7 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
     """Return the peak of this process on a device, in bytes.
 
     Args:
-        device: name, such as `cuda:1`.
+        device: name of the device, such as `cuda:1`.
 
     Returns:
         On CUDA the peaks of bytes in tensors and of bytes that torch's allocator reserved. On the
@@ -169,14 +169,14 @@ def status_bytes(name: str) -> int:
     """Return a size from /proc/self/status in bytes.
 
     Args:
-        name: as in proc(5): VmRSS is the current resident set, VmHWM its peak.
+        name: name in proc(5): VmRSS is the current resident set, VmHWM its peak.
     """
     text = Path("/proc/self/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 
-# What takes memory in an action, in loading, or in a reference, and which option lowers it.
+# Work that takes memory (an action, the load, a reference), and the options that lower it.
 _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "a smaller --height and --width lower it"),
     Kind.DENOISE: (
@@ -198,18 +198,17 @@ def out_of_memory_named(
     device: torch.device | str | None = None,
     rank: int | None = None,
 ) -> Iterator[None]:
-    """Turn any error that reports a lack of memory into one that says of what, where, and how much.
+    """Turn an error that reports a lack of memory into one that names the work, device and bytes.
 
     Args:
-        doing: the current work; None while the model loads.
-        device: on which the block works; None: not known yet.
-        rank: that works; None: the process of the reference.
+        doing: current work; None while the model loads.
+        device: device on which the block works; None: not known yet.
+        rank: number of the rank; None: the process of the reference.
 
     Raises:
-        OutOfMemoryError: with what is known of `requested_bytes`, `free_bytes`, `device` and `rank`
-            in `details`, and clip and step of an action. The allocator's message says how much was
-            requested, except Python's own and those of CUDA's libraries; what is free is measured
-            if the message does not say it.
+        OutOfMemoryError: memory ran out. `details` has `device`, `rank`, and clip and step of an
+            action; `requested_bytes` if the message says it (Python's own and those of CUDA's
+            libraries do not); and `free_bytes`, measured if the message does not say it.
     """
     try:
         yield
@@ -243,8 +242,8 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     """Set what the bits depend on in this process. Call it before any work on the device.
 
     Args:
-        num_threads: of one operation on the CPU; the order in which sums are rounded depends on it.
-        device: name, such as `cuda:1`.
+        num_threads: threads of one operation on the CPU; the rounding of sums depends on it.
+        device: name of the device, such as `cuda:1`.
         deterministic: torch's strict mode: operations without a deterministic kernel raise an
             error, and TF32 is off. False: torch keeps its own settings.
     """
@@ -288,7 +287,7 @@ class ClipProfiler:
     It takes the second clip that the rank denoises, if there is one: the first meets cold caches.
 
     Args:
-        path: of the trace, which is written after the clip's last action.
+        path: path of the trace, which is written after the clip's last action.
         device: name of the rank's device.
     """
 

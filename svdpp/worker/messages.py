@@ -13,7 +13,7 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, PlainSerializer,
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
 
-#: What a rank waits for: a photograph, a packet, a neighbour that takes packets late, or the disk.
+#: Cause of a rank's wait: an image, a packet, a receiver that is behind (`send`), or the disk.
 WaitCause = Literal["image", "packet", "send", "writer"]
 
 
@@ -29,7 +29,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """The message as JSON in ASCII, with its class by name.
+        """Return the message as JSON in ASCII, with the name of its class.
 
         pydantic's own encoder refuses file names that are not UTF-8; Python's escapes their bytes.
         """
@@ -43,13 +43,13 @@ class ClipJob(_Message):
     request: ClipRequest
     """Its sampling parameters are resolved, if it has any."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """For the rank that finishes the clip: the request as the clip's JSON records it."""
+    """Request as the clip's JSON records it; only the rank that finishes the clip gets it."""
 
 
 class ActionBatch(_Message):
-    """Message from the parent: further actions, and their clips.
+    """Message from the parent: further actions, and the jobs of their clips.
 
-    Without actions: only the images of the clips are prepared; the clips come later, as others.
+    A batch without actions asks the rank to prepare the images of jobs that come later.
     """
 
     actions: tuple[ActionField, ...]
@@ -94,9 +94,9 @@ class Heartbeat(Event):
     memory_bytes: int | None = None
     """On CUDA the bytes in tensors, on the CPU the resident set; None before the rank has one."""
     phase: str = ""
-    """Before `Joined`: what the rank is doing."""
+    """Phase of the start, in words; empty once the rank has joined."""
     peer: int = -1
-    """Before `Joined`: the rank it is opening a link to; -1 if none."""
+    """Rank to which it opens a link during the start; -1: none."""
 
 
 class RankStats(Event):
@@ -171,7 +171,7 @@ class ClipDone(Event):
     clip: int
     metadata: dict[str, Any]
     write_seconds: float = 0.0
-    """Hashes, video file and JSON together, in the writer's thread."""
+    """Seconds of the writer's thread for hashes, video file and JSON."""
 
 
 class PromptTruncated(Event):
@@ -183,9 +183,9 @@ class PromptTruncated(Event):
 
 
 class CheckpointLost(Event):
-    """Error of a rank that cannot write latent checkpoints, sent once until it can again.
+    """Error of a rank that cannot write latent checkpoints; its clips go on.
 
-    Its clips go on.
+    Sent for the first failure, and again only after a write has succeeded.
     """
 
     error: dict[str, Any]
@@ -214,7 +214,7 @@ class ClipFailed(Event):
 
 
 class ClipDropped(Event):
-    """Lost or cancelled clip with which its last rank has done, as all others have before."""
+    """Lost or cancelled clip that all ranks have let go of, the last rank last."""
 
     clip: int
 
@@ -257,8 +257,8 @@ def describe_position(action: Action | None, step: int) -> str:
     """Return a rank's position in words; empty outside of actions.
 
     Args:
-        action: that the rank performs; None: none.
-        step: that it does of a DENOISE; -1: none.
+        action: action that the rank performs; None: none.
+        step: step of a DENOISE; -1: none.
     """
     if action is None:
         return ""

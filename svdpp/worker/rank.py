@@ -66,7 +66,7 @@ def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
     """Run a rank of a pipeline to its end.
 
     Raises:
-        SvdppError: what ended the rank, after it has been reported to the parent.
+        SvdppError: the rank failed; the error has been reported to the parent.
     """
     if setup.fault is not None:
         setup.fault(launch.world.rank)
@@ -88,8 +88,8 @@ def run_rank(
 
     Args:
         launch: channel to the parent, and the rank's place in the world.
-        config: of the pipeline.
-        work: gets the device and the reporter; ends after the parent's first `Stop`.
+        config: configuration of the pipeline.
+        work: function that gets the device and the reporter, and returns after the first `Stop`.
 
     Raises:
         RequestError: the device cannot be used.
@@ -113,7 +113,7 @@ def run_rank(
 
 
 def wait_for_stop(channel: ControlChannel) -> None:
-    """Wait until the parent says stop; cancellations before it are late, and skipped."""
+    """Wait for the parent's next `Stop`; skip cancellations, which come too late."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
         message = channel.receive(_POLL_SECONDS)
@@ -126,7 +126,7 @@ def _prepared_stage(
     device: torch.device,
     commands: CommandReceiver,
 ) -> PipelineStage:
-    """The rank's stage, once its model is loaded and its links are open."""
+    """Load the model, open the links and return the rank's stage."""
     config, rank, name = setup.config, launch.world.rank, str(device)
     conditions = conditions_of(config, setup.checkpoint, name)
     reporter.send(Started(device=name, uuid=gpu_uuid(name), conditions=conditions))
@@ -207,10 +207,10 @@ def load_rank_model(
 
     Args:
         config: model, sampling parameters and, for a dummy that sleeps, costs.
-        checkpoint: of the model; None for the dummy.
-        device: where the weights go.
-        roles: what the rank does; parts for other roles are not loaded.
-        rank: whose costs a dummy sleeps by.
+        checkpoint: checkpoint of the model; None for the dummy.
+        device: device of the weights.
+        roles: roles of the rank; parts for other roles are not loaded.
+        rank: number of the rank, by whose costs a dummy sleeps.
 
     Raises:
         ModelError: the checkpoint is incomplete or damaged.
@@ -238,14 +238,19 @@ class ActionQueue(deque[Action]):
     """One rank's actions, in the order in which it performs them.
 
     Clips that are submitted one at a time overlap like those of one list. A RECV at the start of a
-    list moves before the work of the last clip, if that has not begun. The part of the last clip's
-    frames that this rank decodes for another one comes after the steps of the new clip, if it has
-    not begun and the new clip is the next one: else the rank would wait until the clip has passed
-    the ranks between.
+    new list moves before the work of the last clip, if that has not begun:
 
-    Only the next one, because the ranks get their lists at different times. So the decode of clip c
-    waits at most for steps of clip c + 1, and these at most for the decode of clip c on a rank
-    before: the ranks cannot wait for each other in a circle.
+        queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
+        new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
+        queue after    RECV c0 @2 <0 | RECV c1 @2 <0 | DENOISE c0 2:4 | ... | DENOISE c1 2:4 | ...
+
+    A rank that helps to decode clip c (RECV, DECODE and SEND_FRAMES of some frames) does so after
+    its steps of clip c + 1, if the help has not begun. Otherwise it would idle until clip c has
+    passed the ranks between.
+
+    The help moves behind one clip only, because ranks get their lists at different times. So the
+    help with clip c waits at most for steps of clip c + 1, and these wait at most for the help with
+    clip c on an earlier rank. The ranks cannot wait for each other in a circle.
     """
 
     def holds(self, clip: int) -> bool:
@@ -264,14 +269,14 @@ class ActionQueue(deque[Action]):
             self.extend(part)
 
     def _take_help(self, clip: int) -> list[Action]:
-        """Removes and returns the decode for another rank with which the queue ends, of `clip`."""
+        """Remove and return the help with the decode of `clip`, if the queue ends with it."""
         start = len(self) - _HELP_ACTIONS
         if start < 0 or self[start].clip != clip or not _is_help(self[start]):
             return []
         return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
     def _start_of_last_work(self) -> int:
-        """The index of the first action, other than its RECV, of the last clip in the queue."""
+        """Return the index of the last clip's first action that is not its RECV."""
         index, clip = len(self), self[-1].clip
         while index and self[index - 1].clip == clip and self[index - 1].kind is not Kind.RECV:
             index -= 1
@@ -295,8 +300,8 @@ class CommandReceiver:
         """Yield this rank's actions until the parent says stop and none is left.
 
         Args:
-            on_batch: called with each batch as it comes.
-            on_idle: called each time that no action is left.
+            on_batch: callback that gets each batch on arrival.
+            on_idle: callback for each time that no action is left.
         """
         self._on_batch = on_batch
         while True:

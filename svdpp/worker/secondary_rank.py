@@ -47,11 +47,11 @@ def run_secondary_rank(
     """Run a rank other than 0 of a launcher's world; end the process unless all work succeeded.
 
     Args:
-        entry: what the rank does, such as `rank_main`.
+        entry: entry point of the rank, such as `rank_main`.
         argument: second argument of `entry`.
-        config: world, backend and deadlines; must equal those of rank 0.
+        config: world, backend and deadlines, equal to those of rank 0.
         device: name of the rank's device, for messages.
-        observers: called with this rank and each of its events.
+        observers: callbacks that get this rank and each of its events.
         say: see `Pipeline.serve`.
         ignores_signals: whether it survives INT, TERM and HUP: rank 0, which gets the same ones,
             ends the run in its own time.
@@ -103,8 +103,8 @@ def report_start_failure(world: World, error: dict[str, Any], *, timeout: float)
     """Report to rank 0 why this rank cannot start.
 
     Args:
-        world: what the launcher says of this process.
-        error: as `errors.error_to_dict` returns it.
+        world: world that the launcher gives this process.
+        error: result of `errors.error_to_dict`.
         timeout: seconds to reach rank 0.
 
     Returns:
@@ -130,7 +130,7 @@ def _exit_on_signal(number: int) -> NoReturn:
 
 
 class _ParentChannel(ControlChannel):
-    """A joined rank's channel to rank 0; its thread ends this process if rank 0 says so or goes."""
+    """A joined rank's channel to rank 0; its thread ends this process on END or without rank 0."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _ParentChannel(ControlChannel):
             duplicate.detach()
 
     def report_signal(self, number: int) -> None:
-        """Report the signal that ends this process to rank 0, if that succeeds at once."""
+        """Report to rank 0 the signal that ends this process; wait a second at most."""
         if self._is_disconnected:
             return
         action, step = self._heartbeat.action, self._heartbeat.step

@@ -58,12 +58,12 @@ _RECORD = "record."
 
 
 class PipelineStage:
-    """One rank's share of every clip; assumes nothing of its actions but their order.
+    """One rank's share of every clip. Performs any list of actions, in its order.
 
     Args:
-        context: of the rank.
-        model: with the parts that the actions need.
-        sampling: parameters of the clips whose requests have none.
+        context: context of the rank.
+        model: model with the parts that the actions need.
+        sampling: parameters of clips whose requests have none.
     """
 
     def __init__(self, context: RankContext, model: VideoModel, sampling: SamplingConfig) -> None:
@@ -71,7 +71,7 @@ class PipelineStage:
         self._transport, self._reporter = context.transport, context.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
-        # As `Transport.sent`, by the actions since the rank was last idle.
+        # Planned sends since the rank was last idle, to compare with `Transport.sent`.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
         # The tensors of the first packet of each kind of request, after each step.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
@@ -128,7 +128,7 @@ class PipelineStage:
             TransportError: a packet could not be sent or received.
             OutOfMemoryError: the device or the host has too little memory.
             DeviceError: the GPU failed.
-            ModelError: the model does what no rank can divide.
+            ModelError: the model evaluates its guidance in a way that a pair cannot divide.
         """
         self._reporter.set_position(action)
         profiler = self._context.profiler
@@ -140,8 +140,8 @@ class PipelineStage:
         """Note that no action is left for now; the time until the next one is not a wait.
 
         Raises:
-            MismatchError: this rank has sent other packets than its actions say. The receiver of a
-                packet that never leaves could only wait for it.
+            MismatchError: this rank has sent other packets than its actions say. This is checked
+                here, because a receiver can only wait for a packet that never leaves.
         """
         self._check_sends()
         self._waits = {}
@@ -208,12 +208,12 @@ class PipelineStage:
         self._pending[action.clip] = self._transport.post_receive(*ends, expected)
 
     def _expected_latent(self, action: Action) -> TensorSpec:
-        """The latent of the action's clip at its start, by the request and the model."""
+        """Return the spec that the model derives for the clip's latent before the action."""
         spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
         return TensorSpec(spec.shape, DTYPES[spec.dtype])
 
     def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
-        """The tensors that the packet of an action must have.
+        """Return the specs of the tensors that the packet of an action must have.
 
         The latent's spec is the model's. The others depend on what the encode recorded: the
         packet's structure names them, and later packets of the same kind of request have the same
@@ -315,7 +315,7 @@ class PipelineStage:
             self._frames[action.clip] = torch.cat(frames)
 
     def _expected_frames(self, action: Action) -> Specs:
-        """The frames that another rank decodes: as many as the action says, of this rank's size."""
+        """Return the spec of the frames that another rank decodes: as many as the action says."""
         decoded, frames = self._frames[action.clip], action.frames
         assert frames is not None
         return {_FRAMES: TensorSpec((frames.end - frames.first, *decoded.shape[1:]), decoded.dtype)}
@@ -332,7 +332,7 @@ class PipelineStage:
         self._free(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """The clip's packet; waits for it if it has not arrived."""
+        """Return the clip's packet; wait for it if it has not arrived."""
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
@@ -381,7 +381,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Reports the time of a compute action and the wait before it; adds it to the clip's."""
+        """Report the time of a compute action and the wait before it; add it to the clip's time."""
         start = time.monotonic()
         yield
         end, waited = time.monotonic(), sum(self._waits.values())
@@ -424,7 +424,7 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 
 
 def _expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
-    """The spec that a tensor must have, given that of the first packet of its kind."""
+    """Return the spec that a tensor must have, given that of the first packet of its kind."""
     if spec is None or not name.startswith(_RECORD):
         return first
     is_alike = (spec.dtype, len(spec.shape)) == (first.dtype, len(first.shape))

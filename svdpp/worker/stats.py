@@ -24,10 +24,10 @@ class StatsSampler:
     """A thread that sends `RankStats` at its start, every second, and at its end.
 
     Args:
-        send: takes the samples; called from the thread, the last time from the caller of `stop`.
-        device: of the rank.
-        uuid: of its GPU, with or without the prefix `GPU-`; None on the CPU.
-        moved: returns the bytes that the rank has sent and received so far.
+        send: callback that gets the samples, in the thread; the last one in the caller of `stop`.
+        device: device of the rank.
+        uuid: UUID of its GPU, with or without the prefix `GPU-`; None on the CPU.
+        moved: function that returns the bytes that the rank has sent and received so far.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
     """Return load, memory and power of a GPU as fields of `RankStats`.
 
     Args:
-        nvml: the module `pynvml`, initialised. It creates no CUDA context.
-        handle: of the GPU.
+        nvml: module `pynvml`, initialised. It creates no CUDA context.
+        handle: NVML's handle of the GPU.
 
     Returns:
         `gpu_load` (0 to 1), `gpu_memory_bytes` of all processes, `gpu_watts`; None for a value that

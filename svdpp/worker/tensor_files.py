@@ -55,8 +55,8 @@ class LatentCheckpoints:
         """Write a packet, and remove those of earlier steps of the same clip.
 
         Args:
-            key: of the clip; see `config.pipeline.latents_key`.
-            packet: its tensors are on the CPU.
+            key: key of the clip; see `config.pipeline.latents_key`.
+            packet: packet whose tensors are on the CPU.
             in_host_memory: names of the tensors that `load` leaves on the CPU.
 
         Raises:
@@ -99,15 +99,15 @@ class LatentCheckpoints:
     def unfit(
         self, key: str, clip: int, step: int, name: str, why: str, **details: object
     ) -> InputError:
-        """Return the error of a packet from which a clip cannot go on; its hint removes the file.
+        """Return the error for a packet that a clip cannot resume from; its hint removes the file.
 
         Args:
-            key: of the clip; see `config.pipeline.latents_key`.
-            clip: the clip in this run.
+            key: key of the clip; see `config.pipeline.latents_key`.
+            clip: index of the clip in this run.
             step: number of steps that were done.
             name: the clip's name; empty: its number.
-            why: what is wrong, as the end of the sentence.
-            details: further ones of the error.
+            why: reason, as the end of the sentence.
+            details: further details of the error.
         """
         path = checkpoint_path(self._folder, key, step)
         return InputError(
@@ -120,10 +120,10 @@ class LatentCheckpoints:
         """Return the packet written after `step` steps.
 
         Args:
-            key: of the clip; see `config.pipeline.latents_key`.
-            clip: the packet's clip in this run.
+            key: key of the clip; see `config.pipeline.latents_key`.
+            clip: index of the clip in this run.
             step: number of steps that were done.
-            device: where its tensors are put, but for those that were in host memory.
+            device: device of its tensors, except those that were in host memory.
             name: the clip's name in errors; empty: its number.
 
         Raises:
@@ -212,10 +212,10 @@ _STORED = re.compile(r"clip\d+_(step\d+(_branch\d)?|audio|frames)", re.ASCII)
 
 
 def audio_hashes(audio: Audio | None) -> dict[str, Any]:
-    """Return what a clip's metadata say of its sound; nothing for None.
+    """Return the metadata of a clip's sound; empty for a clip without sound.
 
     Args:
-        audio: in host memory, (N, channels) int16; None: the clip has no sound.
+        audio: sound in host memory, (N, channels) int16; None: the clip has none.
     """
     if audio is None:
         return {}
@@ -229,9 +229,9 @@ class TensorStore:
     `step7_branch0` (what step 7 predicts for a branch of the guidance), `frames` and `audio`.
 
     Args:
-        folder: that exists.
-        send: gets each file's name and content, for another process to pass to `put`; None: files
-            are written here.
+        folder: existing folder.
+        send: callback that gets each file's name and content, which another process passes to
+            `put`; None: this process writes the files.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:

@@ -2,10 +2,12 @@
 
 The call sees all timesteps. Before the denoiser's first call, an encoding rank records what the
 pipeline's methods and components return, and every other rank replays it. Steps before the range
-are phantom: denoisers return zeros, and the scheduler's `step` returns what it returned to the rank
-before, so that the pipeline's own code rebuilds its loop variables. The schedulers' state is what
-`step` has changed in their `__dict__`. A step is calls of denoisers, then calls of `step`. Some
-pipelines have several loops, one for each chunk of the clip; their steps are counted through.
+are phantom: denoisers return zeros, and the scheduler's `step` returns what it returned to the
+earlier rank, so that the pipeline's own code rebuilds its loop variables. The schedulers' state is
+what `step` has changed in their `__dict__`.
+
+A step is one or more calls of denoisers, then one or more calls of `scheduler.step`. Pipelines that
+make a clip in chunks have a loop for each chunk; their steps are numbered through all loops.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from svdpp.models.engine import records
 from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in, unpack
 
 # A clip of 6 steps on two ranks, the second of which runs steps 3 to 6 and decodes. Each line is
-# one call of the pipeline's own `__call__`, from its beginning:
+# one call of the pipeline's own `__call__`, from its beginning. `_Stop` ends the call where the
+# line ends: before the denoiser's first call, or after the last step of the range.
 #
-#   call          encode   step 0    step 1    step 2    step 3    step 4    step 5    decode
-#   encode        records  stops
-#   steps [0, 3)  replays  runs      runs      runs      stops
-#   steps [3, 6)  replays  phantom   phantom   phantom   runs      runs      runs, stops
-#   decode        replays  phantom   phantom   phantom   phantom   phantom   phantom   runs
+#   call          encoding  step 0   step 1   step 2   step 3   step 4   step 5   decoding
+#   encode        records
+#   steps [0, 3)  replays   runs     runs     runs
+#   steps [3, 6)  replays   phantom  phantom  phantom  runs     runs     runs
+#   decode        replays   phantom  phantom  phantom  phantom  phantom  phantom  runs
 #
-# A phantom step costs no forward pass. The denoiser returns zeros, and nothing reads what the
-# pipeline computes from them, because `scheduler.step` returns the result that travelled with the
-# packet: that of the last step that ran. Before the first step that runs, the schedulers'
-# `__dict__` and the generator get the state that travelled. So every local variable of `__call__`
-# that depends on the number of steps done (indices, chunks, the latent) has the value that it has
-# on one device.
+# A phantom step costs no forward pass. The denoiser returns zeros, and the pipeline computes with
+# them, but `scheduler.step` discards that: it returns the result of the last step that ran, which
+# is in the packet. Before the first step that runs, the schedulers' `__dict__` and the generator
+# get their state from the packet. So every local variable of `__call__` that depends on the number
+# of steps done (indices, chunks, the latent) has the value that it has on one device.
 
 
 class _Stop(Exception):
@@ -65,7 +67,7 @@ class RangeCall:
     generator: torch.Generator
     """Generator of the clip."""
     after_step: AfterStep | None = None
-    """Called after each step of the range; what it raises ends the call."""
+    """Callback after each step of the range; an exception from it ends the call."""
     branches: GuidanceBranches | None = None
     """State of a pair of ranks; None: this rank evaluates both branches of the guidance."""
 
@@ -93,8 +95,8 @@ class RangeCall:
         """Return the packet after the last step of the range, or before the first one.
 
         Args:
-            inputs: facts of the clip that later calls need, of a call that encodes; None: those
-                received.
+            inputs: facts of the clip that later calls need, from a call that encodes; None: the
+                received ones.
         """
         known = self.given["given"] if self.given else inputs
         return self._packer.packet({**self._structure, "given": known})
@@ -217,7 +219,7 @@ class RangeCall:
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
-        """Ends a step that ran; only now, as a pipeline may change what its scheduler keeps."""
+        """End a step that ran. Called late: a pipeline may change its scheduler after `step`."""
         if not self._ran:
             return
         self._ran = False
@@ -232,7 +234,7 @@ class RangeCall:
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps the latent; after the last phantom step, gives the pipeline the one received."""
+        """Keep the latent; after the last phantom step, return the received one to the pipeline."""
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
             return {}
@@ -340,7 +342,8 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
 
     Args:
         pipe: pipeline.
-        function: called with the pipeline, the step's index, its timestep and a dict of tensors.
+        function: callback that gets the pipeline, the step's index, its timestep and a dict of
+            tensors.
     """
     name = "callback_on_step_end"
     return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
@@ -363,19 +366,28 @@ def _range_class(real: Any) -> Any:
 
 @dataclass(eq=False)
 class GuidanceBranches:
-    """Evaluations of one call's steps, of which this rank computes one in two.
+    """Evaluations of the denoiser in the steps of one call, half of which this rank computes.
 
-    The rule `calls` is for pipelines that call the denoiser twice and use the results after that.
-    The second rank cannot know the arguments of its call, the second one, when the first one is
-    made: it returns a tensor for that, and fills it later. The rule `batch` is for pipelines that
-    call it once, with a batch of two.
+    The rule `batch` is for pipelines that call the denoiser once in each step, with a batch of two:
+    each rank evaluates its half. The rule `calls` is for pipelines that call it twice, and use both
+    results only afterwards. Both ranks run the pipeline's own code:
+
+        the pipeline     rank 2u (branch 0)            rank 2u + 1 (branch 1)
+        first call       evaluates, then exchanges     returns zeros for now
+        second call      returns what rank 2u + 1      evaluates, then exchanges;
+                         has sent                      the zeros become what rank 2u has sent
+        scheduler.step   equal arguments, equal result on both ranks
+
+    Rank 2u + 1 cannot evaluate earlier, because it learns the arguments of the second call when the
+    pipeline makes it. In the first step of a process it also evaluates the first call, whose result
+    shows the shape of the zeros.
     """
 
     spec: FamilySpec
     partner: Partner
     device: torch.device
     outputs: list[Node]
-    """Structure of a call's result; empty until the first step of a process."""
+    """Structure of a result of the denoiser; empty until the first step of a process."""
     _calls: int = 0
     _first: Any = None
 

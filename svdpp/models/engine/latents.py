@@ -1,7 +1,7 @@
 """The latent that a packet must have: its shape and dtype, from the pipeline and the parameters.
 
-A receiver derives them before the packet comes; the sender has no part in it. The formulas are
-those of each pipeline's `prepare_latents` in diffusers; `FamilySpec` has the differences.
+A receiver derives both before the packet comes, without the sender. The formulas are those of each
+pipeline's `prepare_latents` in diffusers; `FamilySpec` has what differs between families.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def latent_spec(
 
     Args:
         pipe: a loaded pipeline; components without their weights are enough.
-        checkpoint: of the pipeline.
+        checkpoint: checkpoint of the pipeline.
         sampling: resolved parameters of the clip.
-        dtype: of the denoiser.
+        dtype: dtype of the denoiser.
         step: number of steps done; 0: the latent as it was drawn.
     """
     spec = checkpoint.spec

@@ -71,7 +71,7 @@ def load_pipeline(
         checkpoint: checked checkpoint, with weights.
         model: model that it belongs to.
         sampling: resolved sampling parameters.
-        roles: what the rank does.
+        roles: roles of the rank.
         device: device of the rank.
 
     Raises:

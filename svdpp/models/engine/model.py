@@ -81,7 +81,7 @@ class EngineModel:
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
     def prepare(self, source: ModelInput) -> PreparedInput:
-        """Do what an encode needs no device for; it may run in a thread beside the steps.
+        """Do the part of an encode that needs no device; a thread may run it beside the steps.
 
         Args:
             source: image or frames, fitted to the clip's shape.
@@ -131,7 +131,7 @@ class EngineModel:
             tensors: packet before them, which stays unchanged.
             start: first step.
             end: step before which the range ends; above `start`.
-            after_step: called with each step's index and its latent.
+            after_step: callback that gets each step's index and its latent.
             partner: other rank of a pair: each evaluates one branch of the guidance, and both get
                 the same result. None: this rank evaluates both.
 
@@ -214,7 +214,7 @@ class EngineModel:
     def _call(
         self, request: ClipRequest, source: ModelInput | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
-        """A call that has ended, and the pipeline's result."""
+        """Make a call, and return it with the pipeline's result."""
         pipe = self._pipe
         arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
         generator = arguments["generator"]
@@ -224,7 +224,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """A call without prompt and image, whose results are replayed."""
+        """Make a call without prompt and image, which replays the records of the encode."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
@@ -245,7 +245,7 @@ def load_engine_model(
         model: model that it belongs to.
         sampling: resolved sampling parameters.
         device: device of the rank, such as `cuda:1`.
-        roles: what the rank does.
+        roles: roles of the rank.
 
     Raises:
         ModelError: the files do not fit together.

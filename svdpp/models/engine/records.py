@@ -1,8 +1,8 @@
 """Record and replay of what a pipeline's methods return, as named tensors and their structure.
 
-It is recorded by the encode and replayed by all later ranks; for that, methods of the pipeline and
-of its components are replaced while a call lasts. The structure is JSON: plain values stand in it,
-and tensors by name, with shape, dtype and strides.
+The call that encodes records the results, and all later calls replay them. For that, methods of the
+pipeline and of its components are replaced while a call lasts. The structure is JSON with plain
+values, and with the name, shape, dtype and strides of each tensor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ register_pytree_node(
 
 
 class Packer:
-    """Takes values apart; a tensor that several hold travels once, and none does if not `keeps`."""
+    """Divider of values into their structure and their tensors.
+
+    A tensor that occurs several times is kept once. Without `keeps`, no tensor is.
+    """
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.tensors: Tensors = {}
@@ -120,7 +123,7 @@ def read_structure(packet: Tensors) -> Node:
 
 
 def pack_structure(value: Any) -> Node:
-    """Return the structure of `value`, of whose tensors nothing travels."""
+    """Return the structure of `value` alone; none of its tensors travels."""
     return Packer(keeps=False).pack(value, "value")
 
 
@@ -174,7 +177,7 @@ def named_tensors(structure: Any) -> dict[str, tuple[tuple[int, ...], torch.dtyp
     """Return shape and dtype of every tensor that travels with a packet's structure, by name.
 
     Args:
-        structure: of a packet, or a part of it.
+        structure: structure of a packet, or a part of it.
     """
     if isinstance(structure, list):
         parts = structure
@@ -256,16 +259,23 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
     return not all(map(torch.equal, before, after))
 
 
-# Before the denoiser's first call, the call that encodes wraps each method and notes:
+# Until the denoiser's first call, the call that encodes records the result of each method. Those of
+# Stable Video Diffusion, in order, with the tensors of the packet that have them:
 #
-#   name                    result           the generator afterwards
-#   encode_prompt           (tensor, tensor) -
-#   vae.encode              output class     -
-#   prepare_latents         tensor           its state, as the method drew noise
+#   method                       before step 0          after a step
+#   _encode_image                record.0               record.0
+#   video_processor.preprocess   -  (no step uses it)   -
+#   _encode_vae_image            record.2               record.2
+#   _get_add_time_ids            record.3               record.3
+#   prepare_latents              latents, drew.4.0      latents, generator.0
 #
-# Later calls return these results in the same order of each name, without the components. A record
-# inside another one is not noted: a replay of the outer one never calls the inner one. Methods that
-# return no tensors and draw nothing run again: they are cheap, and may set the pipeline's fields.
+# `drew.4.0` is the generator's state after the method, which drew noise. After a step, `latents` is
+# the new latent and `generator.0` the state behind that step.
+#
+# Later calls return the records in order, by the method's name, and need no encoder. A method that
+# another recorded method calls is not recorded: the replay of the outer one does not call it. A
+# method that returns no tensor and draws nothing runs again: it is cheap, and may set fields of the
+# pipeline.
 
 
 @dataclass(eq=False)
@@ -277,9 +287,9 @@ class Records:
     """Returns the value of a node of the packet."""
     generator: torch.Generator
     given: list[Node] | None
-    """Records of the packet; None: this call makes them."""
+    """Records of the packet; None: this call encodes and makes them."""
     paused: bool = False
-    """While it is true, as in steps, nothing is recorded or replayed."""
+    """Whether nothing is recorded or replayed, as during steps."""
 
     def __post_init__(self) -> None:
         self._left = list(self.given or ())
@@ -326,7 +336,7 @@ class Records:
         self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
-        """Return the structure of what was recorded; the first latent is packed by its own name.
+        """Return the structure of the records; the first latent gets the name `latents`.
 
         Args:
             packer: packer that keeps the tensors.
@@ -345,7 +355,7 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records for the next packet; the latent stands for the noise.
+        """Return the received records for the next packet, without what only the first step uses.
 
         Args:
             received: tensors of the packet that this rank got.
