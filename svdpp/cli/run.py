@@ -229,7 +229,7 @@ class RunCommand:
             ModelError: the model cannot be used.
         """
         from svdpp.driver.jobs import check_outputs, plan_clips
-        from svdpp.media.inputs import stretch_remark
+        from svdpp.media.inputs import input_remarks
 
         num_there = check_outputs(found, self.seeds, self.policy)
         if self.policy.keeps_finished and num_there > _FEW_CLIPS:
@@ -237,8 +237,9 @@ class RunCommand:
         pipeline = self.pipeline(config, found)
         assert pipeline.checkpoint is not None
         clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
-        remark = stretch_remark(found, pipeline.config.sampling)
-        self.console.info(*pipeline.checkpoint.remarks, *([remark] if remark else []))
+        files = [each.media_file for each in found if each.media_file is not None]
+        remarks = input_remarks(files, pipeline.config.sampling)
+        self.console.info(*pipeline.checkpoint.remarks, *(f"remark: {text}" for text in remarks))
         return pipeline, clips
 
     def execute(

@@ -15,10 +15,10 @@ import shlex
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
@@ -61,6 +61,10 @@ _ORIENTATION = ExifTags.Base.Orientation
 DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 
+#: What was done to an image's colours that diffusers does otherwise.
+Conversion = Literal["", "over white", "scaled"]
+
+
 @dataclass(frozen=True)
 class MediaFile:
     """Path, hash and upright size in pixels of an image or a video that was read."""
@@ -70,6 +74,8 @@ class MediaFile:
     """SHA-256 of the file, in hex."""
     width: int
     height: int
+    conversion: Conversion = ""
+    """How its colours differ from those that diffusers' `load_image` reads; empty: not at all."""
 
 
 @dataclass(frozen=True)
@@ -126,27 +132,44 @@ def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -
 _STRETCHED = 1.25
 
 
-def stretch_remark(inputs: Sequence[ClipInput], sampling: SamplingConfig) -> str:
-    """Return a sentence on images that the frame's shape distorts; empty if there are none.
+_CONVERSIONS: dict[Conversion, tuple[str, str]] = {
+    "over white": ("laid over white", "its transparent parts show the colours under them"),
+    "scaled": ("scaled from 16 bits to 8", "its greys above 255 are white"),
+}
+
+
+def input_remarks(
+    files: Iterable[MediaFile], sampling: SamplingConfig, fit_option: str = "--fit"
+) -> list[str]:
+    """Return sentences on what becomes of images that a user may not expect, one for each kind.
 
     Args:
-        inputs: of the clips.
+        files: images or videos of the clips.
         sampling: its `width`, `height` and `fit`; only `stretch` distorts.
+        fit_option: name under which the user knows `fit`.
     """
-    if sampling.fit != "stretch":
-        return ""
+    files = list(dict.fromkeys(files))
+    remarks = []
     shape = sampling.width / sampling.height
-    files = dict.fromkeys(each.media_file for each in inputs if each.media_file is not None)
     ratios = {file: file.width / file.height / shape for file in files}
     stretched = [file for file in files if not 1 / _STRETCHED <= ratios[file] <= _STRETCHED]
-    if not stretched:
-        return ""
-    first = stretched[0]
-    more = f" and {len(stretched) - 1} more are" if len(stretched) > 1 else " is"
-    return (
-        f"remark: {str(first.path)!r} ({first.width}x{first.height}){more} stretched to "
-        f"{sampling.width}x{sampling.height}, as by diffusers; --fit crop or pad keeps its shape"
-    )
+    if stretched and sampling.fit == "stretch":
+        remarks.append(
+            f"{_name_first(stretched)} stretched to {sampling.width}x{sampling.height}, as by "
+            f"diffusers; {fit_option} crop or pad keeps its shape"
+        )
+    for conversion, (done, instead) in _CONVERSIONS.items():
+        if converted := [file for file in files if file.conversion == conversion]:
+            remarks.append(
+                f"{_name_first(converted)} {done}; read by diffusers' load_image, {instead}"
+            )
+    return remarks
+
+
+def _name_first(files: Sequence[MediaFile]) -> str:
+    first = files[0]
+    more = f" and {len(files) - 1} more are" if len(files) > 1 else " is"
+    return f"{str(first.path)!r} ({first.width}x{first.height}){more}"
 
 
 # --- the search for files -------------------------------------------------------------------------
@@ -373,7 +396,7 @@ def _read_image_bytes(data: bytes, path: Path, max_pixels: int) -> tuple[Image.I
         with warnings.catch_warnings():
             # Pillow warns of invalid metadata, and of sizes that are refused below anyway.
             warnings.simplefilter("ignore")
-            image = _decode(data, max_pixels)
+            image, conversion = _decode(data, max_pixels)
     except InputError as error:
         details = {"path": str(path), **error.details}
         raise InputError(f"{name} {error.message}", error.hint, details=details) from None
@@ -390,7 +413,8 @@ def _read_image_bytes(data: bytes, path: Path, max_pixels: int) -> tuple[Image.I
         details = {"path": str(path), "reason": first_line(error)}
         message = f"{name} is damaged or truncated: {first_line(error)}"
         raise InputError(message, details=details) from error
-    return image, MediaFile(path, hashlib.sha256(data).hexdigest(), image.width, image.height)
+    sha256 = hashlib.sha256(data).hexdigest()
+    return image, MediaFile(path, sha256, image.width, image.height, conversion)
 
 
 def _not_an_image(data: bytes, path: Path) -> InputError:
@@ -406,7 +430,7 @@ def _not_an_image(data: bytes, path: Path) -> InputError:
     return InputError(message, "convert it to PNG or JPEG first")
 
 
-def _decode(data: bytes, max_pixels: int) -> Image.Image:
+def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _check_size(*image.size, max_pixels)
         if image.format == "PNG":
@@ -416,10 +440,10 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
         image.load()
         # After load(), because there Pillow turns a TIFF upright and drops the tag.
         orientation = image.getexif().get(_ORIENTATION)
-        rgb = _to_rgb(image)
+        rgb, conversion = _to_rgb(image)
     rgb.info.clear()  # Pillow would write all other tags again, and some have odd types
     rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
-    return ImageOps.exif_transpose(rgb)
+    return ImageOps.exif_transpose(rgb), conversion
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:
@@ -438,7 +462,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise InputError(message, details={**details, "limit": f"{_MAX_ASPECT}:1"})
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
     if image.mode in ("F", "I"):
         raise InputError(
             "has grey of 32 bits, whose white is not defined: save it with 16 bits",
@@ -446,16 +470,18 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         )
     if image.mode.startswith("I;16"):  # Pillow would clip it
         grey = (np.asarray(image).astype(np.uint32) + 128) // 257
-        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB"), "scaled"
     if not image.has_transparency_data:
-        return image.convert("RGB")
+        return image.convert("RGB"), ""
+    is_opaque = True
     over_white = Image.new("RGB", image.size)
     for top in range(0, image.height, _BAND_ROWS):  # in bands, because each step makes a copy
         box = (0, top, image.width, min(top + _BAND_ROWS, image.height))
         rgba = image.crop(box).convert("RGBA")
+        is_opaque = is_opaque and rgba.getchannel("A").getextrema()[0] == 255
         white = Image.new("RGBA", rgba.size, "white")
         over_white.paste(Image.alpha_composite(white, rgba).convert("RGB"), box)
-    return over_white
+    return over_white, "" if is_opaque else "over white"
 
 
 def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
@@ -617,7 +643,7 @@ def _animation_frames(
         with Image.open(io.BytesIO(data), formats=_ANIMATED) as animation:
             _check_size(*animation.size, max_pixels)
             for frame in itertools.islice(ImageSequence.Iterator(animation), count):
-                yield _to_rgb(frame)
+                yield _to_rgb(frame)[0]
     except InputError as error:
         raise InputError(f"{name} {error.message}", error.hint, details=error.details) from None
     except Exception as error:  # on hostile bytes Pillow raises nearly any type

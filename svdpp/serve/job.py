@@ -55,6 +55,7 @@ class Job:
         input_file: name of the file in the folder of images; empty for a clip from text alone.
         input_name: the file name that the client gave, for people only.
         input_pixels: width times height; 0 without an image.
+        remarks: what becomes of the image or video that its owner may not expect, in sentences.
         videos: SHA-256 of the further videos that the family takes, by name.
         server: id of the server that has claimed it, or has ended it.
         fencing_token: counts the claims, if servers share the queue; else 0.
@@ -79,6 +80,7 @@ class Job:
     input_name: str = ""
     input_sha256: str = ""
     input_pixels: int = 0
+    remarks: list[str] = field(default_factory=list)
     videos: dict[str, str] = field(default_factory=dict)
     prompt: str | None = None
     negative_prompt: str | None = None
@@ -150,6 +152,7 @@ _COLUMN_NAMES = {
     "verification": "proof",
     "verification_reason": "proof_reason",
 }
+_JSON_FIELDS = ("error", "metadata", "videos", "remarks")
 _FIELDS = tuple(field.name for field in fields(Job))
 #: The columns of a row, in the order of the fields of `Job`.
 COLUMNS = tuple(_COLUMN_NAMES.get(name, name) for name in _FIELDS)
@@ -163,7 +166,7 @@ def column_of(field_name: str) -> str:
 def job_to_row(job: Job) -> dict[str, Any]:
     """Return the columns of a job, by name."""
     values = {column: getattr(job, name) for column, name in zip(COLUMNS, _FIELDS, strict=True)}
-    values |= {name: to_json(values[name]) for name in ("error", "metadata", "videos")}
+    values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
     return {**values, "sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
 
 
@@ -175,7 +178,7 @@ def job_from_row(row: tuple[Any, ...]) -> Job:
     """
     values = dict(zip(_FIELDS, row, strict=True))
     try:
-        values |= {name: _of_json(values[name]) for name in ("error", "metadata", "videos")}
+        values |= {name: _of_json(values[name]) for name in _JSON_FIELDS}
         values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
     except (ValueError, TypeError, LookupError) as error:
         raise UnreadableJobError(
@@ -187,8 +190,8 @@ def job_from_row(row: tuple[Any, ...]) -> Job:
     return Job(**values)
 
 
-def to_json(value: dict[str, Any] | None) -> str | None:
-    """Return a dictionary as JSON for a column; None stays None."""
+def to_json(value: dict[str, Any] | list[Any] | None) -> str | None:
+    """Return a dictionary or list as JSON for a column; None stays None."""
     return None if value is None else json.dumps(value, default=str)
 
 
@@ -223,7 +226,7 @@ def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> i
 # --- the tables -----------------------------------------------------------------------------------
 
 #: The version of the tables.
-VERSION = 9
+VERSION = 10
 
 # `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
 # its owner had before the job was taken. `lease_until` is NULL if no other server shares the queue.
@@ -294,6 +297,7 @@ _ADDED: dict[int, str] = {
 ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;
 CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
 """,
+    10: "ALTER TABLE jobs ADD COLUMN remarks TEXT NOT NULL DEFAULT '[]';\n",
 }
 
 

@@ -110,7 +110,10 @@ class Video(BaseModel):
     eta_seconds: float | None
     step: int
     rank: int | None = None
-    input: Annotated[dict[str, str] | None, Field(description="Its image.")]
+    input: Annotated[dict[str, str] | None, Field(description="Its image or video.")]
+    remarks: Annotated[
+        list[str], Field(description="What becomes of the input that you may not expect.")
+    ] = []
     error: ErrorBody | None
     proof: VerificationStatus
     proof_reason: Annotated[str | None, Field(description="If it is `failed` or `different`.")]
@@ -165,6 +168,7 @@ def video_from_job(
         expires_at=_to_int(expires_at),
         **values,
         input={"name": job.input_name, "sha256": job.input_sha256} if job.input_file else None,
+        remarks=job.remarks,
         seed=job.seed,
         priority=job.priority,
         eta_seconds=None if eta_seconds is None else round(max(0.0, eta_seconds), 3),

@@ -21,7 +21,7 @@ from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.media.inputs import MAX_PIXELS
+from svdpp.media.inputs import MAX_PIXELS, input_remarks
 from svdpp.serve.auth import Owner
 from svdpp.serve.clips import Admission
 from svdpp.serve.clock import uptime
@@ -317,6 +317,8 @@ class Service:
             if is_image:
                 values |= {"input_file": photo.path.name, "input_name": name}
                 values |= {"input_sha256": photo.sha256, "input_pixels": photo.width * photo.height}
+                named = replace(photo, path=Path(name))  # the stored file's says nothing to clients
+                values["remarks"] = input_remarks([named], sampling, "fit")
             else:
                 values["videos"][field_name] = photo.sha256
         return values

@@ -21,14 +21,21 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from PIL import Image
 
 from svdpp.errors import InputError, SvdppError
 from svdpp.launch.process_lifetime import end_with_parent, signals_blocked, start_helper
 from svdpp.media import output_files
-from svdpp.media.inputs import MAX_PIXELS, MediaFile, probe_video, read_bytes, read_image
+from svdpp.media.inputs import (
+    MAX_PIXELS,
+    Conversion,
+    MediaFile,
+    probe_video,
+    read_bytes,
+    read_image,
+)
 from svdpp.media.kinds import FORMATS, demuxer_of
 
 # Of the process that decodes an image. The largest images that `media.inputs` takes, 50 million
@@ -58,7 +65,9 @@ _MAX_RESULT_BYTES = 16 * 1024
 _PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 #: SHA-256, suffix, width and height. What a decoder says is checked, as a hostile file could have
 #: taken it over.
-_RESULT = re.compile(r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7})")
+_RESULT = re.compile(
+    r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7}) (|over white|scaled)"
+)
 #: Before the message and the hint of an error.
 _ERROR_PREFIX = "refused\0"
 #: Of a JPEG: what begins a segment, or ends an image. In the data of a scan 0xff is followed by 0,
@@ -178,7 +187,8 @@ class UploadStore:
                 with open(upload, "wb") as file:
                     source.seek(0)
                     shutil.copyfileobj(source, file, 2**20)
-                sha256, suffix, *size = self._decode_in_slot(upload, name, video_frames, owner)
+                decoded = self._decode_in_slot(upload, name, video_frames, owner)
+                sha256, suffix, width, height, conversion = decoded
                 final = self._folder / f"{id}{f'.{video}' if video else suffix}"
                 output_files.fsync(upload)
                 os.rename(upload, final)
@@ -187,7 +197,7 @@ class UploadStore:
             for path in {upload, final}:
                 output_files.remove(path)
             raise
-        return MediaFile(final, sha256, *map(int, size))
+        return MediaFile(final, sha256, int(width), int(height), cast("Conversion", conversion))
 
     def _decode_in_slot(
         self, upload: Path, name: str, video_frames: int, owner: str
@@ -318,7 +328,7 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
         with Image.open(path, formats=FORMATS) as header:
             format = str(header.format)
             suffix = _SUFFIXES.get(format, f".{format.lower()}")
-    return f"{photo.sha256} {suffix} {photo.width} {photo.height}"
+    return f"{photo.sha256} {suffix} {photo.width} {photo.height} {photo.conversion}"
 
 
 def _check_cost(path: Path, max_scans: int) -> None:

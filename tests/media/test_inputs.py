@@ -505,13 +505,40 @@ def test_a_file_without_a_video_says_what_it_holds(clip: Path, tmp_path: Path) -
 def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
     shapes = ((600, 800), (800, 600), (1024, 576), (500, 900))
     found = [
-        inputs.ClipInput(inputs.MediaFile(Path(f"{width}.jpg"), "0" * 64, width, height), prompt)
+        inputs.MediaFile(Path(f"{width}.jpg"), "0" * 64, width, height)
         for width, height in shapes
-        for prompt in ("a", "b")
+        for _ in ("a prompt", "another")
     ]
     wide = SAMPLING_CLASSES["svd"](width=1024, height=576)
-    remark = inputs.stretch_remark(found, wide)
+    (remark,) = inputs.input_remarks(found, wide)
     assert "'600.jpg' (600x800) and 2 more are stretched to 1024x576" in remark
     assert "--fit crop" in remark
-    assert inputs.stretch_remark(found[4:6], wide) == ""
-    assert inputs.stretch_remark(found, replace(wide, fit="crop")) == ""
+    assert inputs.input_remarks(found[4:6], wide) == []
+    assert inputs.input_remarks(found, replace(wide, fit="crop")) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "fill", "words"),
+    [
+        ("RGBA", (10, 20, 30, 128), "laid over white; read by diffusers' load_image, its trans"),
+        ("LA", (10, 0), "laid over white"),
+        ("I;16", 40000, "scaled from 16 bits to 8; read by diffusers' load_image, its greys above"),
+        ("RGBA", (10, 20, 30, 255), ""),
+        ("LA", (10, 255), ""),
+        ("L", 10, ""),
+        ("RGB", (10, 20, 30), ""),
+        ("P", 3, ""),
+    ],
+)
+def test_an_image_is_what_load_image_reads_or_a_remark_says_how_it_differs(
+    tmp_path: Path, mode: str, fill: Any, words: str
+) -> None:
+    from diffusers.utils import load_image
+
+    path = tmp_path / "a.png"
+    Image.new(mode, (64, 36), fill).save(path)
+    image, file = inputs.read_image(path)
+    same = np.array_equal(np.asarray(image), np.asarray(load_image(str(path))))
+    remarks = inputs.input_remarks([file], SAMPLING_CLASSES["svd"](width=1024, height=576))
+    assert same == (remarks == []) == (not words)
+    assert words in " ".join(remarks)
