@@ -47,6 +47,9 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert (video["object"], video["model"], video["seed"]) == ("video", "dummy", 5)
     assert (video["fps"], video["motion_bucket_id"], video["priority"]) == (8, 60, 3)
     assert video["input"]["name"] == "sea.jpg"
+    (remark,) = video["remarks"]
+    assert re.match(r"'sea.jpg' \(\d+x\d+\) is stretched to \d+x\d+, as by diffusers; fit", remark)
+    assert server.request(fit="pad").json()["remarks"] == []
     assert video["seconds"] == f"{video['frames'] / 8:.2f}"
     other, defaults = server.request().json(), server.client.get("/v1/models").json()["data"][0]
     assert defaults["defaults"].items() <= other.items()

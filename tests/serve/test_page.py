@@ -178,6 +178,10 @@ def test_the_page_asks_no_other_server_and_needs_no_inline_code() -> None:
 def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     page.choose(*PHOTOS[:2])
     assert page.text("#make") == "Make 2 clips"
+    page.run("document.querySelector('details').open = true")
+    labels = [label.text for label in page.all("#model-fields label > span")]
+    assert labels[:2] == ["Motion bucket id", "Noise aug strength"], "as the server lists them"
+    assert "Fit of the image" in labels
     page.wait(lambda: len(page.all(".photo img")) == 2)
     page.fill("seed", 2**63 - 1)
     page.fill("steps", 250)  # long enough for both to be seen in the queue
@@ -194,6 +198,8 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     videos = server.client.get("/v1/videos").json()["data"]
     assert {video["seed"] for video in videos} == {2**63 - 1}
     assert f"seed {2**63 - 1}" in page.text(".card")
+    num_remarks = sum(card.text.count("is stretched to") for card in page.all(".card"))
+    assert num_remarks == sum(len(video["remarks"]) for video in videos) > 0
 
 
 def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path) -> None:

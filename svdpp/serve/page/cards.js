@@ -11,9 +11,10 @@ import { Player } from "./player.js";
 import { requestAgain } from "./send.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
-import { capital, duration, plural } from "./text.js";
+import { capital, duration, plural, withArticle } from "./text.js";
 import { thumbOf } from "./thumbs.js";
-import { ago, etaText, nameOf, parametersOf, proofOf, proofText, shapeOf, stepText, titleOf } from "./format.js";
+import { ago, etaText, inputWord, nameOf, parametersOf, proofOf, proofText, remarksOf, shapeOf,
+  stepText, titleOf } from "./format.js";
 
 export function renderClips(videos) {
   renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
@@ -31,7 +32,8 @@ function emptyText() {
   if (state.connection === "gone" && !state.listed) return "Unknown while the server is gone.";
   if (!state.listed) return "Loading.";
   if (!state.models) return "";
-  const what = model()?.inputs.input_reference === "needed" ? "Choose an image" : "Write a prompt";
+  const isNeeded = model()?.inputs.input_reference === "needed";
+  const what = isNeeded ? `Choose ${withArticle(inputWord(model()))}` : "Write a prompt";
   return `Nothing here yet. ${what}, and its clip appears here.`;
 }
 
@@ -82,6 +84,7 @@ function createCard(video) {
       make("span", { className: "note", textContent: `seed ${video.seed}` })),
     make("span", { className: "note", textContent: `${shapeOf(video)} · ${video.seconds} s` }),
     parts.made,
+    remarksOf(video),
     make("span", { className: "proof" }, parts.proof, parts.verify));
   const actions = make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }),
     parts.download,

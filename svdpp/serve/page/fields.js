@@ -1,29 +1,14 @@
 // Owns the fields of the form that only some models have, as the server lists them.
 
 import { $, make, setText } from "./dom.js";
+import { inputWord, ownParameters, parameterNames } from "./format.js";
 import { capital } from "./text.js";
-import { PARAMETERS } from "./format.js";
-
-const LABELS = {
-  motion_bucket_id: "Motion bucket",
-  noise_aug_strength: "Noise augmentation",
-  min_guidance_scale: "Guidance, first frame",
-  max_guidance_scale: "Guidance, last frame",
-  guidance_scale: "Guidance",
-  guidance_scale_2: "Guidance, expert 2",
-  guidance_rescale: "Guidance rescale",
-  strength: "Strength",
-  flow_shift: "Flow shift",
-  decode_timestep: "Decode timestep",
-  decode_noise_scale: "Decode noise",
-  max_prompt_tokens: "Prompt tokens",
-};
 
 export const field = (name) => $("new").elements[name];
 
 /** The names of the parameters that the form has for a model. */
 export const namesFor = (model) =>
-  PARAMETERS.filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused");
+  parameterNames().filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused");
 
 /** The further videos that clips of a model need, by name. */
 export const videosOf = (model) =>
@@ -34,10 +19,13 @@ export function showModelFields(model) {
   const names = namesFor(model);
   for (const name of ["prompt", "negative_prompt", "fit"]) field(name).closest("label").hidden = !names.includes(name);
   showPhotoField(model.inputs.input_reference);
-  $("files").accept = model.input_kind === "video" ? "video/*,image/*" : "image/*";
-  setText($("drop").querySelector("strong"), `Choose ${model.input_kind}s`);
+  const word = inputWord(model);
+  $("files").accept = word === "video" ? "video/*,image/*" : "image/*";
+  setText($("drop").querySelector("strong"), `Choose ${word}s`);
+  $("photos").setAttribute("aria-label", `Chosen ${word}s`);
+  setText(field("fit").closest("label").querySelector("span"), `Fit of the ${word}`);
   showVideoFields(videosOf(model));
-  const modelFields = names.filter((name) => LABELS[name]);
+  const modelFields = ownParameters(model);
   if (modelFields.join() !== $("model-fields").dataset.names) {
     for (const old of [...$("model-fields").querySelectorAll(".model-field")]) old.remove();
     $("model-fields").prepend(...modelFields.map(makeField));
@@ -56,14 +44,16 @@ function showVideoFields(names) {
   if (names.join() === $("videos").dataset.names) return;
   $("videos").dataset.names = names.join();
   $("videos").replaceChildren(...names.map((name) => make("label", { className: "field" },
-    make("span", { textContent: capital(name.replaceAll("_", " ")) }),
+    make("span", { textContent: label(name) }),
     make("input", { name, type: "file", accept: "video/*,image/*", required: true }))));
 }
 
 function makeField(name) {
   const input = make("input", { name, type: "number", inputMode: "decimal", step: "any", placeholder: "default" });
-  return make("label", { className: "field model-field" }, make("span", { textContent: LABELS[name] }), input);
+  return make("label", { className: "field model-field" }, make("span", { textContent: label(name) }), input);
 }
+
+const label = (name) => capital(name.replaceAll("_", " "));
 
 function limit(input, about) {
   if (input.type !== "number") return;

@@ -1,17 +1,27 @@
 // Owns how a clip is described: names, states, times.
 
+import { make } from "./dom.js";
 import { state } from "./state.js";
-import { duration, now, plural } from "./text.js";
+import { duration, now, plural, sentence } from "./text.js";
 
-/** Of all families, in the order in which they are shown. */
-export const PARAMETERS = ["prompt", "negative_prompt", "size", "steps", "frames", "fps", "seed", "motion_bucket_id",
-  "noise_aug_strength", "min_guidance_scale", "max_guidance_scale", "guidance_scale", "guidance_scale_2",
-  "guidance_rescale", "strength", "flow_shift", "decode_timestep", "decode_noise_scale", "max_prompt_tokens", "fit",
-  "priority"];
+const FIRST = ["prompt", "negative_prompt", "size", "steps", "frames", "fps", "seed"];
+const LAST = ["fit", "priority"];
+// Fields of requests that say nothing of a clip which `FIRST` does not.
+const OTHERS = ["seconds", "callback_url"];
+
+/** The names of the parameters that only some models have, in the server's order. */
+export const ownParameters = (model) =>
+  Object.keys(model.fields).filter((name) => ![...FIRST, ...LAST, ...OTHERS].includes(name));
+
+/** The names of all models' parameters, in the order in which they are shown. */
+export const parameterNames = () => [...FIRST, ...new Set((state.models ?? []).flatMap(ownParameters)), ...LAST];
 
 /** The parameters that a clip has a value for. */
 export const parametersOf = (video) =>
-  PARAMETERS.filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
+  parameterNames().filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
+
+/** What a model makes clips from besides a prompt, in one word: "image" or "video". */
+export const inputWord = (model) => model?.input_kind ?? "image";
 
 const PROOFS = {
   none: "not verified",
@@ -24,9 +34,9 @@ const PROOFS = {
 
 const NAME_LETTERS = 60;
 
-/** The beginning of a clip's prompt, or the name of its photograph. */
+/** The beginning of a clip's prompt, or the name of its image or video. */
 export function nameOf({ prompt, input }) {
-  const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "image";
+  const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "clip";
   return text.length > NAME_LETTERS && prompt ? `${text.slice(0, NAME_LETTERS - 1).trimEnd()}…` : text;
 }
 
@@ -45,6 +55,11 @@ export function proofOf(video) {
 export function proofText(video) {
   const words = PROOFS[proofOf(video)];
   return video.proof_reason ? `${words}: ${video.proof_reason}` : words;
+}
+
+/** A line with what becomes of a clip's input that a person may not expect; hidden if there is nothing. */
+export function remarksOf({ remarks = [] }) {
+  return make("span", { className: "note", textContent: remarks.map(sentence).join(" "), hidden: !remarks.length });
 }
 
 /** `index` of a clip among the waiting ones of this page, whose places may be of different moments. */

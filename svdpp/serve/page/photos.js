@@ -1,9 +1,10 @@
-// Owns the chosen photographs, up to the press of the button.
+// Owns the chosen images or videos, up to the press of the button.
 
 import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
+import { inputWord } from "./format.js";
 import { state } from "./state.js";
-import { fileSize } from "./text.js";
+import { fileSize, withArticle } from "./text.js";
 import { shrink } from "./thumbs.js";
 
 /** Six digits: short enough to read out. */
@@ -28,11 +29,12 @@ function addPhotos(files) {
 
 /** Why the server would refuse a file; empty if that is not known. */
 function faultOf(file) {
-  const takesVideo = model()?.input_kind === "video" && file.type.startsWith("video/");
-  if (file.type && !file.type.startsWith("image/") && !takesVideo) return "This is not an image.";
+  const takesVideo = inputWord(model()) === "video" && file.type.startsWith("video/");
+  const word = inputWord(model());
+  if (file.type && !file.type.startsWith("image/") && !takesVideo) return `This is not ${withArticle(word)}.`;
   const most = model()?.limits.max_upload_bytes ?? Infinity;
   if (file.size <= most) return "";
-  return `The image has ${fileSize(file.size)}; this server takes ${fileSize(most)} at most.`;
+  return `The ${word} has ${fileSize(file.size)}; this server takes ${fileSize(most)} at most.`;
 }
 
 export function removePhoto(photo) {
@@ -79,7 +81,7 @@ function updatePhoto(node, photo) {
 export function listenToPhotos() {
   $("files").addEventListener("change", () => { addPhotos([...$("files").files]); $("files").value = ""; });
   document.addEventListener("paste", (event) => {
-    const files = [...(event.clipboardData?.files ?? [])].filter((file) => file.type.startsWith("image/"));
+    const files = [...(event.clipboardData?.files ?? [])].filter((file) => /^(image|video)\//.test(file.type));
     if (files.length) { event.preventDefault(); addPhotos(files); }
   });
   // Files dropped beside the field must not replace the page.

@@ -5,7 +5,7 @@ import { byStart, isNewer, tintOf } from "./clips.js";
 import { $, make, renderList, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
 import { thumbOf } from "./thumbs.js";
-import { allText, etaText, nameOf, placeText, shapeOf, stepText, titleOf } from "./format.js";
+import { allText, etaText, nameOf, placeText, remarksOf, shapeOf, stepText, titleOf } from "./format.js";
 
 const SHOWN_IN_QUEUE = 8;
 
@@ -71,7 +71,7 @@ function createRow(video) {
       onclick: () => cancel(video.id) }),
   };
   const node = make("li", { className: "row" }, parts.thumb,
-    make("div", { className: "what" }, parts.title, parts.about),
+    make("div", { className: "what" }, parts.title, parts.about, remarksOf(video)),
     make("div", { className: "meter" }, parts.bar),
     make("div", { className: "status" }, parts.status, " ", parts.eta),
     make("div", { className: "actions" }, parts.button));

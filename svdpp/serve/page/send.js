@@ -1,4 +1,4 @@
-// Owns the requests for clips: of the chosen photographs, and of a clip once more.
+// Owns the requests for clips: of the chosen images or videos, and of a clip once more.
 
 import { get, getBlob, ApiError, errorText } from "./api.js";
 import { takeVideo } from "./clips.js";
@@ -10,11 +10,11 @@ import { field, videosOf } from "./fields.js";
 import { removePhoto, randomSeed, renderPhotos, token } from "./photos.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
-import { duration, plural } from "./text.js";
+import { duration, plural, withArticle } from "./text.js";
 import { keepThumb } from "./thumbs.js";
-import { parametersOf, titleOf } from "./format.js";
+import { inputWord, parametersOf, titleOf } from "./format.js";
 
-// What stands for the photograph of a clip from text alone.
+// What stands for the file of a clip from text alone.
 const newText = () => ({ file: null, seed: randomSeed() });
 let text = newText();
 
@@ -36,7 +36,7 @@ export async function submit(event) {
   event.preventDefault();
   clearErrors();
   if (!state.photos.length && (model()?.inputs.input_reference ?? "needed") === "needed") {
-    showFormError("Choose an image first.");
+    showFormError(`Choose ${withArticle(inputWord(model()))} first.`);
     $("files").focus();
     return;
   }

@@ -4,9 +4,11 @@ export const now = () => Date.now() / 1000;
 export const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 export const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
+export const withArticle = (noun) => `${/^[aeiou]/.test(noun) ? "an" : "a"} ${noun}`;
+
 export function sentence(text) {
   if (!text) return "";
-  const isName = /^[a-z]+_|^--/.test(text); // of a parameter, which keeps its small letter
+  const isName = /^[a-z]+_|^--|^'/.test(text); // of a parameter or file, which keeps its small letter
   return (isName ? text : capital(text)) + (/[.!?]$/.test(text) ? "" : ".");
 }
 

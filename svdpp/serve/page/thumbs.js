@@ -12,7 +12,10 @@ export async function shrink(blob) {
   try {
     const bitmap = await createImageBitmap(blob, { resizeWidth: 160, resizeQuality: "medium" });
     const canvas = make("canvas", { width: bitmap.width, height: bitmap.height });
-    canvas.getContext("2d").drawImage(bitmap, 0, 0);
+    const context = canvas.getContext("2d");
+    context.fillStyle = "white"; // under transparent parts, as in the clip
+    context.fillRect(0, 0, bitmap.width, bitmap.height);
+    context.drawImage(bitmap, 0, 0);
     bitmap.close();
     const small = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.85));
     return URL.createObjectURL(small);
