@@ -72,6 +72,8 @@ class Dispatcher:
         """Jobs of clips by their indices, also of those that have ended: ranks report late."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
+        # Ids of jobs that this server has tried again because a file could not be read or written.
+        self._retried_files = deque[str](maxlen=_MAX_RECENT_JOBS)
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
         self.preparing: RunningClip | None = None
         """Clip whose large image the ranks prepare, while others go first. None: there is none."""
@@ -330,10 +332,11 @@ class Dispatcher:
             logger.warning("{} starts again once its files are there: {}", job.id, error)
             self._requeue(job)
             self._check_storage()
-        elif isinstance(error, InputError | OutputError) and job.attempts + 1 < MAX_ATTEMPTS:
+        elif isinstance(error, InputError | OutputError) and job.id not in self._retried_files:
             # Its input was readable when it came: perhaps the files were away for a moment.
             logger.warning("{} starts again: {}", job.id, error)
-            self._requeue(job, counts=True)
+            self._retried_files.append(job.id)
+            self._requeue(job)
         elif self._record_failed(job, error):
             self._request_builder.remove_latents(job)
 

@@ -13,20 +13,24 @@ from PIL import Image
 from svdpp.config import ClipRequest
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
-from svdpp.errors import OutOfMemoryError, OutputError
+from svdpp.errors import OutOfMemoryError, OutputError, RankError
 from svdpp.launch.world import World
+from svdpp.serve.clips import RunningClip
+from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event
 from tests.support.dummies import plain_hashes
 from tests.support.engines import (
     STEPS,
+    add,
     demo_config,
     demo_job,
     dummy_config,
     job_of,
     latents,
     serving,
+    taken,
 )
 from tests.support.processes import allowing_for_others
 
@@ -202,6 +206,31 @@ def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> Non
     assert resumed[1] == 4
     assert latents(jobs) == plain_hashes(STEPS, *range(6))
     assert list((tmp_path / "latents").iterdir()) == []
+
+
+def test_file_faults_and_deaths_of_ranks_are_counted_apart(tmp_path: Path) -> None:
+    no_file, died = OutputError("the disk is away"), RankError("rank 1 died", details={"rank": 1})
+    with closing(JobQueue(tmp_path)) as queue:
+        engine = Engine(dummy_config(2), queue)
+        dispatcher, id = engine.dispatcher, add(queue)
+
+        def fail() -> Job:
+            dispatcher._fail_or_requeue(taken(queue), no_file)
+            return job_of(queue, id)
+
+        def lose_ranks() -> Job:
+            job = taken(queue)
+            dispatcher._clips[id] = RunningClip(job, ClipRequest(seed=1), {})
+            dispatcher.requeue_all(died, {id})
+            return job_of(queue, id)
+
+        for job, attempts in ((fail(), 0), (lose_ranks(), 1)):
+            assert (job.state, job.attempts) == (JobState.QUEUED, attempts)
+        failed = lose_ranks()
+        assert failed.error is not None
+        assert "the ranks died 2 times during this clip" in failed.error["message"]
+        id = add(queue)
+        assert [fail().state, fail().state] == [JobState.QUEUED, JobState.FAILED]
 
 
 def test_a_clip_during_which_ranks_die_twice_fails_by_name(tmp_path: Path, told: list[str]) -> None:
