@@ -35,6 +35,7 @@ def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path, queue_url: st
         owner="ann",
         seed=2**63 - 1,
         sampling=replace(SAMPLING, fps=9, fit="crop", min_guidance_scale=0.1 + 0.2),
+        remarks=["'a.png' is stretched", "Füße"],
         input_name="Füße 猫 '; DROP TABLE jobs; --.png",
         created_at=1763812345.678901,
         priority=9,

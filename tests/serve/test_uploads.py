@@ -83,6 +83,7 @@ def test_a_photograph_that_takes_much_memory_is_refused(
 def test_the_largest_photograph_is_kept(uploads: UploadStore) -> None:
     photo = uploads.save(io.BytesIO(png(7071, 7071, 16, 0, bytes(14_143 * 7071))), new_id(), "x")
     assert photo.width * photo.height > 49_990_000
+    assert photo.conversion == "scaled", "its grey has 16 bits"
 
 
 @pytest.mark.slow
