@@ -25,7 +25,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve soak-fleet \
-  lint format types imports pre-commit coverage docs check-docs files clean
+  lint format types imports pre-commit coverage docs check-docs clean
 
 help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -104,15 +104,11 @@ coverage: $(STAMP) ## Measure which lines of svdpp `make test` runs, in all its 
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-docs: $(STAMP) ## Generate docs/cli.md and the table in docs/models.md
+docs: $(STAMP) ## Generate docs/cli.md, and parts of docs/models.md and docs/architecture.md
 	$(BIN)/python docs/generate_cli_reference.py
 
-check-docs: $(STAMP) ## Check that both are up to date
+check-docs: $(STAMP) ## Check that these are up to date
 	$(BIN)/python docs/generate_cli_reference.py --check
-
-files: ## List every module with its first line; IN=serve: of one package
-	@find svdpp/$(IN) -name '*.py' ! -empty | sort | while read -r file; do \
-	  printf '%-42s%s\n' "$$file" "$$(sed -n '1s/"""//gp' "$$file")"; done
 
 clean: ## Remove caches, builds and the demos' clips; the virtual environment stays
 	rm -rf $(DEMO) $(SERVED) build dist \

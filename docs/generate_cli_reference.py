@@ -1,4 +1,6 @@
-"""Writes docs/cli.md from the commands, and the table of families in docs/models.md from the specs.
+"""Writes docs/cli.md from the commands, and two parts of other pages from the code.
+
+These are the table of families in docs/models.md and the list of files in docs/architecture.md.
 
 python docs/generate_cli_reference.py            writes them
 python docs/generate_cli_reference.py --check    exit 1 where one is not what would be written
@@ -7,6 +9,7 @@ python docs/generate_cli_reference.py --check    exit 1 where one is not what wo
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import inspect
 import re
@@ -28,7 +31,10 @@ from svdpp.config import SAMPLING_CLASSES
 
 TARGET = Path(__file__).resolve().parent / "cli.md"
 MODELS = TARGET.with_name("models.md")
+ARCHITECTURE = TARGET.with_name("architecture.md")
+SOURCE = TARGET.parents[1] / "svdpp"
 _TABLE = re.compile(r"(<!-- families, by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_FILES = re.compile(r"(<!-- files, by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 #: Stands for a space at which no line may end.
 _SPACE = "\0"
@@ -53,8 +59,12 @@ def main() -> int:
 
 
 def _pages() -> dict[Path, str]:
-    models = MODELS.read_text(encoding="utf-8")
-    return {TARGET: reference(), MODELS: _TABLE.sub(lambda match: match[1] + families(), models)}
+    models, architecture = (page.read_text(encoding="utf-8") for page in (MODELS, ARCHITECTURE))
+    return {
+        TARGET: reference(),
+        MODELS: _TABLE.sub(lambda match: match[1] + families(), models),
+        ARCHITECTURE: _FILES.sub(lambda match: match[1] + files(), architecture),
+    }
 
 
 def _differs(page: Path, wanted: str) -> bool:
@@ -80,6 +90,27 @@ def families() -> str:
         cells = (f"`{each['family']}`", each["title"], " or ".join(each["inputs"]))
         lines.append(f"| {' | '.join((*cells, pipelines, schedulers))} |")
     return "\n".join(lines) + "\n"
+
+
+def files() -> str:
+    """Return the modules and scripts of svdpp in Markdown, by folder, each with its first line."""
+    lines: list[str] = []
+    folders = {path.parent for path in SOURCE.rglob("*.py")} | {SOURCE / "serve" / "page"}
+    for folder in sorted(folders, key=lambda folder: (folder != SOURCE, folder)):
+        paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".py", ".js")]
+        texts = {path.name: _escaped(_first_line(path)) for path in paths}
+        about = texts.pop("__init__.py", "Scripts of the page.")
+        lines.append(f"\n**`{folder.relative_to(SOURCE.parent)}/`** {about}\n")
+        lines += [f"- `{name}`: {text}" for name, text in texts.items()]
+    return "\n".join(lines) + "\n\n"
+
+
+def _first_line(path: Path) -> str:
+    """Return the first line of a module's docstring, or of a script's first comment."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".js":
+        return text.splitlines()[0].removeprefix("// ")
+    return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
 def reference() -> str:

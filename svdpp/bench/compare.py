@@ -1,4 +1,4 @@
-"""Two benchmarks compared: ratios of their figures, with the noise of their rounds."""
+"""Comparison of two benchmarks: ratios of their metrics, with the noise of their rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark's configuration: YAML and overrides, checked before anything runs."""
+"""Configuration of a benchmark: YAML and overrides, checked before anything runs."""
 
 from __future__ import annotations
 

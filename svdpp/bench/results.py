@@ -1,4 +1,4 @@
-"""The results of a benchmark: its folder, its files and its figures."""
+"""Results of a benchmark: its folder, its files and its metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark: its cases, measured in turns."""
+"""Run of a benchmark: its cases, measured in turns."""
 
 from __future__ import annotations
 

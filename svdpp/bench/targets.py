@@ -1,4 +1,4 @@
-"""Performance targets: bounds for figures of a benchmark, and whether it reaches them."""
+"""Performance targets: bounds for metrics of a benchmark, and whether they are met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program: its commands, each of which is imported only to run it, and how it ends."""
+"""The program: its commands, each imported when it runs, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints for one command: what they propose by options that the command lacks is left out."""
+"""Hints of errors, without the options that the command lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typer's commands, faster: options that are not on the command line are not converted.
+"""Faster Typer commands, which convert only the options on the command line.
 
 Typer 0.29 makes a pydantic model of each option that it parses, also of those that keep their
 default. That takes light commands longer than all the rest.

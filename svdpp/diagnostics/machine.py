@@ -1,4 +1,4 @@
-"""The machine: facts for `env`, checks of what a run needs for `doctor`, costs for `profile`."""
+"""The machine: facts for `env`, checks for `doctor`, measured costs for `profile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a run, from its trace: for its manifest, the rounds of a bench, and the report."""
+"""Metrics of a run, from its trace: for its manifest, the rounds of a bench, and the report."""
 
 from __future__ import annotations
 

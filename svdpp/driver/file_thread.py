@@ -1,4 +1,4 @@
-"""A thread for work with files, so that a folder that does not respond stops nothing else."""
+"""A thread for file operations, so that a folder that does not respond blocks nothing else."""
 
 from __future__ import annotations
 

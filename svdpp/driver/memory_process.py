@@ -1,4 +1,4 @@
-"""Memory estimates and counts of FLOPs, in a process of their own beside a rank.
+"""Memory estimates and FLOP counts, in a process of their own beside a rank.
 
 Both take seconds of Python. Under torchrun rank 0 computes in a thread of the process that checks
 requests, and would wait for the interpreter meanwhile. A process that starts its ranks saves the

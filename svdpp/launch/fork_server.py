@@ -1,4 +1,4 @@
-"""The fork server of CPU ranks, which imports torch and the model's classes once for all of them.
+"""Fork server of CPU ranks, which imports torch and the model's classes once for all of them.
 
 This module imports no torch: a command starts the server before it imports torch itself. The server
 is multiprocessing's own. By itself it would wait for ever for a stopped rank, and would not notice

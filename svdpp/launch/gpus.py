@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, read through NVML without CUDA, and the free host memory.
+"""GPUs of this process, read through NVML without CUDA, and free host memory.
 
 The parent reads it here because `torch.cuda` would create a context of about 0.5 GB on every GPU,
 and processes that are forked afterwards could not use CUDA.

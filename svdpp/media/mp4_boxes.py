@@ -1,4 +1,4 @@
-"""Boxes of an mp4 that players obey and ffmpeg does not: colours, crop, stereo and projection."""
+"""Boxes of an mp4 that players follow and ffmpeg ignores: colours, crop, stereo, projection."""
 
 from __future__ import annotations
 

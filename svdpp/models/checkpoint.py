@@ -1,4 +1,4 @@
-"""Finding a checkpoint, checking its configs, and what the engine asks of it; knows no torch.
+"""Checkpoints: the search, the check of their configs, and the facts that the engine needs.
 
 A checkpoint is untrusted: sizes in its configs are bounded, code is refused, and every error is a
 `ModelError` that names the file.

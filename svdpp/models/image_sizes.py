@@ -1,4 +1,4 @@
-"""The sizes of clips from an image, of models that crop it to one of a few shapes."""
+"""Sizes of clips from an image, for models that crop it to one of a few shapes."""
 
 from __future__ import annotations
 

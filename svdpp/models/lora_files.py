@@ -1,4 +1,4 @@
-"""Files of LoRAs: found, hashed and checked before any rank starts; knows no torch.
+"""Files of LoRAs, found, hashed and checked before any rank starts; imports no torch.
 
 Each tensor of a file is either loaded by the ranks, or named here: refused, or listed as ignored.
 """

@@ -1,4 +1,4 @@
-"""Estimate of a model's memory, and count of its FLOPs, from its configs; reads no weight.
+"""Estimate of a model's memory and count of its FLOPs, from its configs without weights.
 
 It runs the real encode, steps and decode of a rank. Components are made of fake tensors, which have
 a shape but no data, and so are their calls; the pipeline gets zeros of the shapes of their results.

@@ -1,4 +1,4 @@
-"""Actions, each one thing that a rank does for one clip, and each rank's list of them."""
+"""Actions: one thing that a rank does for one clip, and the list of them for each rank."""
 
 from __future__ import annotations
 

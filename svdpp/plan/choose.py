@@ -1,4 +1,4 @@
-"""The choice by forecast of the best layout that fits, and the comparison of layouts."""
+"""Choice of the best layout that fits, by forecast, and comparison of layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model: seconds and memory of each kind of work, the costs file, published costs."""
+"""Cost model: seconds and memory of each kind of work; costs files and published costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forecast of a run: a simulation of action lists, or a recurrence for very many clips."""
+"""Forecast of a run: a simulation of the action lists, or a recurrence for very many clips."""
 
 from __future__ import annotations
 

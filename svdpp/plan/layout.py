@@ -1,4 +1,4 @@
-"""The layout of the ranks: which form replicas, where each clip is cut, and its route."""
+"""Layout of the ranks: which form replicas, where each clip is cut, and its route."""
 
 from __future__ import annotations
 

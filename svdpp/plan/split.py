@@ -1,4 +1,4 @@
-"""The rules that cut the denoising steps of a clip into ranges, one for each stage.
+"""Rules that cut the denoising steps of a clip into ranges, one for each stage.
 
 `uniform` makes equal ranges. `balanced` makes the slowest stage as fast as whole steps allow.
 `alternating` varies the ranges from clip to clip, so that on average all stages have equal work.

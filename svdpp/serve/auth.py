@@ -1,4 +1,4 @@
-"""The files of API keys and of secrets for webhooks, and the hosts that are served without keys.
+"""Files of API keys and of webhook secrets, and the hosts that are served without a key.
 
 A key has 256 random bits, so its plain SHA-256 is safe to store: no one can guess a key, and a slow
 hash, which protects passwords, would only delay each request.

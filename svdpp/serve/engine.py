@@ -1,4 +1,4 @@
-"""Engine: the thread that feeds a pipeline from the queue and restarts it; states of ranks."""
+"""Engine: the thread that feeds a pipeline from the queue and restarts it; monitor of the ranks."""
 
 from __future__ import annotations
 

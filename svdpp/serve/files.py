@@ -1,4 +1,4 @@
-"""Answers that are stored files: their names, ranges and conditions (RFC 9110, RFC 6266)."""
+"""Responses with stored files: names, ranges and conditions (RFC 9110, RFC 6266)."""
 
 from __future__ import annotations
 

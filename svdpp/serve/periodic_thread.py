@@ -1,4 +1,4 @@
-"""Threads of the service that do the same again and again, also after a failure."""
+"""Background threads that repeat a task, also after a failure."""
 
 from __future__ import annotations
 

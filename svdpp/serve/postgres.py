@@ -1,4 +1,4 @@
-"""PostgreSQL database of the queue, which many servers share; needs the extra `fleet`.
+"""PostgreSQL backend of the queue, which several servers share; needs the extra `fleet`.
 
 Nothing else coordinates the servers. A connection that has ended is replaced when it is needed, so
 a server goes on by itself once the database is back. Each call has a deadline of the client's own:

@@ -1,4 +1,4 @@
-"""Queue of jobs: each change of a job's state, which is durable at once, and each query.
+"""Queue of jobs: durable changes of a job's state, and queries.
 
 Every change names the states that it may start from, so a late one changes nothing. Owners take
 turns: next is the owner whose last job was taken longest ago. An owner's `turn` is 0 before the

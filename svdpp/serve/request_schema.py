@@ -1,4 +1,4 @@
-"""Form of a request for the server's model, and the parameters that it becomes.
+"""Schema of a request for the server's model, and its conversion to sampling parameters.
 
 A server's form has only its own model's fields, so that its OpenAPI document says what it takes.
 """

@@ -1,4 +1,4 @@
-"""Answers of the API: names of fields, videos, errors."""
+"""Responses of the API: videos and errors, and the names of their fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP server: application, socket, signals, and the order in which the parts end."""
+"""HTTP server: application, socket, signals, and the order in which its parts end."""
 
 from __future__ import annotations
 

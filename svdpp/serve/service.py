@@ -1,4 +1,4 @@
-"""Service between the routes and the queue, which knows no HTTP itself."""
+"""Service: operations on videos, between the routes and the queue; imports no HTTP library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SQLite file that has the queue unless servers share a database.
+"""SQLite backend of the queue, for a single server.
 
 The statements of the queue are the same for both databases. `?` is a value, and `clock()` the time,
 which is the database's own: the servers of a fleet need not agree on it.

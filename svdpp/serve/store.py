@@ -1,4 +1,4 @@
-"""Files of the jobs: where they are, in a folder or in a bucket, and when they are removed.
+"""Files of the jobs: their place, in a folder or a bucket, and their removal.
 
 Servers that share no folder have a bucket, the store, and each works in a data folder of its own.
 An object has the name that its file has there. It is put before a row of the queue names it, and no

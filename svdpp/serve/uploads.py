@@ -1,4 +1,4 @@
-"""Folder of uploaded images, and the process that decodes each one before it is kept.
+"""Uploaded images: their folder, and the process that decodes each before it is kept.
 
 The process limits itself before it reads the file: memory, CPU time, no files written, no core
 dumped.

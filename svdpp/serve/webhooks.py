@@ -1,4 +1,4 @@
-"""Webhooks: tells the `callback_url` of a request that its clip is completed or failed.
+"""Webhooks: requests to the `callback_url` of a job when its clip is completed or failed.
 
 The queue has what is due, so that a server that was killed goes on with it: each webhook arrives at
 least once, always with the same id. They are signed as https://www.standardwebhooks.com says.

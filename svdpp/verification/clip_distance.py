@@ -1,4 +1,4 @@
-"""Distance of a finished clip, of which only hashes are stored, from the reference.
+"""Distance between a finished clip, of which only hashes are stored, and the reference.
 
 A clip of a pair of ranks that divided a batch is made again by such a pair. If that gives the
 recorded hashes, the tensors are those of the clip, and can be compared. Frames that were written

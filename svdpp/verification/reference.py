@@ -1,4 +1,4 @@
-"""The process of the reference: diffusers' unmodified pipeline, one clip at a time, on one device.
+"""Process of the reference: diffusers' unmodified pipeline, one clip at a time, on one device.
 
 It has the ranks' settings, and reports its times as a rank does. For the dummy model it is a plain
 loop over the same network.

@@ -1,4 +1,4 @@
-"""Instructions for the process of the reference, which its parent writes without diffusers."""
+"""Setup that the parent writes for the process of the reference; imports no diffusers."""
 
 from __future__ import annotations
 

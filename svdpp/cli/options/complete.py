@@ -1,4 +1,4 @@
-"""Names that a shell completes; where none fits, the shell completes paths."""
+"""Names that a shell completes; otherwise it completes paths."""
 
 from __future__ import annotations
 

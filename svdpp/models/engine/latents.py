@@ -1,4 +1,4 @@
-"""The latent that a packet must have: its shape and dtype, from the pipeline and the parameters.
+"""Shape and dtype of the latent that a packet must have, from pipeline and parameters.
 
 A receiver derives both before the packet comes, without the sender. The formulas are those of each
 pipeline's `prepare_latents` in diffusers; `FamilySpec` has what differs between families.

@@ -1,4 +1,4 @@
-"""Loading a pipeline for one rank: its own components, and skeletons of the others."""
+"""Load of a pipeline for one rank: its own components, and skeletons of the others."""
 
 from __future__ import annotations
 

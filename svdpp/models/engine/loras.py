@@ -1,4 +1,4 @@
-"""LoRAs of a loaded pipeline: diffusers loads a file, and every tensor of it is accounted for.
+"""LoRAs of a loaded pipeline: loaded by diffusers, and checked tensor by tensor.
 
 diffusers renames a file's tensors, scales some, drops others, and only warns of what has no place.
 So the renaming is done once more with tensors that remember from which ones of the file they come,
