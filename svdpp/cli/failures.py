@@ -125,7 +125,7 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Ends the run in order at the first signal, and at once at the second."""
+    """End the run in order at the first signal, and at once at the second."""
     process_lifetime.handle_signals(exit_immediately)
     raise Interrupted(number)
 

@@ -375,7 +375,7 @@ def _rank_json(layout: ParallelConfig, rank: int) -> dict[str, Any]:
 
 
 def _print_picture(console: Console, layout: ParallelConfig, num_clips: int) -> None:
-    """Prints the rank x time grid, of the first clips if there are many."""
+    """Print the rank x time grid, of the first clips if there are many."""
     if layout.world_size > MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return

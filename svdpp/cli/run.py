@@ -293,7 +293,7 @@ class RunCommand:
         made: list[dict[str, Any]],
         lost: list[dict[str, Any]],
     ) -> None:
-        """Prints a line for each clip, and says if it was finished before or lost."""
+        """Print a line for each clip, and says if it was finished before or lost."""
         console, out = self.console, self.policy.folder
         for metadata in skipped:
             console.result(f"{out / metadata['output']}  (was finished)")

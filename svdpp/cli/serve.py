@@ -342,7 +342,7 @@ def _serve_rank(console: Console, options: ServeOptions, launched: World, log: L
 def _serve(
     console: Console, options: ServeOptions, launched: World | None, log: LogOptions
 ) -> None:
-    """Checks the request, the quick checks first, and serves until a signal."""
+    """Check the request, the quick checks first, and serve until a signal."""
     from svdpp.cli.progress import EventLog
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.serve.auth import check_host

@@ -262,7 +262,7 @@ def _verify_clips(
 
 
 def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
-    """Prints the checks of a single clip, or a line for each of several, and ends the command."""
+    """Print the checks of a single clip, or a line for each of several, and end the command."""
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]
     is_single = len(proofs) == 1

@@ -67,7 +67,7 @@ class ClipHandle(Future[ClipResult]):
         self.clip = clip
         self.request = request
         self.progress = ClipProgress(request.done_steps, num_steps)
-        """How far the clip is; it changes while the clip is made."""
+        """Progress of the clip; it changes while the clip is made."""
         self._owner = owner
         self._progress_callbacks: list[Callable[[ClipHandle], object]] = []
 
@@ -170,7 +170,7 @@ class ClipTracker:
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
         self.num_added = 0
-        """How many clips have been added, which is the index of the next one."""
+        """Number of clips that have been added, which is the index of the next one."""
         self.finisher: threading.Thread | None = None
         """The thread that finishes clips; waiting for a clip in it raises RuntimeError."""
         self._open: dict[int, ClipHandle] = {}

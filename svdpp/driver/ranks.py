@@ -62,7 +62,7 @@ class PipelineRanks:
                 minimum=1,
             )
         self.world = find_world()
-        """What the launcher says of this process; None if it starts the ranks itself."""
+        """World that a launcher has put this process in; None if it starts the ranks itself."""
         self.backend = process_group.choose_backend(config.device, config.world_size)
         num_local = config.world_size if self.world is None else self.world.local_size
         process_group.check_devices(config.device, num_local, launched=self.world is not None)
@@ -70,7 +70,7 @@ class PipelineRanks:
         self.trace = Trace(config.world_size, trace_clips or history_clips)
         """The measurements so far."""
         self.run_error: BaseException | None = None
-        """What ended the run before its last clip; None while it goes on, or if it succeeded."""
+        """Error that ended the run before its last clip; None while it runs, or if it succeeded."""
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,

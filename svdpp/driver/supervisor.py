@@ -84,7 +84,7 @@ class Supervisor:
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
         self.interruption: SvdppError | None = None
-        """What `step` raised for a rank that a signal ended, if no other failure was found."""
+        """Error that `step` raised for a rank that a signal ended, if nothing else failed."""
         self.trace = Trace(group.world_size) if trace is None else trace
 
     def send(self, rank: int, message: bytes) -> None:
@@ -339,7 +339,7 @@ class RankState:
     last_message: float
     """Time of the last message."""
     last_progress: float
-    """Until when it has made progress, or had nothing to do."""
+    """Time until which it has made progress, or had nothing to do."""
     last_event: float
     """Time of the last message that was not a heartbeat."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)

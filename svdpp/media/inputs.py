@@ -75,7 +75,7 @@ class MediaFile:
     width: int
     height: int
     conversion: Conversion = ""
-    """How its colours differ from those that diffusers' `load_image` reads; empty: not at all."""
+    """Difference of its colours from those that diffusers' `load_image` reads; empty if none."""
 
 
 @dataclass(frozen=True)

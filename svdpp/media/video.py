@@ -223,7 +223,7 @@ class FolderDifference:
     surplus: tuple[str, ...]
     """Frames beyond the clip's last, in the order of their names."""
     others: tuple[str, ...]
-    """What is no frame: other files, and folders with a `/` behind the name."""
+    """Entries that are no frames: other files, and folders with a `/` behind the name."""
 
     @property
     def has_folders(self) -> bool:

@@ -71,7 +71,7 @@ def choose_layout(
 class _Candidate(NamedTuple):
     layout: ParallelConfig
     seconds: float
-    """Until all clips are finished."""
+    """Seconds until all clips are finished."""
     latency: float
     """Mean of one clip, from its start."""
 

@@ -49,7 +49,7 @@ class Forecast:
     makespan: float
     """Seconds from the first action's start, or the first arrival, to the last action's end."""
     first_clip: float
-    """Until the first clip is finished."""
+    """Seconds until the first clip is finished."""
     seconds_per_clip: float
     """Mean time between finished clips, over the second half of the clips, in order.
 
@@ -372,7 +372,7 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 
 
 def _seconds_to_decode(route: Route, costs: CostModel) -> float:
-    """Until the last rank has all frames; it gathers them from one rank after the other."""
+    """Time when the last rank has all frames; it gathers them from one rank after the other."""
     writer = route.ranges[-1].rank
     gathered, *others = _decode_seconds(route, costs)
     for (rank, _), seconds in zip(route.shares[1:], others, strict=True):

@@ -65,7 +65,7 @@ class Admission:
         return None if error is None else error.message
 
     def check_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Refuses a clip that lacks an input that the model needs, or has one that it ignores."""
+        """Refuse a clip that lacks an input that the model needs, or has one that it ignores."""
         if self._checkpoint is not None:
             self._checkpoint.check_request(sampling, request)
 

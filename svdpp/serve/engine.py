@@ -58,9 +58,9 @@ class Engine:
         self.config, self.checkpoint = resolve_config(config, world=world)
         self.state: EngineState = "starting"
         self.restarts = 0
-        """How often the ranks have ended and been started again."""
+        """Number of times that the ranks have ended and been started again."""
         self.fatal: BaseException | None = None
-        """What ended the engine for good, such as ranks of a launcher that have died."""
+        """Error that ended the engine for good, such as ranks of a launcher that have died."""
         self._queue = queue
         self.request_builder = RequestBuilder(self.config, self.checkpoint, queue.store)
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class Engine:
             self.config, queue, self.request_builder, on_changed, self._changed, self._seconds_left
         )
         self.rank_monitor = RankMonitor(config.world_size, self.dispatcher.job_id_of)
-        """What each rank does, and did."""
+        """Present and latest actions of each rank."""
         self._observers: list[Observer] = [self.rank_monitor.add, self.dispatcher.image_ready]
         self._back_off = _MIN_BACK_OFF
         self._deadline = math.inf

@@ -214,7 +214,7 @@ def _content_too_large(limit: int) -> ApiError:
 
 
 def _check_host(headers: Headers) -> None:
-    """Refuses hosts that are not this machine, and pages of other origins.
+    """Refuse hosts that are not this machine, and pages of other origins.
 
     Without keys every page that a browser shows could otherwise send requests here: under a name
     that its owner makes point to 127.0.0.1 (DNS rebinding), or as forms, which need no CORS.

@@ -106,7 +106,7 @@ class PostgresBackend:
         ("FOR UPDATE OF jobs", "take"),
     )
     clock_name = "the database's"
-    """Whose time `now` is, for messages."""
+    """Name of the clock that `now` reads, for messages."""
     is_there = True
     """Whether it was not removed: each commit says so itself."""
 

@@ -254,7 +254,7 @@ _PAGE = Path(__file__).parent / "page"
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
 server = APIRouter(tags=["server"])
 public = APIRouter(tags=["server"])
-"""What needs no key, beside the files of the page."""
+"""Routes that need no key, besides the files of the page."""
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "It has the body of 200."}}
 
 

@@ -193,7 +193,7 @@ class Service:
     # --- requests -------------------------------------------------------------------------------
 
     def _check_accepts_jobs(self, *, has_key: bool = False) -> None:
-        """Refuses new jobs while the server ends, and while its disk or its queue is full.
+        """Refuse new jobs while the server ends, and while its disk or its queue is full.
 
         A request that `has_key` may be one that is stored already.
         """

@@ -119,7 +119,7 @@ class SqliteBackend:
     """Ends of the query of a claim, in the order of tries, each with its `advisory_lock`."""
 
     clock_name = "what it was when the server started"
-    """Whose time `now` is, for messages."""
+    """Name of the clock that `now` reads, for messages."""
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
         self._clock = SteadyClock()

@@ -234,7 +234,7 @@ def _verify_clip(clip: Path, photo: Path | None) -> dict[str, Any]:
 
 
 def _check_gpu(config: PipelineConfig) -> None:
-    """Refuses a GPU on which the ranks leave too little: they must not run out of memory."""
+    """Refuse a GPU on which the ranks leave too little: they must not run out of memory."""
     if config.device == "cpu":
         return
     from svdpp.driver.resolve import estimate_ranks

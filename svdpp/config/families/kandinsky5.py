@@ -40,7 +40,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _check_sampling(_: object, sampling: Any) -> None:
-    """Refuses few frames: the pipeline adapts the first four latent frames to those that follow."""
+    """Refuse few frames: the pipeline adapts the first four latent frames to those that follow."""
     enough = not sampling.from_image or sampling.num_frames >= 17
     require(
         enough,
