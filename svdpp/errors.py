@@ -43,6 +43,9 @@ class SvdppError(Exception):
         message: one sentence that says what is wrong, with the values that matter.
         hint: the fix, usually the next command to type; empty if there is none.
         details: the numbers of the message and what else a program needs, by name; JSON values.
+
+    Message and hint name the fields of a configuration in backticks, such as `num_frames`; front
+    ends write them as their users know them: see `write_fields`.
     """
 
     exit_code: ClassVar[int] = 1
@@ -58,6 +61,14 @@ class SvdppError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    @property
+    def field(self) -> str | None:
+        """Field of a configuration that is wrong: that of `details`, or the first that is named.
+
+        None: the error is not about a field.
+        """
+        return self.details.get("field") or next(iter(fields_in(self.message)), None)
 
 
 class RequestError(SvdppError, ValueError):
@@ -293,6 +304,27 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
     """
     worst = max(errors, key=exit_code_of)
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
+
+
+def fields_in(text: str) -> list[str]:
+    """Return the fields of a configuration that a message or hint names, in its order.
+
+    Args:
+        text: with fields in backticks.
+    """
+    return [part for part in text.split("`")[1:-1] if part.isidentifier()]
+
+
+def write_fields(text: str, names: Mapping[str, str]) -> str:
+    """Return a message or hint with fields as the users of a front end know them.
+
+    Args:
+        text: with fields in backticks.
+        names: such as `--frames`, by field; other fields stay as they are.
+    """
+    for field in fields_in(text):
+        text = text.replace(f"`{field}`", names.get(field, f"`{field}`"))
+    return text
 
 
 def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:

@@ -21,6 +21,7 @@ from svdpp.config import (
     OutputConfig,
     PipelineConfig,
     SvdSampling,
+    configuration_fields,
     limits,
     params_of,
 )
@@ -47,39 +48,35 @@ REFUSED = [
     (LatentSpec, {"shape": (1, 14, 4, -8, 8)}, "latent shape 1 14 4 -8 8 needs 5 positive sizes"),
     (LatentSpec, {"shape": (1, 4, True, 8, 8)}, "in the order B C F H W"),
     (LatentSpec, {"shape": (1, 4, 2**12, 2**7, 2**8)}, "has more than 268435456 elements"),
-    (ModelConfig, {"dtype": "float64"}, "--dtype must be one of fp32, fp16, bf16, got 'float64'"),
-    (ModelConfig, {"name": "  "}, "--model is empty"),
+    (ModelConfig, {"dtype": "float64"}, "`dtype` must be one of fp32, fp16, bf16, got 'float64'"),
+    (ModelConfig, {"name": "  "}, "`model` is empty"),
     *[
-        (SvdSampling, {name: value}, f"{param.option} must be ")
+        (SvdSampling, {name: value}, f"`{name}` must be ")
         for name, param in params_of(SvdSampling).items()
         for value in (param.lowest - 1, param.highest + 1, INF)
     ],
-    (SvdSampling, {"width": 577}, "--width must be a multiple of 8 from 8 to 4096, got 577"),
+    (SvdSampling, {"width": 577}, "`width` must be a multiple of 8 from 8 to 4096, got 577"),
     (
         SvdSampling,
         {"min_guidance_scale": 2.0, "max_guidance_scale": 1.0},
-        "--min-guidance-scale 2.0 is above 1 but --max-guidance-scale 1.0 is not",
+        "`min_guidance_scale` 2.0 is above 1 but `max_guidance_scale` 1.0 is not",
     ),
-    (SvdSampling, {"num_frames": 1}, "one frame uses only --min-guidance-scale"),
+    (SvdSampling, {"num_frames": 1}, "one frame uses only `min_guidance_scale`"),
     (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
-    (pipeline, {"num_threads": 0}, f"--threads must be 1 to {THREADS} on this machine, got 0"),
+    (pipeline, {"num_threads": 0}, f"`num_threads` must be 1 to {THREADS} on this machine, got 0"),
     (pipeline, {"num_threads": THREADS + 1}, f"must be 1 to {THREADS} on this machine, got"),
     *[
-        (pipeline, {"device": device}, f"--device must be cpu, cuda or cuda:N, got {device!r}")
+        (pipeline, {"device": device}, f"`device` must be cpu, cuda or cuda:N, got {device!r}")
         for device in DEVICES
     ],
     *[
-        (pipeline, {name: value}, f"{option} must be above 0 and at most 604800 s, got {value!r}")
-        for name, option in (
-            ("timeout_seconds", "--timeout"),
-            ("start_timeout_seconds", "--start-timeout"),
-            ("heartbeat_timeout_seconds", "--heartbeat-timeout"),
-        )
+        (pipeline, {name: value}, f"`{name}` must be above 0 and at most 604800 s, got {value!r}")
+        for name in ("timeout_seconds", "start_timeout_seconds", "heartbeat_timeout_seconds")
         for value in (0.0, 604801, NAN)
     ],
-    (OutputConfig, {"path": "x", "format": "avi"}, "--format must be one of mp4, gif, webp, frame"),
-    (OutputConfig, {"path": "x", "crf": 52}, "--crf must be 0 to 51, got 52"),
-    (ClipRequest, {"seed": 2**63}, f"a seed must be 0 to {2**63 - 1}, got {2**63}"),
+    (OutputConfig, {"path": "x", "format": "avi"}, "`format` must be one of mp4, gif, webp, frame"),
+    (OutputConfig, {"path": "x", "crf": 52}, "`crf` must be 0 to 51, got 52"),
+    (ClipRequest, {"seed": 2**63}, f"`seed` must be 0 to {2**63 - 1}, got {2**63}"),
 ]
 
 
@@ -94,6 +91,7 @@ def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words:
         make(**given)
 
     assert words in caught.value.message
+    assert caught.value.field in {None, *configuration_fields()}
     assert exit_code_of(caught.value) == 2
     assert len(caught.value.message.splitlines()) == 1
     assert len(caught.value.hint.splitlines()) <= 1
@@ -119,6 +117,7 @@ def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name:
         with pytest.raises(RequestError) as caught:
             make(**{name: value})
         assert len(caught.value.message) < 300
+        assert caught.value.field == {"name": "model"}.get(name, name)
 
 
 def test_the_parameters_of_a_family_keep_their_order_types_defaults_and_ranges() -> None:
@@ -137,7 +136,7 @@ def test_frames_per_second_may_be_a_fraction_and_are_otherwise_whole() -> None:
         assert isinstance(kind().fps, int)
     for fps in (0, 0.999, 240.001):
         with pytest.raises(
-            RequestError, match=f"--fps must be a finite number, 1 to 240, got {fps}"
+            RequestError, match=f"`fps` must be a finite number, 1 to 240, got {fps}"
         ):
             SvdSampling(fps=fps)
 

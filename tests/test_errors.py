@@ -10,7 +10,18 @@ import pytest
 
 import svdpp
 from svdpp import errors
-from svdpp.errors import located_path, recorded_name, recorded_path, redact, redact_all
+from svdpp.cli.console import Console
+from svdpp.config import WanSampling
+from svdpp.errors import (
+    RequestError,
+    located_path,
+    recorded_name,
+    recorded_path,
+    redact,
+    redact_all,
+    write_fields,
+)
+from svdpp.serve.schemas import to_api_error
 
 EXIT_CODES = {
     "SvdppError": 1,
@@ -192,3 +203,35 @@ def test_a_home_behind_a_link_is_found_under_both_names(
     (tmp_path / "me").symlink_to(tmp_path / "disk7")
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     assert {recorded_name(f"{tmp_path}/{name}/a") for name in ("me", "disk7")} == {"~/a"}
+
+
+def test_one_error_by_the_names_of_each_front_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """tests/serve/test_page.py shows one at its input."""
+    with pytest.raises(RequestError) as caught:
+        WanSampling(num_frames=80)
+    error = caught.value
+    assert error.field == "num_frames"
+    assert str(error) == "`num_frames` must be a multiple of 4 plus 1, got 80"
+
+    Console(names={"num_frames": "--num-frames"}).error(error)
+    assert capsys.readouterr().err == (
+        "error: --num-frames must be a multiple of 4 plus 1, got 80\n"
+        "hint: nearest: --num-frames 77 or --num-frames 81\n"
+    )
+    Console(as_json=True).error(error)
+    record = json.loads(capsys.readouterr().out)["error"]
+    assert record["message"] == "--frames must be a multiple of 4 plus 1, got 80"
+    assert record["field"] == "num_frames"
+
+    answer = to_api_error(error)
+    assert answer.message == "frames must be a multiple of 4 plus 1, got 80"
+    assert answer.hint == "nearest: frames 77 or frames 81"
+    assert answer.details["field"] == "frames"
+
+
+def test_backticks_around_other_words_stay() -> None:
+    """Such as in the name of a user's file."""
+    text = "'`a b` `x`' is no file, `steps`` `num_frames`"
+    assert write_fields(text, {"num_frames": "--frames"}) == (
+        "'`a b` `x`' is no file, `steps`` --frames"
+    )

@@ -123,7 +123,7 @@ def check_measurable(
         why_not = f"targets.{name}: on the CPU only peak_reserved_gib is measured"
         require(on_gpu or figure != "peak_allocated_gib", why_not, hint, figure=name)
         why_not = f"targets.{name}: no peak is known for the device"
-        hint = "give its peak in this dtype with --peak-tflops"
+        hint = "give its peak in this dtype with `peak_tflops`"
         require(is_peak_known or figure != "utilisation", why_not, hint, figure=name)
 
 

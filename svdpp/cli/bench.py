@@ -90,7 +90,7 @@ def bench(console: Console, launched: World | None, options: BenchOptions) -> No
     from svdpp.bench.targets import Outcome, check_met
     from svdpp.driver.pipeline import Pipeline
 
-    console.rename_options(_names_in_configuration())
+    console.rename_fields(_names_in_configuration())
     wrong = f"bench takes one configuration, got {' '.join(names) or 'none'}"
     require(len(names) == 1, wrong, f"try: svdpp bench {shipped()[0]}", configurations=names)
     if options.peak_tflops is not None:
@@ -161,21 +161,25 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _names_in_configuration() -> dict[str, str]:
-    """Return the options of `svdpp run` with the names of their fields in a configuration."""
+    """Return how overrides name the fields of a pipeline's configuration, by field."""
     from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}
     names = {
-        f"--{field.replace('_', '-')}": f"--{section}.{field}"
+        field: f"--{section}.{field}"
         for section, model in sections.items()
         for field in model.model_fields
     }
+    own_names = {
+        **{"world": "world_size", "threads": "num_threads", "timeout": "timeout_seconds"},
+        **{"start_timeout": "start_timeout_seconds", "steps": "num_inference_steps"},
+        **{"frames": "num_frames", "max_prompt_tokens": "max_sequence_length", "lora": "loras"},
+        **{"latent_shape": "dummy_latent_shape", "name": "model"},
+    }
     return {
-        **names,
-        "--gpus": "--pipeline.world",
-        "--model": "--model.name",
-        "--dtype": "--precision",
-        "--debug": "--debug",
+        **{own_names.get(field, field): name for field, name in names.items()},
+        "dtype": "--precision",
+        "debug": "--debug",
     }
 
 

@@ -14,11 +14,11 @@ from svdpp.cli.console import Console
 from svdpp.cli.failures import report_errors
 from svdpp.cli.lazy_options import LazyOptionCommand, help_option, show_help
 from svdpp.cli.options.declare import (
-    ALIASES,
     DIAGNOSTICS,
     PANELS,
     canonical_name,
     flag,
+    option_names,
     with_aliases,
 )
 from svdpp.errors import RequestError
@@ -106,14 +106,10 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
     def call(context: typer.Context, **values: Any) -> None:
         common = _build_group(CommonOptions, values)
-        typed = {f"--{old}": f"--{new}" for old, new in ALIASES.items()}
-        typed |= {
-            name: typed_name for names, typed_name in _typed_options(context) for name in names
-        }
         console = Console(
             as_json=common.as_json,
             quiet=common.quiet,
-            typed=typed,
+            names=_names_of_fields(context),
             options=_available_options(context),
         )
         with report_errors(console, debug=common.debug):
@@ -132,6 +128,13 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     call.__annotations__ = {each.name: each.annotation for each in (context, *options)}
     call.__wrapped__ = function  # type: ignore[attr-defined]
     return call
+
+
+def _names_of_fields(context: typer.Context) -> dict[str, str]:
+    """Return the option for each field of a configuration, as the user typed it if it is given."""
+    typed = {name: as_typed for names, as_typed in _typed_options(context) for name in names}
+    options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
+    return {field: typed.get(option, option) for field, option in options.items()}
 
 
 def typed_options(context: typer.Context) -> dict[str, str]:

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from svdpp.cli.hints import keep_available
+from svdpp.cli.options.declare import option_names
 from svdpp.errors import (
     Interrupted,
     RankError,
@@ -32,6 +33,7 @@ from svdpp.errors import (
     printable,
     redact,
     redact_all,
+    write_fields,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 # Characters of the widest table.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
-_OPTION = re.compile(r"(?<![\w-])--[a-z-]+(?!\.\w)")
 #: Most rows of a table that are still readable.
 MAX_ROWS = 100
 
@@ -73,7 +74,7 @@ class Console:
     Args:
         as_json: whether stdout gets only JSON.
         quiet: whether stderr gets only errors.
-        typed: options as the user typed them, by the names that errors have.
+        names: options as the user typed them, by the fields that errors name; None: the usual ones.
         options: options that the command has, which hints may name; None: any.
     """
 
@@ -82,13 +83,13 @@ class Console:
         *,
         as_json: bool = False,
         quiet: bool = False,
-        typed: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
         options: Collection[str] | None = None,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self._has_printed_json = False
-        self._typed = dict(typed or {})
+        self._names = dict(names or {})
         self._options = options
         self.out = Stdout(highlight=False, soft_wrap=True)
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
@@ -224,7 +225,7 @@ class Console:
         else:
             message = f"unexpected {type(error).__name__}: {error}"
             hint = "" if debug else "run again with --debug and report what it shows"
-        message, hint = self._use_typed_names(message), self.hint(hint)
+        message, hint = self.write_fields(message), self.hint(hint)
         self.err.print(Text.assemble(("error: ", "bold red"), _sanitize(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), _sanitize(hint)))
@@ -233,6 +234,7 @@ class Console:
                 "type": error_to_dict(error)["type"] or type(error).__name__,
                 "exit_code": exit_code_of(error),
                 **{"message": message, "hint": hint, "details": getattr(error, "details", {})},
+                "field": getattr(error, "field", None),
             }
             self.json({"schema_version": 1, "error": record})
 
@@ -242,21 +244,34 @@ class Console:
         Args:
             text: proposals between commas, semicolons and "or".
         """
-        text = self._use_typed_names(text)
+        text = self.write_fields(text)
         return text if self._options is None else keep_available(text, self._options)
 
-    def rename_options(self, names: Mapping[str, str]) -> None:
-        """Give options other names in errors, and let hints name only those.
+    def rename_fields(self, names: Mapping[str, str]) -> None:
+        """Give fields other names in errors, and let hints name only those.
 
         Args:
-            names: names for the user, by those that errors have.
+            names: names for the user, by the fields that errors name.
         """
-        self._typed.update(names)
+        self._names = dict(names)
         self._options = {*names.values()}
 
-    def _use_typed_names(self, text: str) -> str:
-        """`text` with the names of options that the user knows."""
-        return _OPTION.sub(lambda name: self._typed.get(name[0], name[0]), text)
+    def write_fields(self, text: str) -> str:
+        """Return a message with options in place of the fields that it names.
+
+        Args:
+            text: with fields in backticks.
+        """
+        return write_fields(text, option_names() | self._names)
+
+    def error_record(self, error: BaseException) -> dict[str, Any]:
+        """Return an error for the JSON of a result, as `error_to_dict` with names of options.
+
+        Args:
+            error: of a clip or an input.
+        """
+        record = error_to_dict(error)
+        return record | {name: self.write_fields(record[name]) for name in ("message", "hint")}
 
 
 def _sanitize(text: str) -> str:

@@ -60,10 +60,12 @@ def doctor(
     from svdpp.diagnostics.machine import run_checks
 
     checks = []
-    for check in run_checks(config, options.out):
+    for found in run_checks(config, options.out):
+        detail, fix = console.write_fields(found.detail), console.hint(found.fix)
+        check = replace(found, detail=detail, fix=fix)
         checks.append(check)
-        console.prose(f"{check.verdict:<8}{check.name:<18}{redact(check.detail)}", " " * 26)
-        if fix := console.hint(check.fix):
+        console.prose(f"{check.verdict:<8}{check.name:<18}{redact(detail)}", " " * 26)
+        if fix:
             console.prose(f"{'':26}fix: {redact(fix)}", " " * 26)
     failed = [check for check in checks if check.verdict == "failed"]
     examined = {name: getattr(config, name) for name in ("device", "world_size")}

@@ -151,7 +151,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         Raises:
             RequestError: there are too many ranks.
         """
-        check_int("--world", world_size, 1, MAX_RANKS)
+        check_int("world_size", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
         return self.clips or max(1, min(per_rank * world_size, MAX_CLIPS))
 
@@ -201,8 +201,8 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         size, per_host = int(match[1]) * int(match[2]), int(match[2])
         require(
             self.world in (None, size),
-            f"--hosts {self.hosts} makes {size} ranks, but --gpus is {self.world}",
-            "leave --gpus out",
+            f"--hosts {self.hosts} makes {size} ranks, but `world_size` is {self.world}",
+            "leave `world_size` out",
             hosts=self.hosts,
             ranks=size,
             gpus=self.world,
@@ -410,7 +410,7 @@ def _print_forecasts(
         console.result("pairs: data parallel with --cfg-parallel 2, for clips with guidance")
     for row in rows:
         if row.note:
-            console.prose(f"{row.name}: {row.note}")
+            console.prose(f"{row.name}: {console.write_fields(row.note)}")
         roles = () if row.layout is None else row.layout.roles
         if idle := sum(not role.part_names for role in roles):
             console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")

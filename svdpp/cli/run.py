@@ -29,7 +29,6 @@ from svdpp.errors import (
     RankError,
     SvdppError,
     error_from_dict,
-    error_to_dict,
     worst_of,
 )
 from svdpp.launch.world import World, is_secondary_rank
@@ -239,7 +238,8 @@ class RunCommand:
         clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
         files = [each.media_file for each in found if each.media_file is not None]
         remarks = input_remarks(files, pipeline.config.sampling)
-        self.console.info(*pipeline.checkpoint.remarks, *(f"remark: {text}" for text in remarks))
+        written = [f"remark: {self.console.write_fields(text)}" for text in remarks]
+        self.console.info(*pipeline.checkpoint.remarks, *written)
         return pipeline, clips
 
     def execute(
@@ -260,16 +260,17 @@ class RunCommand:
 
         console, policy = self.console, self.policy
         lost: list[dict[str, Any]] = [
-            {"output": None, "error": error_to_dict(error)} for error in input_errors
+            {"output": None, "error": console.error_record(error)} for error in input_errors
         ]
         manifest = open_manifest(policy.manifest, pipeline.config, clips, lost)
         made, missing, metrics = self._run_pipeline(pipeline, clips, manifest)
         lost += [
-            {"output": output, "error": error_to_dict(error)} for output, error in missing.items()
+            {"output": output, "error": console.error_record(error)}
+            for output, error in missing.items()
         ]
         for failure in pipeline.failures:
             output = clips.metadata[failure.clip]["output"]
-            lost.append({"output": output, "error": error_to_dict(failure.error)})
+            lost.append({"output": output, "error": console.error_record(failure.error)})
         if made and metrics is not None and metrics.clips > metrics.world_size:
             limits = analyze(metrics, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"

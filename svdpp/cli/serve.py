@@ -258,7 +258,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_seconds("--lease", self.lease)
+        check_seconds("lease", self.lease)
         is_database = (self.queue or "postgres://").startswith(("postgresql://", "postgres://"))
         require(is_database, "--queue takes a URL such as postgresql://svdpp@db/svdpp")
         is_store = self.files is None or (self.queue is not None and "://" in self.files)
@@ -266,7 +266,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         is_signed = not self.callback_hosts or self.callback_secret_file is not None
         require(is_signed, "--callback-hosts needs --callback-secret-file")
         if self.grace:
-            check_seconds("--grace", self.grace)
+            check_seconds("grace", self.grace)
         for name, value in (("--keep-days", self.keep_days), ("--keep-gb", self.keep_gb)):
             is_valid = value is None or (is_number(value) and value > 0)
             wrong = f"{name} must be a finite number above 0, got {shown(value)}"

@@ -100,9 +100,9 @@ def simulate(
     from svdpp.media.inputs import example_requests
 
     traces.check()
-    sizes = {"frames": options.num_frames, "height": options.height, "width": options.width}
+    sizes = {"num_frames": options.num_frames, "height": options.height, "width": options.width}
     for name, value in sizes.items() if options.is_dummy else ():
-        message = f"--{name} has no effect on the dummy model"
+        message = f"`{name}` has no effect on the dummy model"
         require(value is None, message, "--latent-shape sets its size", option=name, value=value)
     request = PipelineRequest(
         options=options, num_clips=None, launched=launched, time_scale=options.time_scale

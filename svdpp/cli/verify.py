@@ -46,7 +46,7 @@ _CONDITIONS = (
 
 
 _MORE_MEMORY = (
-    "verify again with more free GPU memory: fewer --frames, or a smaller --decode-chunk-size"
+    "verify again with more free GPU memory: fewer `num_frames`, or a smaller `decode_chunk_size`"
 )
 
 # How tables show a verdict.

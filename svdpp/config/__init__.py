@@ -20,6 +20,7 @@ from svdpp.config.pipeline import (
     OutputConfig,
     PipelineConfig,
     VideoFormat,
+    configuration_fields,
     sampling_defaults,
 )
 from svdpp.config.sampling import (

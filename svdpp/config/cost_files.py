@@ -25,7 +25,7 @@ def find_costs(name_or_path: str) -> CostModel:
         return PRESETS[name_or_path]
     require(
         Path(name_or_path).exists(),
-        f"--costs {name_or_path!r} is neither a file nor a preset",
+        f"`costs` {name_or_path!r} is neither a file nor a preset",
         f"presets: {', '.join(PRESETS)}",
     )
     return read_costs(name_or_path)

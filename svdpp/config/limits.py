@@ -69,7 +69,7 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
     """Check that a value is an int in a range; `True` and `2.0` are not ints.
 
     Args:
-        name: name of the value as the user types it, such as `--steps`.
+        name: name of the field, such as `num_inference_steps`.
         value: value of any type.
         low: smallest that is allowed.
         high: largest that is allowed.
@@ -82,7 +82,7 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
     if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips
         what = "" if is_whole else "a whole number, "
         raise RequestError(
-            f"{name} must be {what}{low} to {high}{where}, got {shown(value)}",
+            f"`{name}` must be {what}{low} to {high}{where}, got {shown(value)}",
             details={"field": name, "value": detail_value(value), "lowest": low, "highest": high},
         )
 
@@ -91,7 +91,7 @@ def check_seconds(name: str, value: Any) -> None:
     """Check that a value is a number of seconds above 0, at most a week.
 
     Args:
-        name: name of the value as the user types it.
+        name: name of the field.
         value: value of any type.
 
     Raises:
@@ -99,7 +99,7 @@ def check_seconds(name: str, value: Any) -> None:
     """
     require(
         is_number(value) and 0 < value <= MAX_TIMEOUT_SECONDS,
-        f"{name} must be above 0 and at most {MAX_TIMEOUT_SECONDS:.0f} s, got {shown(value)}",
+        f"`{name}` must be above 0 and at most {MAX_TIMEOUT_SECONDS:.0f} s, got {shown(value)}",
         field=name,
         value=detail_value(value),
         above_seconds=0,
@@ -111,7 +111,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
     """Check the type of a value, of which a subclass is another type.
 
     Args:
-        name: name of the value as the user types it.
+        name: name of the field.
         value: value of any type.
         types: types that are allowed; `type(None)` allows None.
 
@@ -121,7 +121,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
     if type(value) not in types:
         names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
         raise RequestError(
-            f"{name} must be {names}, got {shown(value)}",
+            f"`{name}` must be {names}, got {shown(value)}",
             details={"field": name, "value": detail_value(value)},
         )
 
@@ -130,7 +130,7 @@ def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
     """Check that a value is one of several.
 
     Args:
-        name: name of the value as the user types it.
+        name: name of the field.
         value: value of any type.
         known: values that are allowed.
 
@@ -139,7 +139,7 @@ def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
     """
     if value not in known:
         raise RequestError(
-            f"{name} must be one of {', '.join(known)}, got {shown(value)}",
+            f"`{name}` must be one of {', '.join(known)}, got {shown(value)}",
             details={"field": name, "value": detail_value(value), "known": list(known)},
         )
 

@@ -30,6 +30,7 @@ from svdpp.config.limits import (
     require,
     shown,
 )
+from svdpp.config.tolerance import Tolerance
 from svdpp.errors import RequestError
 from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import ParallelConfig, Split, canonical_split, frame_chunks
@@ -60,7 +61,7 @@ def amp_error() -> RequestError:
         "amp is refused: automatic mixed precision is a tool of training, where a GradScaler "
         "scales the loss; here its autocast would choose a dtype for each kernel, and no script of "
         "diffusers would give the same bits",
-        "use --dtype fp16 or --dtype bf16",
+        "use `dtype` fp16 or `dtype` bf16",
     )
 
 
@@ -111,11 +112,11 @@ class Lora:
     """SHA-256 of the file, if another one is to be refused."""
 
     def __post_init__(self) -> None:
-        check_type("--lora", self.name, str)
-        require(bool(self.name.strip()), "--lora is empty", "name a safetensors file")
+        check_type("loras", self.name, str)
+        require(bool(self.name.strip()), "`loras` is empty", "name a safetensors file")
         require(
             is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT,
-            f"the weight of a --lora must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
+            f"the weight of `loras` must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
             f"{shown(self.weight)}",
             lora=self.name,
             weight=detail_value(self.weight),
@@ -151,13 +152,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype in ("amp", "autocast"):
             raise amp_error()
-        check_choice("--dtype", self.dtype, get_args(Dtype))
-        check_type("--model", self.name, str)
-        require(bool(self.name.strip()), "--model is empty", "--model demo needs no download")
+        check_choice("dtype", self.dtype, get_args(Dtype))
+        check_type("model", self.name, str)
+        require(bool(self.name.strip()), "`model` is empty", "`model` demo needs no download")
         for name in ("family", "revision", "variant"):
-            check_type(f"--{name}", getattr(self, name), str, type(None))
-        for name, given in (("--lora", self.loras), ("--family", self.family)):
-            require(not (given and self.is_dummy), f"the dummy model takes no {name}")
+            check_type(name, getattr(self, name), str, type(None))
+        for name, given in (("loras", self.loras), ("family", self.family)):
+            require(not (given and self.is_dummy), f"the dummy model takes no `{name}`")
         self.dummy_latent  # noqa: B018  checks the shape
 
     @property
@@ -231,22 +232,22 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", canonical_split(self.split))
-        check_int("--world", self.world_size, 1, MAX_RANKS)
+        check_int("world_size", self.world_size, 1, MAX_RANKS)
         self.layout  # noqa: B018  checks the ranks against the steps
-        check_int("--threads", self.num_threads, 1, max_threads(), " on this machine")
+        check_int("num_threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
         # Both ranks of a pair go on from the same bits.
-        wrong = "--cfg-parallel 2 cannot be used with --allow-mixed-devices"
+        wrong = "`cfg_parallel` 2 cannot be used with `allow_mixed_devices`"
         is_paired = self.cfg_parallel > 1
         require(not (is_paired and self.allow_mixed_devices), wrong, cfg_parallel=self.cfg_parallel)
         device = self.device if isinstance(self.device, str) else ""
         known = re.fullmatch(r"cpu|cuda(?::([0-9]{1,9}))?", device)
-        wrong = f"--device must be cpu, cuda or cuda:N, got {shown(self.device)}"
+        wrong = f"`device` must be cpu, cuda or cuda:N, got {shown(self.device)}"
         is_device = known is not None and int(known[1] or 0) <= MAX_CUDA_INDEX
         require(is_device, wrong, device=shown(self.device), highest_index=MAX_CUDA_INDEX)
-        check_seconds("--timeout", self.timeout_seconds)
-        check_seconds("--start-timeout", self.start_timeout_seconds)
-        check_seconds("--heartbeat-timeout", self.heartbeat_timeout_seconds)
+        check_seconds("timeout_seconds", self.timeout_seconds)
+        check_seconds("start_timeout_seconds", self.start_timeout_seconds)
+        check_seconds("heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
 
     def _check_rounded_guidance(self) -> None:
         # diffusers decides whether to guide from a Python number when it encodes, but from a tensor
@@ -255,8 +256,8 @@ class PipelineConfig:
         rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[dtype]
         require(
             not 1 < highest <= 1 + rounding,
-            f"--max-guidance-scale {highest} rounds to 1 in {dtype}: diffusers cannot run that",
-            "use --max-guidance-scale 1 to run without guidance",
+            f"`max_guidance_scale` {highest} rounds to 1 in {dtype}: diffusers cannot run that",
+            "use `max_guidance_scale` 1 to run without guidance",
             max_guidance_scale=highest,
             rounded=1,
             dtype=dtype,
@@ -319,9 +320,9 @@ class OutputConfig:
     crf: int = 18
 
     def __post_init__(self) -> None:
-        check_type("an output's path", self.path, str)
-        check_choice("--format", self.format, get_args(VideoFormat))
-        check_int("--crf", self.crf, 0, 51)
+        check_type("path", self.path, str)
+        check_choice("format", self.format, get_args(VideoFormat))
+        check_int("crf", self.crf, 0, 51)
 
     @property
     def json_path(self) -> str:
@@ -355,12 +356,12 @@ class ClipRequest:
     """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
 
     def __post_init__(self) -> None:
-        check_int("a seed", self.seed, 0, MAX_SEED)
-        check_prompt("--prompt", self.prompt)
-        check_prompt("--negative-prompt", self.negative_prompt)
-        check_int("done steps", self.done_steps, 0, MAX_STEPS)
+        check_int("seed", self.seed, 0, MAX_SEED)
+        check_prompt("prompt", self.prompt)
+        check_prompt("negative_prompt", self.negative_prompt)
+        check_int("done_steps", self.done_steps, 0, MAX_STEPS)
         for name in ("image", "image_sha256", "latents_key"):
-            check_type(f"a clip's {name}", getattr(self, name), str, type(None))
+            check_type(name, getattr(self, name), str, type(None))
         if self.done_steps and self.latents_key is None:
             raise ValueError("done_steps requires latents_key, which names the latent checkpoint")
 
@@ -376,7 +377,7 @@ def check_prompt(name: str, text: object) -> None:
     """Check that `text` is a prompt, or None for no prompt.
 
     Args:
-        name: of the prompt in errors, such as `--prompt`.
+        name: of the field, such as `prompt`.
         text: what is given.
 
     Raises:
@@ -388,13 +389,13 @@ def check_prompt(name: str, text: object) -> None:
         return
     require(
         len(str(text)) <= MAX_PROMPT_CHARACTERS and "\0" not in str(text),
-        f"{name} must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
+        f"`{name}` must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
         max_characters=MAX_PROMPT_CHARACTERS,
     )
     require(
         not any("\ud800" <= char <= "\udfff" for char in str(text)),
-        f"{name} is not UTF-8, or the locale's encoding lacks its characters",
-        "export LC_ALL=C.UTF-8, or put the prompt into a UTF-8 file: --prompts FILE",
+        f"`{name}` is not UTF-8, or the locale's encoding lacks its characters",
+        "export LC_ALL=C.UTF-8, or put the prompt into a UTF-8 file: `prompts` FILE",
     )
 
 
@@ -426,6 +427,16 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
     prompts = ("prompt", "negative_prompt")
     return (*common, *lora, *videos, "family", *prompts, *sampling_fields(family))
+
+
+@cache
+def configuration_fields() -> frozenset[str]:
+    """Return the names of all fields of configurations, which errors name in backticks."""
+    kinds: tuple[Any, ...] = (
+        *(PipelineConfig, ModelConfig, CostModel, ClipRequest, OutputConfig, Tolerance),
+        *SAMPLING_CLASSES.values(),
+    )
+    return frozenset(each.name for kind in kinds for each in fields(kind))
 
 
 @cache

@@ -62,7 +62,7 @@ class Param:
         return self.api or self.name
 
     def check(self, value: Any) -> None:
-        """Check a value of this parameter; errors name the option.
+        """Check a value of this parameter.
 
         Args:
             value: value of any type; None is allowed if the default is None.
@@ -73,15 +73,15 @@ class Param:
         if value is None and self.default is None:
             return
         if self.kind is int:
-            check_int(self.option, value, int(self.lowest), int(self.highest))
+            check_int(self.name, value, int(self.lowest), int(self.highest))
             return
         lowest = 0 if self.excludes_lowest else self.lowest
         if not (is_number(value) and lowest <= value <= self.highest):
             must = f"a finite number, {lowest:g} to {self.highest:g}"
             raise RequestError(
-                f"{self.option} must be {must}, got {shown(value)}",
+                f"`{self.name}` must be {must}, got {shown(value)}",
                 details={
-                    "field": self.field,
+                    "field": self.name,
                     "value": detail_value(value),
                     "lowest": lowest,
                     "highest": self.highest,
@@ -89,8 +89,8 @@ class Param:
             )
         require(
             not (self.excludes_lowest and value <= self.lowest),
-            f"{self.option} must be above {self.lowest:g}, got {value}",
-            field=self.field,
+            f"`{self.name}` must be above {self.lowest:g}, got {value}",
+            field=self.name,
             value=value,
             above=self.lowest,
         )
@@ -200,7 +200,7 @@ class CommonSampling:
         for name, param in params_of(kind).items():
             param.check(getattr(self, name))
         object.__setattr__(self, "fps", as_whole(self.fps))
-        check_choice("--fit", self.fit, get_args(Fit))
+        check_choice("fit", self.fit, get_args(Fit))
         self._check_frames()
         frames = self.num_frames or 1
         num_pixels = self.height * self.width * frames
@@ -208,6 +208,7 @@ class CommonSampling:
         require(
             num_pixels <= MAX_CLIP_PIXELS,
             f"{too_many}, more than {MAX_CLIP_PIXELS}",
+            field="num_frames",
             frames=frames,
             height=self.height,
             width=self.width,
@@ -220,8 +221,8 @@ class CommonSampling:
         below = (frames - 1) // unit * unit + 1  # diffusers rounds other numbers
         require(
             frames == below,
-            f"--frames must be a multiple of {unit} plus 1, got {frames}",
-            f"nearest: --frames {below} or --frames {below + unit}",
+            f"`num_frames` must be a multiple of {unit} plus 1, got {frames}",
+            f"nearest: `num_frames` {below} or `num_frames` {below + unit}",
             frames=frames,
             unit=unit,
             remainder=1,
@@ -262,7 +263,7 @@ class CommonSampling:
             )
         for name in self.videos:
             wrong = f"the family {self.family} needs the video {name}"
-            require(name in names, wrong, f"give --video {name}=FILE")
+            require(name in names, wrong, f"give `video` {name}=FILE")
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
         """Return a copy with numbers in place of None, as diffusers sets them.
@@ -290,7 +291,7 @@ class PromptedSampling(CommonSampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = (
-            "--decode-chunk-size is for Stable Video Diffusion; others decode all frames at once"
+            "`decode_chunk_size` is for Stable Video Diffusion; others decode all frames at once"
         )
         require(self.decode_chunk_size is None, wrong)
 
@@ -315,7 +316,7 @@ def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
         if isinstance(side, int) and not (0 < side <= MAX_SIDE and side % unit == 0):
             must = f"a multiple of {unit} from {unit} to {MAX_SIDE}"
             raise RequestError(
-                f"--{name} must be {must}, got {shown(side)}",
+                f"`{name}` must be {must}, got {shown(side)}",
                 details={
                     "field": name,
                     "value": detail_value(side),

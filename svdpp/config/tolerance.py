@@ -29,7 +29,7 @@ class Tolerance:
     def __post_init__(self) -> None:
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             is_valid = math.isfinite(value) and value >= 0
-            message = f"--{name} must be a finite number that is not negative, got {value}"
+            message = f"`{name}` must be a finite number that is not negative, got {value}"
             require(is_valid, message, **{name: str(value)})
 
     @property

@@ -269,7 +269,7 @@ def _output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
-            "free some space, or name another folder with --out",
+            "free some space, or name another folder with `out`",
             details={"path": str(folder), "free_bytes": free, "lowest_bytes": _MIN_FREE_BYTES},
         )
     return f"{str(folder)!r} can be written, {free / _GIB:.1f} GiB free"
@@ -297,7 +297,7 @@ def _memory(config: PipelineConfig, _: Path) -> str:
         if size > free:
             raise OutOfMemoryError(
                 text,
-                "--decode-chunk-size 2, --memory-opt, fewer ranks, or no --dtype fp32 lower it",
+                "`decode_chunk_size` 2, `memory_opt`, fewer ranks, or no `dtype` fp32 lower it",
                 details={"requested_bytes": size, "free_bytes": free, "device": device},
             )
     return text
@@ -359,7 +359,7 @@ _CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str], tuple[str, ...]]
 
 #: For errors without a hint.
 _FIXES = {
-    "output folder": "name another folder with --out",
+    "output folder": "name another folder with `out`",
     "transfers": "on GPUs try PIPELINE_BACKEND=gloo",
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import OutputConfig, PipelineConfig, VideoFormat
-from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, check_int
+from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, require
 from svdpp.config.pipeline import identity_fields, latents_key, parameters_sha256
 from svdpp.driver.clip_metadata import (
     check_clip_metadata,
@@ -28,7 +28,7 @@ from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 
-_REPLACE_OR_KEEP = "--overwrite replaces it; another --out folder keeps both"
+_REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,15 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
         OutputError: a folder cannot be written, or there is no ffmpeg.
     """
     if policy.overwrite and policy.resume:
-        raise RequestError("--overwrite and --resume contradict each other")
-    check_int("inputs x seeds", len(inputs) * len(seeds), 1, MAX_CLIPS)
+        raise RequestError("`overwrite` and `resume` contradict each other")
+    num_clips = len(inputs) * len(seeds)
+    require(
+        1 <= num_clips <= MAX_CLIPS,
+        f"inputs x seeds must be 1 to {MAX_CLIPS}, got {num_clips}",
+        value=num_clips,
+        lowest=1,
+        highest=MAX_CLIPS,
+    )
     _check_names(inputs, seeds, policy)
     # One listing, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
@@ -95,7 +102,7 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
         noun = "output exists" if len(existing) == 1 else "outputs exist"
         raise RequestError(
             f"{len(existing)} {noun} already, the first is {first!r}",
-            "--resume keeps what is finished, --overwrite replaces it",
+            "`resume` keeps what is finished, `overwrite` replaces it",
             details={"existing": len(existing), "asked": len(inputs) * len(seeds)},
         )
     for output in existing:
@@ -203,9 +210,9 @@ def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Outp
             other, other_seed = owners[output.path]
             raise RequestError(
                 f"{other} and {owner} would both become {Path(output.path).name!r}",
-                "--out takes a folder for several clips"
+                "`out` takes a folder for several clips"
                 if policy.single_clip
-                else "make them in two runs, each with an --out folder of its own",
+                else "make them in two runs, each with an `out` folder of its own",
                 details={"output": output.path, "seed": seed, "other_seed": other_seed},
             )
         owners[output.path] = owner, seed
@@ -253,7 +260,7 @@ def _check_same_parameters(path: Path, existing: dict[str, Any], metadata: dict[
     name = next(name for name in names if existing.get(name) != metadata.get(name))
     before, now = existing.get(name), metadata.get(name)
     # The default number of threads depends on the number of ranks.
-    same = f"--threads {before} keeps it; " if name == "num_threads" else ""
+    same = f"`num_threads` {before} keeps it; " if name == "num_threads" else ""
     raise RequestError(
         f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
         same + _REPLACE_OR_KEEP,

@@ -253,7 +253,7 @@ def find_missing_outputs(
         if gone := [each for each in (name, f"{name}.json") if each not in there]:
             missing[name] = OutputError(
                 f"{str(folder / gone[0])!r} is gone: it was written, and removed during the run",
-                "the same command with --resume makes the clip again",
+                "the same command with `resume` makes the clip again",
                 details={"path": str(folder / gone[0])},
             )
     return missing

@@ -342,7 +342,7 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
             raise RequestError(
                 f"ranks {other} and {rank} have the same GPU ({event.uuid}), and NCCL allows one "
                 "rank per GPU",
-                "give each task its own GPU, or use --device cuda:0 to share one over gloo",
+                "give each task its own GPU, or use `device` cuda:0 to share one over gloo",
                 details={"ranks": [other, rank], "uuid": event.uuid},
             )
     differences = [
@@ -356,7 +356,7 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
         raise RequestError(
             f"rank {found['rank']} has {found['condition']} {found['value']}, rank 0 has "
             f"{found['rank_0_value']}: their bits may differ",
-            "use equal GPUs and versions, or --allow-mixed-devices, which marks the clips as "
+            "use equal GPUs and versions, or `allow_mixed_devices`, which marks the clips as "
             "unproven",
             details={**found, "rank_0": 0},
         )

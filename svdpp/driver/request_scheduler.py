@@ -80,13 +80,14 @@ class RequestScheduler:
                     raise RequestError(
                         "with these parameters the model changes its expert at another step, and "
                         "some ranks have not loaded the expert that they would need",
-                        "use the pipeline's --param flow_shift",
+                        "use the pipeline's `flow_shift`",
                         details={"clip": clip},
                     )
                 raise RequestError(
-                    f"the ranks were started with --steps {planned}, and some have not loaded what "
-                    f"clips of {layout.num_steps} steps need",
-                    f"use {planned} steps, or start the ranks with --steps {layout.num_steps}",
+                    f"the ranks were started with `num_inference_steps` {planned}, and some have "
+                    f"not loaded what clips of {layout.num_steps} steps need",
+                    f"use {planned} steps, or start the ranks with `num_inference_steps` "
+                    f"{layout.num_steps}",
                     details={
                         "clip": clip,
                         "steps": layout.num_steps,

@@ -105,7 +105,7 @@ def resolve_clip_config(
     if boundary is not None and not 0 < boundary < num_steps:
         raise RequestError(
             f"the model has two experts, and one of them would do all {num_steps} steps",
-            "use more --steps, or another --param flow_shift",
+            "use more `num_inference_steps`, or another `flow_shift`",
             details={"steps": num_steps, "expert_boundary": boundary},
         )
     return replace(config, sampling=sampling, expert_boundary=boundary)
@@ -119,9 +119,9 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
         return min(config.cfg_parallel, len(chunks)) if in_chunks else 1
     if count > 1 and checkpoint is not None and not in_chunks:
         raise RequestError(
-            f"--decode-ranks {count} cannot divide the decode of {checkpoint.label}: it is not in "
+            f"`decode_ranks` {count} cannot divide the decode of {checkpoint.label}: it is not in "
             "chunks of frames that are decoded on their own",
-            "leave --decode-ranks out",
+            "leave `decode_ranks` out",
             details={"decode_ranks": count},
         )
     check_chunks(count, chunks)
@@ -129,17 +129,17 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
 
 
 def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
-    leave_out = "leave --cfg-parallel out"
+    leave_out = "leave `cfg_parallel` out"
     require(
         sampling.uses_guidance,
-        "--cfg-parallel 2 gives each rank of a pair one branch of the guidance, and with these "
+        "`cfg_parallel` 2 gives each rank of a pair one branch of the guidance, and with these "
         "parameters the guidance is off: each step has one branch",
         leave_out,
         cfg_parallel=2,
     )
     require(
         checkpoint.spec.branches is not None,
-        f"--cfg-parallel 2 cannot divide the steps of {checkpoint.label}: they have more than two "
+        f"`cfg_parallel` 2 cannot divide the steps of {checkpoint.label}: they have more than two "
         "evaluations, or use the first at once",
         leave_out,
         cfg_parallel=2,
@@ -275,8 +275,8 @@ def check_memory(
         raise OutOfMemoryError(
             f"out of memory before the run: {len(ranks)} CPU {noun} about "
             f"{format_gib(needed)}, {format_gib(free)} free",
-            "a smaller --world, --height and --width, --frames or --decode-chunk-size, or --dtype "
-            "bf16, lowers it",
+            "a smaller `world_size`, `height` and `width`, `num_frames` or `decode_chunk_size`, or "
+            "`dtype` bf16, lowers it",
             details={
                 **{"requested_bytes": needed, "free_bytes": free, "device": "cpu"},
                 "num_ranks": len(ranks),

@@ -230,7 +230,7 @@ class Supervisor:
             return self._mismatch_error(rank, error, event)
         return RankError(
             f"{self._describe_rank(rank)} failed{where}: {error.message}",
-            error.hint or "--debug shows the traceback",
+            error.hint or "`debug` shows the traceback",
             grid=self._draw_grid(rank, "failed here"),
             trace=event.traceback,
             details={"rank": rank, **_position(event.action, event.step), **error.details},
@@ -244,7 +244,7 @@ class Supervisor:
         name = self._describe_rank(sender)
         return MismatchError(
             f"{name} sent rank {receiver} a wrong packet{where}: {error.message}",
-            error.hint or "--debug shows the traceback of the rank that refused it",
+            error.hint or "`debug` shows the traceback of the rank that refused it",
             grid=self._draw_grid(sender, "sent it"),
             trace=event.traceback,
             details={
@@ -325,7 +325,7 @@ def _is_interrupt(event: Failed) -> bool:
 _PATIENCE_AT_START = 8
 # The parent polls several times a second; a longer pause means that it was stopped itself.
 _PAUSE_SECONDS = 3.0
-_SLOW_DISK_HINT = "raise --start-timeout for a slow disk"
+_SLOW_DISK_HINT = "raise `start_timeout_seconds` for a slow disk"
 _LINK_HINT = (
     "on GPUs try NCCL_P2P_DISABLE=1, a larger /dev/shm (docker run --shm-size=8g), or "
     "PIPELINE_BACKEND=gloo; between hosts check the firewall"
@@ -489,7 +489,7 @@ class StallDetector:
         if last.writing and (last.waiting or last.action is None):
             hint = "check that the folder it writes to still responds"
             return Stall(rank, f"has waited for its disk {waited}", hint, numbers)
-        hint = "raise --timeout if a single step takes that long"
+        hint = "raise `timeout_seconds` if a single step takes that long"
         return Stall(rank, f"has made no progress {waited}", hint, numbers)
 
 

@@ -214,9 +214,9 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"
         raise RequestError(
             f"{wanted} asked for, {count} found",
-            "use --device cpu --model demo to try svdpp without a GPU"
+            "use `device` cpu `model` demo to try svdpp without a GPU"
             if count == 0
-            else f"use --gpus {count} or fewer, or --device cuda:0 to share one",
+            else f"use `world_size` {count} or fewer, or `device` cuda:0 to share one",
             details={"device": device, "asked": needed, "found": count},
         )
 

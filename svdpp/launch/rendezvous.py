@@ -215,7 +215,7 @@ def connect(
         time.sleep(_POLL_SECONDS)
     raise RankError(
         f"rank {hello.rank} ({hello.host}) could not connect to rank 0 in time",
-        "raise --start-timeout, or check on the host of rank 0 why it does not start",
+        "raise `start_timeout_seconds`, or check on the host of rank 0 why it does not start",
         details={
             **{"rank": hello.rank, "host": hello.host, "peer": 0},
             "timeout_seconds": config.start_timeout,
@@ -392,7 +392,8 @@ def _accept_all(
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank {missing[0]} never started within {config.start_timeout:.0f} s",
-                    "check that its host is up and can reach this one, or raise --start-timeout",
+                    "check that its host is up and can reach this one, or raise "
+                    "`start_timeout_seconds`",
                     details={"rank": missing[0], "timeout_seconds": config.start_timeout},
                 )
             if (accepted := listener.accept()) is not None:
@@ -430,7 +431,7 @@ def _register(
     if hello.missing:
         raise RequestError(
             f"{hello.host} cannot use {str(Path(hello.missing[0]).parent)!r} of rank 0's host",
-            "images, --out and --latents-dir must be in folders that all hosts share, under one "
+            "images, `out` and `latents_dir` must be in folders that all hosts share, under one "
             "path",
             details={"rank": hello.rank, "host": hello.host, "path": hello.missing[0]},
         )
@@ -442,7 +443,7 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
             raise RequestError(
                 f"rank {hello.rank} ({hello.host}) was started with {name} {value}, rank 0 "
                 f"({socket.gethostname()}) with {ours}",
-                "use the same command, with --threads, and the same versions on every host",
+                "use the same command, with `num_threads`, and the same versions on every host",
                 details={
                     **{"rank": hello.rank, "host": hello.host, "setting": name},
                     **{"value": value, "rank_0_value": ours, "rank_0": 0},

@@ -53,7 +53,7 @@ _MIN_SIDE = 16
 _MAX_ASPECT = 16
 # Padding a narrow image to a wide shape multiplies its pixels; more than this is refused.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
-_SMALLER = f"make it smaller, or raise --max-megapixels (at most {MAX_MEGAPIXELS})"
+_SMALLER = f"make it smaller, or raise `max_megapixels` (at most {MAX_MEGAPIXELS})"
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
@@ -138,15 +138,12 @@ _CONVERSIONS: dict[Conversion, tuple[str, str]] = {
 }
 
 
-def input_remarks(
-    files: Iterable[MediaFile], sampling: SamplingConfig, fit_option: str = "--fit"
-) -> list[str]:
+def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[str]:
     """Return sentences on what becomes of images that a user may not expect, one for each kind.
 
     Args:
         files: images or videos of the clips.
         sampling: its `width`, `height` and `fit`; only `stretch` distorts.
-        fit_option: name under which the user knows `fit`.
     """
     files = list(dict.fromkeys(files))
     remarks = []
@@ -156,7 +153,7 @@ def input_remarks(
     if stretched and sampling.fit == "stretch":
         remarks.append(
             f"{_name_first(stretched)} stretched to {sampling.width}x{sampling.height}, as by "
-            f"diffusers; {fit_option} crop or pad keeps its shape"
+            f"diffusers; `fit` crop or pad keeps its shape"
         )
     for conversion, (done, instead) in _CONVERSIONS.items():
         if converted := [file for file in files if file.conversion == conversion]:
@@ -323,7 +320,7 @@ def example_requests(
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)
     if prompt is not None and not takes_prompts:
-        raise RequestError(f"--prompt is not for {config.model.name}", "leave --prompt out")
+        raise RequestError(f"`prompt` is not for {config.model.name}", "leave `prompt` out")
     takes_image = sampling.from_image if isinstance(sampling, PromptedSampling) else not is_dummy
     image = str(example_images()[0]) if takes_image else None
     text = EXAMPLE_PROMPT if prompt is None else prompt
@@ -425,7 +422,7 @@ def _not_an_image(data: bytes, path: Path) -> InputError:
         return InputError(f"{name} is {unsupported.name}, which is not read", hint)
     message = f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if demuxer_of(data):
-        hint = "give a --family that takes a video, such as wan_v2v: svdpp models lists them"
+        hint = "give a `family` that takes a video, such as wan_v2v: svdpp models lists them"
         return InputError(f"{name} is a video, and this takes an image", hint)
     return InputError(message, "convert it to PNG or JPEG first")
 
@@ -509,7 +506,7 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
         raise InputError(
             f"padding {image.width}x{image.height} to the shape of {width}x{height} would take "
             f"{size[0]}x{size[1]} pixels, which is too large",
-            "use --fit crop",
+            "use `fit` crop",
             details={
                 **{"image_width": image.width, "image_height": image.height},
                 **{"width": width, "height": height},
@@ -623,7 +620,7 @@ def _frames(
         done += 1
     if done < count:
         text = f"{str(path)!r} has {done} of the {count} frames that the clip takes"
-        raise InputError(text, "use fewer --frames", details={"frames": done, "wanted": count})
+        raise InputError(text, "use fewer `num_frames`", details={"frames": done, "wanted": count})
 
 
 def _is_animation(data: bytes) -> bool:

@@ -44,10 +44,10 @@ def parse_prompts(data: bytes, name: str) -> list[str]:
         if not prompt or prompt.startswith("#"):
             continue
         try:
-            check_prompt("a prompt", prompt)
+            check_prompt("prompt", prompt)
         except RequestError as error:
             details = {"line": number, **error.details}
-            message = f"{name}, line {number}: {error.message}"
+            message = f"{name}, line {number}: {error.message.replace('`prompt`', 'a prompt')}"
             raise InputError(message, error.hint, details=details) from error
         prompts.append(prompt)
     if not prompts:

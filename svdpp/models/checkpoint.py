@@ -150,18 +150,18 @@ class Checkpoint:
         visual, image = "a video" if sampling.from_video else "an image", request.image is not None
         for what, is_given, use, hint in (
             (visual, image, self.image_use, f"name {visual}"),
-            ("a prompt", request.prompt is not None, self.prompt_use, 'give --prompt "..."'),
+            ("a prompt", request.prompt is not None, self.prompt_use, 'give `prompt` "..."'),
         ):
             if use == "needed" and not is_given:
                 raise RequestError(f"{self.label} needs {what}", hint, details={"needs": what})
             if use == "refused" and is_given:
                 raise RequestError(f"{self.label} takes no {what.split()[-1]}", "leave it out")
         if self.prompt_use == "needed" and not (request.prompt or "").strip():
-            raise RequestError("--prompt is empty", 'say what happens, as in --prompt "a wave"')
+            raise RequestError("`prompt` is empty", 'say what happens, as in `prompt` "a wave"')
         if request.negative_prompt is not None and not (request.prompt and sampling.uses_guidance):
             raise RequestError(
-                "--negative-prompt has no effect without a prompt and guidance",
-                "leave it out, or use a --guidance-scale above 1",
+                "`negative_prompt` has no effect without a prompt and guidance",
+                "leave it out, or use a `guidance_scale` above 1",
             )
         sampling.check_videos(request.videos)
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:
@@ -187,11 +187,11 @@ class Checkpoint:
         kind: Any = type(sampling)
         for name in extra_params(kind).keys() & {*self.unused_parameters}:
             is_default = getattr(sampling, name) == getattr(kind, name)
-            require(is_default, f"--param {name} has no effect on {self.label}", field=name)
+            require(is_default, f"`{name}` has no effect on {self.label}", field=name)
         fewest, most, why = self.frames
         require(
             fewest <= sampling.frames <= most,
-            f"--frames must be {fewest} to {most}, {why}, got {sampling.frames}",
+            f"`num_frames` must be {fewest} to {most}, {why}, got {sampling.frames}",
             frames=sampling.frames,
             lowest=fewest,
             highest=most,
@@ -308,7 +308,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     with _located(model) as local:
         if local is not None and model.revision is not None:
             raise RequestError(
-                f"--revision is for hub models; {display_name(model.name)} is a folder"
+                f"`revision` is for hub models; {display_name(model.name)} is a folder"
             )
         if (model.name, model.revision) == (DEFAULT_MODEL, None):
             local = local or _ASSETS / "svd-xt"  # as published, and there without a network
@@ -376,7 +376,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
     try:
         yield local
     except ModelError as error:
-        hint = "copy or download the folder again, or --model demo"
+        hint = "copy or download the folder again, or `model` demo"
         if local is None:
             file = str(error.details.get("file", ""))  # else all files, perhaps 126 GB
             one = f" {shlex.quote(file)}" if file else ""
@@ -395,7 +395,7 @@ def _local_folder(name: str) -> Path | None:
     if path.endswith(_SINGLE_FILES):
         raise ModelError(
             f"{display_name(name)} is a single file, and svdpp reads no single files",
-            "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then --model "
+            "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then `model` "
             "FOLDER; of GGUF use the model that it was made from",
         )
     is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
@@ -530,8 +530,8 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
         return index, asked or family
     others = [each for each, spec in FAMILY_SPECS.items() if name in spec.aliases]
     raise RequestError(
-        f"{_INDEX_FILE} names a {name}, which --family {short_repr(asked)} does not run",
-        f"--family {' or '.join((family, *others))}",
+        f"{_INDEX_FILE} names a {name}, which `family` {short_repr(asked)} does not run",
+        f"`family` {' or '.join((family, *others))}",
     )
 
 

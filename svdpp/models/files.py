@@ -35,7 +35,7 @@ from svdpp.errors import (
 #: Hint for a checkpoint that is whole, but that svdpp cannot run.
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
 #: Hint for a name that is not a model.
-MODEL_HINT = "--model takes a folder written by save_pretrained, a hub id, or demo"
+MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, or demo"
 
 #: Configs of all families, and tokenizers; a few megabytes.
 _CONFIG_PATTERNS = (
@@ -49,7 +49,7 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 # A few hundred KB of several GB are enough: training changes every number of a tensor.
 _SAMPLED_BYTES = 64
 _WEIGHTS_HINT = (
-    "--variant fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
+    "`variant` fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
     "convert them with save_pretrained(..., safe_serialization=True)"
 )
 
@@ -313,13 +313,13 @@ def _message_and_hint(
             return (
                 f"not fully cached here{missing}, and the hub is unreachable or offline mode is on",
                 f"run hf download {shlex.quote(name)}{only} with a network connection, or use "
-                "--model demo",
+                "`model` demo",
             )
     cause = f"the hub answered {status}" if status else type(error).__name__
     cause = getattr(error, "strerror", None) or cause
     return (
         f"cannot be downloaded ({cause})",
-        "check --revision, the network and the disk (HF_HOME names another one), and run the "
+        "check `revision`, the network and the disk (HF_HOME names another one), and run the "
         "command again: complete files stay in the cache; for a private model: hf auth login",
     )
 

@@ -28,8 +28,8 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
     nearest = min(kept, key=lambda size: abs(size[0] / size[1] - height / width))
     require(
         nearest == (height, width),
-        f"from an image the model makes no clips of --height {height} --width {width}",
-        f"nearest: --height {nearest[0]} --width {nearest[1]}",
+        f"from an image the model makes no clips of `height` {height} `width` {width}",
+        f"nearest: `height` {nearest[0]} `width` {nearest[1]}",
         height=height,
         width=width,
         nearest_height=nearest[0],

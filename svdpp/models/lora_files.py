@@ -220,15 +220,15 @@ def check_loras(model: ModelConfig, checkpoint: Any) -> None:
         return
     label, two_experts = checkpoint.label, checkpoint.num_experts == 2
     if not checkpoint.spec.loras:
-        raise RequestError(f"{label} takes no --lora: diffusers' pipeline for it cannot load one")
+        raise RequestError(f"{label} takes no `loras`: diffusers' pipeline for it cannot load one")
     if importlib.util.find_spec("peft") is None:
-        raise RequestError("--lora needs the package peft", "pip install 'svdpp[lora]'")
+        raise RequestError("`loras` needs the package peft", "pip install 'svdpp[lora]'")
     for lora in model.loras:
         name = display_name(lora.name)
         if two_experts == (lora.expert is None):
             experts = "two experts: say which" if two_experts else "one expert: say none"
             hint = "end it with :high or :low" if two_experts else f"leave out :{lora.expert}"
-            raise RequestError(f"{label} has {experts} in --lora {name}", hint)
+            raise RequestError(f"{label} has {experts} in `loras` {name}", hint)
 
 
 def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> LoraFile:
@@ -259,10 +259,10 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
         ignored = {} if checkpoint is None else check_tensors(path, checkpoint)
         sha256 = file_sha256(path)
     except ModelError as error:
-        message = f"--lora {name}: {error.message}"
+        message = f"`loras` {name}: {error.message}"
         raise ModelError(message, error.hint, details=error.details) from error
     except OSError as error:
-        raise ModelError(f"--lora {name} cannot be read ({error.strerror})") from error
+        raise ModelError(f"`loras` {name} cannot be read ({error.strerror})") from error
     if lora.sha256 not in (None, sha256):
         raise ModelError(
             f"the LoRA {name} has changed since the clip was made",

@@ -173,7 +173,7 @@ class _Search:
         if unknown:
             yield (
                 f"{unknown} of {len(possible)} layouts have transfers between hosts, whose "
-                "time the costs do not give: set --inter-host-transfer-seconds"
+                "time, inter_host_transfer_seconds, the costs do not give"
             )
 
     def _nothing_fits(self, layouts: Sequence[ParallelConfig]) -> RequestError:
@@ -184,8 +184,8 @@ class _Search:
         return RequestError(
             f"no layout of {layouts[0].world_size} ranks fits in {has} GiB a rank: the smallest "
             f"one needs {least:.4g}",
-            "use a smaller --decode-chunk-size, fewer --frames, a smaller --height and --width, or "
-            "--memory-opt",
+            "use a smaller `decode_chunk_size`, fewer `num_frames`, a smaller `height` and "
+            "`width`, or `memory_opt`",
             details={
                 "world_size": layouts[0].world_size,
                 "requested_gib": least,

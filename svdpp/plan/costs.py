@@ -64,7 +64,7 @@ class CostModel:
         for name, value in vars(self).items():
             if fault := _fault(name, value):
                 raise RequestError(
-                    f"--{name.replace('_', '-')} {fault}",
+                    f"`{name}` {fault}",
                     details={"field": name, "fault": fault},
                 )
 
@@ -92,7 +92,7 @@ class CostModel:
             raise RequestError(
                 "the costs do not give the time of a transfer between hosts "
                 f"(rank {source} to rank {target})",
-                "use --inter-host-transfer-seconds SECONDS; svdpp profile on the hosts measures it",
+                "use `inter_host_transfer_seconds` SECONDS; svdpp profile on the hosts measures it",
                 details={"from_rank": source, "to_rank": target},
             )
         return self.inter_host_transfer_seconds
@@ -182,7 +182,7 @@ class CostModel:
         if per_host and world_size % per_host:
             raise RequestError(
                 f"{world_size} ranks cannot form hosts of {per_host} ranks each",
-                f"use --hosts {-(-world_size // per_host)}x{per_host}, or another --world",
+                f"use `hosts` {-(-world_size // per_host)}x{per_host}, or another `world_size`",
                 details={"world_size": world_size, "ranks_per_host": per_host},
             )
         for name in _PER_RANK:
@@ -190,7 +190,7 @@ class CostModel:
             if isinstance(value, tuple) and len(value) != world_size:
                 raise RequestError(
                     f"{name} has values for {len(value)} ranks, but the run has {world_size}",
-                    f"use --world {len(value)}, or costs with one number for all ranks",
+                    f"use `world_size` {len(value)}, or costs with one number for all ranks",
                     details={"field": name, "values": len(value), "world_size": world_size},
                 )
 

@@ -282,7 +282,7 @@ def forecast_layout(layout: ParallelConfig, num_clips: int) -> Forecast:
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
             "are too many to forecast",
-            f"use --clips {max(1, MAX_VISITS // layout.num_stages)} or fewer: the rate is the same",
+            f"use `clips` {max(1, MAX_VISITS // layout.num_stages)} or fewer: the rate is the same",
             details={
                 **{"clips": num_clips, "world_size": layout.world_size},
                 "replica_size": layout.replica_size,

@@ -143,7 +143,7 @@ class ParallelConfig:
         self._check_replicas()
         self._check_experts()
         if self.split not in SPLITS:
-            raise RequestError(f"--split must be one of {', '.join(SPLITS)}, got {self.split!r}")
+            raise RequestError(f"`split` must be one of {', '.join(SPLITS)}, got {self.split!r}")
         self.costs.check_world(self.world_size)
         if self.split == "uniform":
             self._check_uniform()
@@ -151,13 +151,13 @@ class ParallelConfig:
     def _check_pairs(self) -> None:
         if self.cfg_parallel_size not in (1, 2):
             raise RequestError(
-                f"--cfg-parallel must be 1 or 2, got {self.cfg_parallel_size}",
+                f"`cfg_parallel` must be 1 or 2, got {self.cfg_parallel_size}",
                 details={"cfg_parallel": self.cfg_parallel_size, "allowed": [1, 2]},
             )
         for count, place in ((self.world_size, ""), (self.costs.ranks_per_host, " on each host")):
             if count is not None and count % self.cfg_parallel_size:
                 raise RequestError(
-                    f"--cfg-parallel 2 needs pairs of ranks, got {count}{place}",
+                    f"`cfg_parallel` 2 needs pairs of ranks, got {count}{place}",
                     details={"cfg_parallel": self.cfg_parallel_size, "ranks": count},
                 )
 
@@ -167,7 +167,7 @@ class ParallelConfig:
             what = f"{units} pairs of ranks" if self.cfg_parallel_size == 2 else f"{units} ranks"
             raise RequestError(
                 f"{what} cannot form {self.data_parallel_size} replicas of equal size",
-                f"use a divisor: --replicas {', '.join(map(str, divisors(units)))}",
+                f"use a divisor: `replicas` {', '.join(map(str, divisors(units)))}",
                 details={
                     **{"world_size": self.world_size, "replicas": self.data_parallel_size},
                     **{"cfg_parallel": self.cfg_parallel_size, "units": units},
@@ -180,7 +180,7 @@ class ParallelConfig:
         ):
             if not 1 <= value <= most:
                 raise RequestError(
-                    f"--{name.replace('_', '-')} must be {_up_to(most)}, the ranks of a replica or "
+                    f"`{name}` must be {_up_to(most)}, the ranks of a replica or "
                     f"decoder, got {value}",
                     details={name: value, "minimum": 1, "most": most},
                 )
@@ -189,15 +189,15 @@ class ParallelConfig:
         boundary = self.expert_boundary
         if boundary is not None and not 1 <= boundary < self.num_steps:
             raise RequestError(
-                "--expert-boundary must be 1 or more and less than the number of steps "
+                "`expert_boundary` must be 1 or more and less than the number of steps "
                 f"({self.num_steps}), got {boundary}",
                 details={"steps": self.num_steps, "expert_boundary": boundary, "minimum": 1},
             )
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(
-                f"--decoders must be {_up_to(self.replica_size - 1)}, got {self.num_decoders}: all "
+                f"`decoders` must be {_up_to(self.replica_size - 1)}, got {self.num_decoders}: all "
                 f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the other",
-                "use --layout data-parallel or --share-experts for ranks that hold both",
+                "use `layout` data-parallel or `share_experts` for ranks that hold both",
                 details={
                     "decoders": self.num_decoders,
                     "most": self.replica_size - 1,
@@ -500,9 +500,9 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
     """
     if decode_ranks > len(chunks):
         raise RequestError(
-            f"--decode-ranks {decode_ranks} needs as many chunks of frames, and a clip of "
+            f"`decode_ranks` {decode_ranks} needs as many chunks of frames, and a clip of "
             f"{sum(chunks)} frames is decoded in {len(chunks)}",
-            f"use --decode-ranks {len(chunks)} or fewer, or a smaller --decode-chunk-size, on "
+            f"use `decode_ranks` {len(chunks)} or fewer, or a smaller `decode_chunk_size`, on "
             "which the bits depend",
             details={"decode_ranks": decode_ranks, "frames": sum(chunks), "chunks": len(chunks)},
         )

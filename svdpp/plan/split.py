@@ -134,14 +134,17 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
     nearest = [count for count in (below, below + num_stages) if count]
     can = "can are" if below else "can is"
     are_ranks = num_stages == world_size
-    fewer = f"or --world {largest_world(num_steps, num_stages)}, " if are_ranks else ""
+    fewer = f"or `world_size` {largest_world(num_steps, num_stages)}, " if are_ranks else ""
     noun = "ranks" if are_ranks else "stages"
     raise RequestError(
         f"{num_steps} steps cannot be split evenly over {num_stages} {noun}; "
         f"the nearest step count{'s' * (below > 0)} that {can} {' and '.join(map(str, nearest))}",
-        f"use {' or '.join(f'--steps {count}' for count in nearest)}, "
-        f"{fewer}or --split alternating",
-        details={"steps": num_steps, "ranks": num_stages, "nearest": nearest},
+        f"use {' or '.join(f'`num_inference_steps` {count}' for count in nearest)}, "
+        f"{fewer}or `split` alternating",
+        details={
+            **{"field": "num_inference_steps", "steps": num_steps},
+            **{"ranks": num_stages, "nearest": nearest},
+        },
     )
 
 
@@ -155,12 +158,15 @@ def check_counts(num_steps: int, world_size: int) -> None:
     Raises:
         RequestError: One is not.
     """
-    counts = (("steps", num_steps, MAX_PLANNED_STEPS), ("ranks", world_size, MAX_RANKS))
-    for name, count, most in counts:
+    counts = (
+        ("num_inference_steps", "steps", num_steps, MAX_PLANNED_STEPS),
+        ("world_size", "ranks", world_size, MAX_RANKS),
+    )
+    for field, name, count, most in counts:
         if not 1 <= count <= most:
             raise RequestError(
                 f"the number of {name} must be 1 to {most}, got {count}",
-                details={name: count, "minimum": 1, "maximum": most},
+                details={"field": field, name: count, "minimum": 1, "maximum": most},
             )
 
 
@@ -389,7 +395,7 @@ def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
     raise RequestError(
         f"{boundary} {first} and {num_steps - boundary} {second} steps cannot be split evenly over "
         f"{num_stages} stages with one expert each",
-        "use --split balanced or --split alternating",
+        "use `split` balanced or `split` alternating",
         details={
             **{"steps": num_steps, "stages": num_stages, "expert_boundary": boundary},
             **{"first_steps": boundary, "second_steps": num_steps - boundary},

@@ -63,9 +63,9 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
         return read_keys(key_file)
     if not is_loopback(host):
         raise RequestError(
-            f"--host {host} lets other machines in, and there are no API keys",
+            f"`host` {host} lets other machines in, and there are no API keys",
             "svdpp serve --new-key NAME --api-key-file FILE creates one; then add "
-            "--api-key-file FILE",
+            "`api_key_file` FILE",
         )
     return None
 
@@ -107,7 +107,7 @@ def add_key(path: Path, name: str) -> str:
     """
     if _NAME.fullmatch(name) is None:
         raise RequestError(
-            f"--new-key {name!r}: the name must be 1 to 64 letters, digits or ._@-",
+            f"`new_key` {name!r}: the name must be 1 to 64 letters, digits or ._@-",
             details={"name": name, "min_length": 1, "max_length": 64},
         )
     key, sha256 = new_key()

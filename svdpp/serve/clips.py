@@ -80,9 +80,9 @@ class Admission:
                 scheduler.route(clip, request)
         except RequestError as error:
             default_steps = self._config.sampling.num_inference_steps
-            field, hint = "steps", f"use {default_steps} steps"
+            field, hint = "num_inference_steps", f"use {default_steps} steps"
             if sampling.num_inference_steps == default_steps:
-                field, hint = "flow_shift", "leave flow_shift out"
+                field, hint = "flow_shift", "leave `flow_shift` out"
             return RequestError(error.message, hint, details={**error.details, "field": field})
         return None
 
@@ -122,6 +122,7 @@ class Admission:
                     f"that has {gib:.1f} GiB",
                     "request fewer frames or a smaller size",
                     details={
+                        "field": "num_frames",
                         "requested_bytes": int(need * 2**30),
                         "free_bytes": int(gib * 2**30),
                         "device": "cuda",

@@ -314,7 +314,7 @@ def upgrade(version: int, serial: str) -> str:
     if version not in (0, *(number - 1 for number in _ADDED), VERSION):
         raise RequestError(
             f"the queue has version {version}, and this svdpp reads version {VERSION}",
-            "use the svdpp that wrote it, or name another --data or --queue",
+            "use the svdpp that wrote it, or name another `data` or `queue`",
             details={"version": version, "supported_version": VERSION},
         )
     added = [text for number, text in sorted(_ADDED.items()) if number > version]

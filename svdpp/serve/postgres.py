@@ -78,14 +78,14 @@ def address_of(url: str) -> str:
         found, values = None, {}
     if found is None:
         raise RequestError(
-            "--queue takes a URL such as postgresql://svdpp@db/svdpp, and cannot read this one",
+            "`queue` takes a URL such as postgresql://svdpp@db/svdpp, and cannot read this one",
             "percent-encode special characters of user and password, such as %2F for /, %40 for @ "
             "and %25 for %; or leave the password to PGPASSWORD or ~/.pgpass",
             details={"field": "queue"},
         )
     if not values.keys() & {"host", "hostaddr", "dbname", "service"}:
         raise RequestError(
-            "--queue names neither a host nor a database",
+            "`queue` names neither a host nor a database",
             "name both, as in postgresql://svdpp@db/svdpp",
             details={"field": "queue"},
         )
@@ -256,8 +256,8 @@ class PostgresBackend:
             return
         if id and store.read_queue_id() != id:
             raise RequestError(
-                f"{store.name} is not that of the queue in --queue",
-                "name the one that all its servers share, or add --adopt to make this one theirs",
+                f"{store.name} is not that of the queue in `queue`",
+                "name the one that all its servers share, or add `adopt` to make this one theirs",
             )
         if store.is_remote or not id:
             allowed = (
@@ -270,7 +270,7 @@ class PostgresBackend:
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
-                "name another place in the bucket, or add --adopt: its objects are left alone",
+                "name another place in the bucket, or add `adopt`: its objects are left alone",
             )
 
     # --- connections ------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ class JobQueue:
             raise RequestError(
                 f"the data folder {str(self.store.folder)!r} has clips (number: {len(clips)}), "
                 "and its queue has no video: a part of the queue is missing",
-                "restore queue.sqlite3 together with its queue.sqlite3-wal, or add --adopt to "
+                "restore queue.sqlite3 together with its queue.sqlite3-wal, or add `adopt` to "
                 "start with an empty queue: the clips go to lost+found",
                 details={"clips": len(clips), "clip": min(clips)},
             )

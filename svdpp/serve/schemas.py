@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,8 +16,24 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from svdpp import errors
-from svdpp.config import SAMPLING_CLASSES, Fit, Param, PromptedSampling, SamplingConfig, params_of
-from svdpp.errors import SvdppError, describe_fault, redact, redact_all, without_folders
+from svdpp.config import (
+    SAMPLING_CLASSES,
+    Fit,
+    Param,
+    PromptedSampling,
+    SamplingConfig,
+    configuration_fields,
+    params_of,
+)
+from svdpp.errors import (
+    SvdppError,
+    describe_fault,
+    fields_in,
+    redact,
+    redact_all,
+    without_folders,
+    write_fields,
+)
 from svdpp.serve.job import Job, JobState, UnreadableJobError, VerificationStatus
 from svdpp.serve.sqlite import BackendUnavailableError, StorageUnavailableError
 from svdpp.serve.uploads import DecoderBusyError
@@ -46,9 +62,6 @@ _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
 #: Answers that are no faults: a client that tries again must not fill the log.
 _EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
-#: An option of the command line.
-_OPTION = re.compile(r"--(?:param )?([a-z][a-z0-9_-]*)")
-
 #: Parameters that requests name in another way, or not at all.
 _NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
 
@@ -67,6 +80,23 @@ FIELDS = frozenset(
     {"model", "seed", "seconds", "size", "user", "priority", "callback_url"}
     | {IMAGE_FIELD, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
+
+#: Names of fields in requests, by those of configurations.
+_REQUEST_NAMES = {name: name for name in configuration_fields()} | {
+    name: param.field
+    for kind in cast("Iterable[Any]", SAMPLING_CLASSES.values())
+    for name, param in params_of(kind).items()
+}
+
+
+def write_request_fields(text: str) -> str:
+    """Return a message or remark with fields as requests name them.
+
+    Args:
+        text: with fields of configurations in backticks.
+    """
+    return write_fields(text, _REQUEST_NAMES)
+
 
 # --- videos ---------------------------------------------------------------------------------------
 
@@ -152,6 +182,8 @@ def video_from_job(
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
     step = steps if is_done else min(step, steps)
+    if (held := more.get("held")) is not None:
+        more["held"] = write_request_fields(held)
     values = params_to_json(job.sampling) | more
     if job.videos:
         values["videos"] = {name: {"sha256": sha256} for name, sha256 in job.videos.items()}
@@ -200,6 +232,7 @@ def _callback_status(job: Job) -> dict[str, Any] | None:
 def error_body(record: dict[str, Any]) -> ErrorBody:
     """Return what `errors.error_to_dict` wrote by the API's names, without the server's folders."""
     shown = redact_all(record, without_folders)
+    shown |= {name: write_request_fields(shown[name]) for name in ("message", "hint")}
     return ErrorBody(code=shown.pop("type") or "SvdppError", **shown)
 
 
@@ -283,17 +316,18 @@ def to_api_error(error: SvdppError) -> ApiError:
     status, code = next(
         (status, code) for kind, status, code in _STATUS_BY_ERROR if isinstance(error, kind)
     )
-    message, hint = without_folders(error.message), without_folders(error.hint)
+    message = write_request_fields(without_folders(error.message))
+    hint = write_request_fields(without_folders(error.hint))
     details = error.details
     if code == "storage_failed":  # the message names files of the server: only for the log
         message, hint, details = "the server cannot store its data", "", {}
     if code == "storage_unavailable":
         message, hint, details = "the server cannot reach its files", "try again later", {}
     if status == 422:
-        details = {**_find_field(error), **details}
+        details = {**details, **_find_field(error)}
         # What only whoever starts the server can do is no help.
-        hint = hint if _REQUEST_FIELDS.issuperset(_find_options(hint)) else ""
-        message, hint = _options_to_fields(message), _options_to_fields(hint)
+        proposed = {_REQUEST_NAMES.get(name, name) for name in fields_in(error.hint)}
+        hint = hint if proposed <= _REQUEST_FIELDS and "--" not in hint else ""
     retry = _RETRY_SECONDS if status == 503 else None
     return ApiError(status, code, message, hint, retry=retry, **details)
 
@@ -301,23 +335,15 @@ def to_api_error(error: SvdppError) -> ApiError:
 _REQUEST_FIELDS = FIELDS | {"height", "width"}
 
 
-def _find_options(text: str) -> list[str]:
-    return [name.replace("-", "_") for name in _OPTION.findall(text)]
-
-
-def _options_to_fields(text: str) -> str:
-    """`text` with the fields of requests in place of the options that they are."""
-    text = _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
-    return text.replace("num_inference_steps", "steps").replace("num_frames", "frames")
-
-
 def _find_field(error: SvdppError) -> dict[str, str]:
-    """The first field of the form that `error` names as an option; empty if it names none."""
+    """Return the field of the request that `error` is about, as `field`; empty if it is of none."""
+    named = [error.field, *fields_in(error.message), *fields_in(error.hint)]
     if isinstance(error, errors.InputError):
-        return {"field": IMAGE_FIELD}
-    for name in _find_options(f"{error.message} {error.hint}"):
-        if name in _REQUEST_FIELDS:
-            return {"field": "size" if name in ("width", "height") else name}
+        named = [error.details.get("field"), IMAGE_FIELD]
+    for name in filter(None, named):
+        field = _REQUEST_NAMES.get(name, name)
+        if field in _REQUEST_FIELDS:
+            return {"field": "size" if field in ("width", "height") else field}
     return {}
 
 

@@ -41,7 +41,14 @@ from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.request_schema import Capabilities, VideoRequest
-from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_from_job
+from svdpp.serve.schemas import (
+    IMAGE_FIELD,
+    ApiError,
+    DeletedVideo,
+    Video,
+    video_from_job,
+    write_request_fields,
+)
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import ORPHAN_SCAN_SECONDS, FileSnapshot, remove_job, remove_orphans
 from svdpp.serve.uploads import UploadStore, sanitize_filename
@@ -318,7 +325,8 @@ class Service:
                 values |= {"input_file": photo.path.name, "input_name": name}
                 values |= {"input_sha256": photo.sha256, "input_pixels": photo.width * photo.height}
                 named = replace(photo, path=Path(name))  # the stored file's says nothing to clients
-                values["remarks"] = input_remarks([named], sampling, "fit")
+                remarks = input_remarks([named], sampling)
+                values["remarks"] = [write_request_fields(remark) for remark in remarks]
             else:
                 values["videos"][field_name] = photo.sha256
         return values

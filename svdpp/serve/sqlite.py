@@ -91,7 +91,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
         raise RequestError(
             f"the data folder {str(folder)!r} has no queue, but other files, such as "
             f"{min(names)!r}",
-            f"{restore}, name another folder with --data, or add --adopt to use this one: files "
+            f"{restore}, name another folder with `data`, or add `adopt` to use this one: files "
             "of a lost queue go to its lost+found, all others are left alone",
             details={"file": min(names)},
         )
@@ -265,7 +265,7 @@ class SqliteBackend:
             elif code in _LOCK_ERRORS or getattr(error, "errno", 0) in _NO_LOCKS:
                 hint = (
                     "another program holds its lock, or its file system has no locks: end that "
-                    "program, or name a folder on a local disk with --data"
+                    "program, or name a folder on a local disk with `data`"
                 )
             reason = output_files.error_reason(error)
             raise OutputError(
@@ -294,7 +294,7 @@ def _create(connection: sqlite3.Connection) -> None:
     if not version and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(
             "the data folder's queue.sqlite3 is a database of another program",
-            "name another folder with --data",
+            "name another folder with `data`",
         )
     if statements := upgrade(version, "INTEGER PRIMARY KEY AUTOINCREMENT"):
         connection.executescript(f"BEGIN; {statements} PRAGMA user_version = {VERSION}; COMMIT;")
@@ -312,7 +312,7 @@ def _locked(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         raise RequestError(
             f"another server uses the data folder {str(folder)!r}",
-            "stop it, or name another folder with --data",
+            "stop it, or name another folder with `data`",
         ) from None
     finally:
         os.close(lock)

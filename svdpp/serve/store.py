@@ -300,7 +300,7 @@ class FileStore:
             logger.error("{}: no clip is begun or taken", text)
         self.unavailable_reason = text
         return StorageUnavailableError(
-            text, "check --files, and the credentials for it", details={"reason": redact(reason)}
+            text, "check `files`, and the credentials for it", details={"reason": redact(reason)}
         )
 
     def _object_path(self, path: Path) -> str:
@@ -313,14 +313,14 @@ def _open(url: str) -> tuple[Any, str]:
     import fsspec  # of the extra
 
     if not url:
-        raise RequestError("--files is empty", "name a store, such as s3://bucket/prefix")
+        raise RequestError("`files` is empty", "name a store, such as s3://bucket/prefix")
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if url.startswith(("s3:", "s3a:")):
         options["config_kwargs"] = _S3
     try:
         system, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
-        raise RequestError(f"--files {redact(url)!r} cannot be opened: {error}") from error
+        raise RequestError(f"`files` {redact(url)!r} cannot be opened: {error}") from error
     return system, root.rstrip("/")
 
 

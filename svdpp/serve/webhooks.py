@@ -64,7 +64,7 @@ class Webhooks:
     ) -> None:
         for host in hosts:
             if HOST_PATTERN.fullmatch(host) is None:
-                text = f"--callback-hosts takes hosts such as example.org:8443, got {host!r}"
+                text = f"`callback_hosts` takes hosts such as example.org:8443, got {host!r}"
                 raise RequestError(text)
         self._queue = queue
         self._hosts = frozenset(host.lower() for host in hosts)

@@ -120,12 +120,12 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
     if video:
         wanted, path = metadata["videos_sha256"][video], metadata["videos"].get(video, video)
         suffixes += VIDEO_SUFFIXES
-        hint = "--image FOLDER names the folder of all inputs"
+        hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
             image = None  # it names the image alone
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
-        hint = "--image PATH names it"
+        hint = "`image` PATH names it"
     recorded = located_path(path, folder)
     if image is None:
         candidates = [recorded, folder / recorded.name, *_files_in(folder, suffixes)]

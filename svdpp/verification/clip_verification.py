@@ -137,7 +137,7 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
     elif recomputed.get("memory_pressure"):
         reason = "GPU memory ran short in the reference: its bits may not be diffusers' usual ones"
     elif reason and clip.metadata.get("cfg_parallel", 1) > 1:
-        reason = "a pair divided a batch: --atol X allows a distance"
+        reason = "a pair divided a batch: a tolerance (atol) allows a distance"
 
     def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:
         recorded, found = clip.metadata.get(name), recomputed.get(name)

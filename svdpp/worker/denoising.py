@@ -189,7 +189,7 @@ class StepChecks:
             if not after.wait():
                 raise NotFiniteError(
                     f"the latent is not finite after step {step}, done by rank {self._rank}",
-                    "check the weights, or use --dtype bf16 or fp32, which have a larger range",
+                    "check the weights, or use `dtype` bf16 or fp32, which have a larger range",
                     details={"step": step, "rank": self._rank},
                 )
             self._on_done(step, after.seconds_since(before))

@@ -178,16 +178,16 @@ def status_bytes(name: str) -> int:
 
 # Work that takes memory (an action, the load, a reference), and the options that lower it.
 _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
-    Kind.ENCODE: ("encoding the image", "a smaller --height and --width lower it"),
+    Kind.ENCODE: ("encoding the image", "a smaller `height` and `width` lower it"),
     Kind.DENOISE: (
         "a denoising step",
-        "fewer --frames, a smaller --height and --width, or --memory-opt lower it",
+        "fewer `num_frames`, a smaller `height` and `width`, or `memory_opt` lower it",
     ),
-    Kind.DECODE: ("decoding the frames", "a smaller --decode-chunk-size lowers it"),
-    None: ("loading the model", "fewer ranks on this device, or no --dtype fp32, lower it"),
+    Kind.DECODE: ("decoding the frames", "a smaller `decode_chunk_size` lowers it"),
+    None: ("loading the model", "fewer ranks on this device, or no `dtype` fp32, lower it"),
     "reference": (
         "computing a clip in one process",
-        "fewer --frames, a smaller --height and --width or --decode-chunk-size lower it",
+        "fewer `num_frames`, a smaller `height` and `width` or `decode_chunk_size` lower it",
     ),
 }
 

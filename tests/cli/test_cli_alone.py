@@ -156,7 +156,11 @@ def test_errors_as_json() -> None:
             "message": "25 steps cannot be split evenly over 7 ranks; the nearest step counts that "
             "can are 21 and 28",
             "hint": "use --steps 21 or --steps 28, or --world 5, or --split alternating",
-            "details": {"steps": 25, "ranks": 7, "nearest": [21, 28]},
+            "field": "num_inference_steps",
+            "details": {
+                **{"field": "num_inference_steps", "steps": 25},
+                **{"ranks": 7, "nearest": [21, 28]},
+            },
         },
     }
 

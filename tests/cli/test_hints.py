@@ -11,7 +11,8 @@ import pytest
 from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.console import Console
 from svdpp.cli.hints import keep_available
-from svdpp.cli.options.declare import with_aliases
+from svdpp.cli.options.declare import option_names, with_aliases
+from svdpp.errors import fields_in
 from tests.support.shell import ROOT, svdpp_here
 
 OPTIONS = {
@@ -25,7 +26,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w.-])")
 
 
 def _texts() -> Iterator[str]:
-    """All texts of the program that name an option, with a number for what is filled in."""
+    """All texts of errors and hints that name an option, with a number for what is filled in."""
     for path in sorted((ROOT / "svdpp").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         inner = {
@@ -34,7 +35,10 @@ def _texts() -> Iterator[str]:
             if isinstance(node, ast.JoinedStr)
             for each in node.values
         }
+        others = {id(each) for node in ast.walk(tree) for each in _descriptions(node)}
         for node in ast.walk(tree):
+            if id(node) in others:
+                continue
             if isinstance(node, ast.JoinedStr):
                 parts = [
                     str(one.value) if isinstance(one, ast.Constant) else "7" for one in node.values
@@ -44,11 +48,28 @@ def _texts() -> Iterator[str]:
                 text = str(node.value)
             else:
                 continue
-            if " --" in text and "\n" not in text:
+            if (" --" in text or fields_in(text)) and "\n" not in text:
                 yield text
 
 
+def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
+    """Docstrings, and the descriptions of the API's schema, whose backticks are Markdown."""
+    if isinstance(node, ast.Expr):
+        yield node.value
+    elif isinstance(node, ast.keyword) and node.arg in ("description", "help"):
+        yield from ast.walk(node)
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value == "description":
+                yield from ast.walk(value)
+
+
 HINTS = sorted({*_texts()})
+
+
+def test_texts_name_fields_that_have_an_option() -> None:
+    """In backticks, which the command line writes as options; others are spelt wrong."""
+    assert {field for text in HINTS for field in fields_in(text)} <= option_names().keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -84,9 +84,9 @@ def test_a_lora_is_a_file_a_weight_and_an_expert(text: str, lora: Lora) -> None:
 
 def test_what_is_no_lora_and_what_takes_none_is_refused() -> None:
     for text in ("", " ", "a:1000", "a:inf:low:1e999"):
-        with pytest.raises(RequestError, match="--lora"):
+        with pytest.raises(RequestError, match="lora"):
             ModelOptions(lora=[text]).model_config("cpu", "wan")
-    with pytest.raises(RequestError, match="the dummy model takes no --lora"):
+    with pytest.raises(RequestError, match="the dummy model takes no `loras`"):
         ModelOptions(model=DUMMY_MODEL, lora=["a"]).model_config("cpu", "svd")
 
 
@@ -98,7 +98,7 @@ def test_what_is_no_lora_and_what_takes_none_is_refused() -> None:
         ("stg_scale", "NAME=VALUE", ""),
         ("stg_block=1.5", "stg_block must be a whole number", ""),
         ("stg_scale=x", "stg_scale must be a number", ""),
-        ("guidance_rescale=1.5", "--param guidance_rescale", ""),
+        ("guidance_rescale=1.5", "`guidance_rescale` must be", ""),
     ],
 )
 def test_parameters_have_names_types_and_limits(text: str, words: str, hint: str) -> None:

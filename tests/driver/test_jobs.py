@@ -276,7 +276,7 @@ def test_ranks_that_need_more_than_is_free_are_refused(
     with pytest.raises(OutOfMemoryError) as caught:
         check_memory(*resolve_config(config), ranks)
     assert words in caught.value.message
-    assert "--decode-chunk-size" in caught.value.hint
+    assert "`decode_chunk_size`" in caught.value.hint
 
 
 @pytest.mark.slow

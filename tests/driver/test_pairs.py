@@ -205,9 +205,9 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
         ({"world_size": 3}, "needs pairs of ranks, got 3"),
         ({"cfg_parallel": 3}, "must be 1 or 2, got 3"),
         ({"replicas": 2}, "1 pairs of ranks cannot form 2 replicas"),
-        ({"allow_mixed_devices": True}, "cannot be used with --allow-mixed-devices"),
+        ({"allow_mixed_devices": True}, "cannot be used with `allow_mixed_devices`"),
         ({"decode_ranks": 3}, "1 to 2, the ranks of a replica or decoder, got 3"),
-        ({"decode_ranks": 0}, "--decode-ranks must be 1 to 2, .* got 0"),
+        ({"decode_ranks": 0}, "`decode_ranks` must be 1 to 2, .* got 0"),
         (
             {"decode_ranks": 2, "cfg_parallel": 1, "decoders": 2},
             "must be 1, the ranks of a replica",
@@ -224,7 +224,7 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
     text, unguided = WanSampling(**WAN), WanSampling(**WAN, guidance_scale=1.0)
     with pytest.raises(RequestError, match="the guidance is off: each step has one branch"):
         resolve_config(replace(config, sampling=unguided))
-    with pytest.raises(RequestError, match="--decode-ranks 2 cannot divide the decode of"):
+    with pytest.raises(RequestError, match="`decode_ranks` 2 cannot divide the decode of"):
         resolve_config(replace(config, decode_ranks=2))
     with pytest.raises(RequestError, match="started for clips from text alone"):
         RequestScheduler(*resolve_config(config)).resolve_request(
@@ -234,7 +234,7 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
     whole = replace(chunks, sampling=replace(chunks.sampling, decode_chunk_size=None))
     with pytest.raises(RequestError, match="a clip of 5 frames is decoded in 1") as caught:
         resolve_config(replace(whole, decode_ranks=2))
-    assert "--decode-ranks 1 or fewer, or a smaller --decode-chunk-size" in caught.value.hint
+    assert "`decode_ranks` 1 or fewer, or a smaller `decode_chunk_size`" in caught.value.hint
     assert [resolve_config(each)[0].decode_ranks for each in (config, whole, chunks)] == [1, 1, 2]
 
 

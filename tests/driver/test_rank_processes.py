@@ -175,7 +175,7 @@ def test_ranks_that_share_a_gpu_or_differ_are_refused_by_name(
     with pytest.raises(RequestError, match=words) as caught:
         _check(uuids, backend, other, allowed=False)
     if other:
-        assert "--allow-mixed-devices" in caught.value.hint
+        assert "`allow_mixed_devices`" in caught.value.hint
         assert _check(uuids, backend, other, allowed=True)
 
 

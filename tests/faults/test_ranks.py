@@ -273,7 +273,7 @@ def test_a_rank_that_never_starts() -> None:
         Pipeline(config, fault=Damage("hang", rank, 0, place="start")).__enter__()
     assert time.monotonic() - begun <= limit + allowing_for_others(2)
     assert re.match(rf"rank {rank} \(cpu of .*\) never started within 2 s", caught.value.message)
-    assert "--start-timeout" in caught.value.hint
+    assert "`start_timeout_seconds`" in caught.value.hint
 
 
 def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -> None:

@@ -424,7 +424,7 @@ def _box(brand: bytes, *more: bytes) -> bytes:
         (b"RIFF\0\0\0\0AVI LIST" + bytes(99), "is an AVI video", "ffmpeg -i"),
         ((b"G" + bytes(187)) * 3, "is an MPEG transport stream", "ffmpeg -i"),
         (b"\0\0\0\x0cJXL \r\n\x87\n", "is a JPEG XL image", "djxl"),
-        (_box(b"isom"), "is a video, and this takes an image", "--family that takes a video"),
+        (_box(b"isom"), "is a video, and this takes an image", "`family` that takes a video"),
         (b"text", "is not an image in PNG", "convert it to PNG or JPEG"),
     ],
 )
@@ -512,7 +512,7 @@ def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
     wide = SAMPLING_CLASSES["svd"](width=1024, height=576)
     (remark,) = inputs.input_remarks(found, wide)
     assert "'600.jpg' (600x800) and 2 more are stretched to 1024x576" in remark
-    assert "--fit crop" in remark
+    assert "`fit` crop" in remark
     assert inputs.input_remarks(found[4:6], wide) == []
     assert inputs.input_remarks(found, replace(wide, fit="crop")) == []
 

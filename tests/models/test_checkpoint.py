@@ -135,7 +135,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     "weights of endless header": (content(UNET, (2**62).to_bytes(8, "little") + b"{"), DAMAGED),
     "weights a pipe": (instead(UNET, os.mkfifo), f"{UNET} is missing"),
     "weights a link outside": (instead(UNET, lambda path: path.symlink_to("/etc/passwd")), DAMAGED),
-    "weights of a variant": (rename_to_variant, "fp16.safetensors'\n--variant fp16 reads"),
+    "weights of a variant": (rename_to_variant, "fp16.safetensors'\n`variant` fp16 reads"),
     "shard with absolute path": (shards({"weight_map": {"a": "/x.safetensors"}}), "'/x.safe"),
     "shard a pickle": (shards({"weight_map": {"a": "part.bin"}}), "'part.bin'"),
     "shard missing": (
@@ -164,7 +164,7 @@ def test_a_name_of_nothing(name: str) -> None:
 
 
 def test_contradictory_request(tiny: Path) -> None:
-    with pytest.raises(RequestError, match="--revision"):
+    with pytest.raises(RequestError, match="`revision`"):
         find_checkpoint(ModelConfig(name=str(tiny), revision="main"))
 
 
@@ -359,7 +359,7 @@ def test_too_little_memory(
     monkeypatch.setattr(UNetSpatioTemporalConditionModel, method, fail)
     with pytest.raises(OutOfMemoryError, match="unet needs more memory than cpu has") as caught:
         parts_of(tiny, "X")
-    assert "--dtype bf16 or fp16" in caught.value.hint
+    assert "`dtype` bf16 or fp16" in caught.value.hint
     details = caught.value.details
     assert details["device"] == "cpu"
     assert details["free_bytes"] > 0

@@ -181,9 +181,9 @@ def test_steps_of_an_expert_that_is_not_loaded_are_an_error(wan: TinyModel) -> N
         (T2V, {"image": "x"}, "takes no image"),
         (I2V, {}, "needs an image"),
         (T2V, {"prompt": None}, "needs a prompt"),
-        (T2V, {"prompt": " \n"}, "--prompt is empty"),
+        (T2V, {"prompt": " \n"}, "`prompt` is empty"),
         (WAN_5B, {"image": "x"}, "have from_image=False"),
-        (WAN_5B, {"negative_prompt": "blurred"}, "--negative-prompt has no effect"),
+        (WAN_5B, {"negative_prompt": "blurred"}, "`negative_prompt` has no effect"),
     ],
 )
 def test_wrong_inputs_are_refused(

@@ -110,7 +110,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:  #
     [
         (403, "GatedRepo", "accept its licence", "https://huggingface.co/org/tiny, then: hf auth"),
         (404, "RepoNotFound", "nor a model on the hub", "hf auth login"),
-        (404, "RevisionNotFound", "the hub answered 404", "check --revision"),
+        (404, "RevisionNotFound", "the hub answered 404", "check `revision`"),
         (401, "", "the hub answered 401", "hf auth login"),
     ],
 )

@@ -122,15 +122,15 @@ def test_loras_that_a_model_cannot_load_are_refused(
 ) -> None:
     two, one = (tiny_models(name).checkpoint.folder for name in ("wan", "ltx"))
     for model, expert, message in (
-        ("demo", None, "takes no --lora"),
-        (tiny_models("latte").checkpoint.folder, None, "takes no --lora"),
-        (one, "low", "has one expert: say none in --lora 'x'"),
-        (two, None, "two experts: say which in --lora 'x'"),
+        ("demo", None, "takes no `loras`"),
+        (tiny_models("latte").checkpoint.folder, None, "takes no `loras`"),
+        (one, "low", "has one expert: say none in `loras` 'x'"),
+        (two, None, "two experts: say which in `loras` 'x'"),
     ):
         with pytest.raises(RequestError, match=message):
             _find(model, Lora(name="x", expert=expert))  # type: ignore[arg-type]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(RequestError, match="--lora needs the package peft"):
+    with pytest.raises(RequestError, match="`loras` needs the package peft"):
         _find(two, Lora(name="x", expert="low"))
 
 

@@ -110,7 +110,7 @@ def test_a_wrong_value_is_named_as_an_option_and_in_a_file(
 ) -> None:
     with pytest.raises(RequestError) as caught:
         CostModel(**{name: value})
-    assert caught.value.message.startswith(f"--{name.replace('_', '-')} {words}")
+    assert caught.value.message.startswith(f"`{name}` {words}")
     in_file = [*value] if isinstance(value, tuple) else value
     with pytest.raises(RequestError) as caught:
         CostModel.from_json({**GOOD, name: in_file}, "f")

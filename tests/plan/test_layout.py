@@ -166,13 +166,13 @@ def test_replicas_keep_to_a_host_where_they_can(
     assert list(assign_replicas(world_size, replica_size, ranks_per_host)) == replica_ranks
 
 
-DIVISORS = "use a divisor: --replicas 1, 2, 4, 8"
+DIVISORS = "use a divisor: `replicas` 1, 2, 4, 8"
 NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
 EVENLY = "{} cannot be split evenly over {}"
 EXPERTS = "13 high-noise and 27 low-noise steps"
-OTHER_SPLITS = "use --split balanced or --split alternating"
-RANGE = "--decoders must be 1 to {}, the ranks of a replica or decoder, got {}"
-BOUNDARY = "--expert-boundary must be 1 or more and less than the number of steps (40), got {}"
+OTHER_SPLITS = "use `split` balanced or `split` alternating"
+RANGE = "`decoders` must be 1 to {}, the ranks of a replica or decoder, got {}"
+BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of steps (40), got {}"
 
 
 @pytest.mark.parametrize(
@@ -185,42 +185,43 @@ BOUNDARY = "--expert-boundary must be 1 or more and less than the number of step
         ({"num_decoders": 5, "data_parallel_size": 2}, RANGE.format(4, 5), ""),
         (
             {"split": "equal"},
-            "--split must be one of uniform, balanced, alternating, got 'equal'",
+            "`split` must be one of uniform, balanced, alternating, got 'equal'",
             "",
         ),
         (
             {"costs": CostModel(step_seconds=(1.0, 2.0))},
             "step_seconds has values for 2 ranks, but the run has 8",
-            "use --world 2, or costs with one number for all ranks",
+            "use `world_size` 2, or costs with one number for all ranks",
         ),
         (
             {"costs": CostModel(ranks_per_host=3)},
             "8 ranks cannot form hosts of 3 ranks each",
-            "use --hosts 3x3, or another --world",
+            "use `hosts` 3x3, or another `world_size`",
         ),
         (
             {"num_steps": 25, "num_decoders": 2},
             EVENLY.format("25 steps", "7 stages; the nearest step counts that can are 21 and 28"),
-            "use --steps 21 or --steps 28, or --split alternating",
+            "use `num_inference_steps` 21 or `num_inference_steps` 28, or `split` alternating",
         ),
         (
             {"num_steps": 25},
             EVENLY.format("25 steps", "8 ranks; the nearest step counts that can are 24 and 32"),
-            "use --steps 24 or --steps 32, or --world 5, or --split alternating",
+            "use `num_inference_steps` 24 or `num_inference_steps` 32, or `world_size` 5, "
+            "or `split` alternating",
         ),
         (
             {"num_steps": 4},
             EVENLY.format("4 steps", "8 ranks; the nearest step count that can is 8"),
-            "use --steps 8, or --world 4, or --split alternating",
+            "use `num_inference_steps` 8, or `world_size` 4, or `split` alternating",
         ),
         ({**WAN, "expert_boundary": 40}, BOUNDARY.format(40), ""),
         ({**WAN, "expert_boundary": 0, "data_parallel_size": 8}, BOUNDARY.format(0), ""),
         (WAN, EVENLY.format(EXPERTS, "8 stages with one expert each"), OTHER_SPLITS),
         (
             {**WAN, "num_decoders": 4, "data_parallel_size": 2, "split": "alternating"},
-            "--decoders must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
+            "`decoders` must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
             "must hold the other",
-            "use --layout data-parallel or --share-experts for ranks that hold both",
+            "use `layout` data-parallel or `share_experts` for ranks that hold both",
         ),
     ],
     ids=str,
@@ -441,11 +442,11 @@ def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
     assert str(layout) == "data parallel"
     # Replicas of 8, balanced and alternating, with 1 and 2 decoders; shorter ones fit on one host.
     assert reason.endswith(
-        "4 of 9 layouts have transfers between hosts, whose time the costs do not give: "
-        "set --inter-host-transfer-seconds"
+        "4 of 9 layouts have transfers between hosts, whose time, inter_host_transfer_seconds, the "
+        "costs do not give"
     )
     assert "hosts" not in choose(costs=replace(hosts, inter_host_transfer_seconds=0.1))[1]
     fitting = replace(hosts, **memory((1.5, 3.0, 0.5), (1.0, 6.0, 8.0)))
     with pytest.raises(RequestError, match=r"between hosts \(rank 3 to rank 4\)") as caught:
         choose(costs=fitting, memory_gib=(11.0,) * 8)
-    assert "--inter-host-transfer-seconds SECONDS" in caught.value.hint
+    assert "`inter_host_transfer_seconds` SECONDS" in caught.value.hint

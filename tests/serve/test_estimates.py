@@ -49,7 +49,7 @@ from tests.support.engines import (
 
 def test_steps_that_need_a_rank_without_weights() -> None:
     few, many = (replace(SAMPLING, num_inference_steps=steps) for steps in (2, 25))
-    with pytest.raises(RequestError, match="started with --steps 2") as caught:
+    with pytest.raises(RequestError, match="started with `num_inference_steps` 2") as caught:
         Admission(dummy_config(4, split="alternating", sampling=few), None).check(many)
     error = to_api_error(caught.value)
     assert error.hint == "use 2 steps"

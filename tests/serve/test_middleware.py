@@ -290,7 +290,8 @@ def test_an_error_names_no_folder_of_the_server_and_no_secret(
 
 def test_messages_name_fields_of_requests_and_no_options() -> None:
     numbers = {"flow_shift": 0, "steps": 7}
-    error = to_api_error(RequestError("--param flow_shift is 0", "use --steps 4", details=numbers))
+    raised = RequestError("`flow_shift` is 0", "use `num_inference_steps` 4", details=numbers)
+    error = to_api_error(raised)
     assert (error.message, error.hint) == ("flow_shift is 0", "use steps 4")
     # What only whoever starts the server can do.
-    assert to_api_error(RequestError("7 steps", "use --split balanced", details=numbers)).hint == ""
+    assert to_api_error(RequestError("7 steps", "use `split` balanced", details=numbers)).hint == ""

@@ -128,7 +128,7 @@ def test_clips_whose_rows_are_lost_are_not_taken_for_none(tmp_path: Path) -> Non
     (folder / "queue.sqlite3").write_bytes(empty)
     with pytest.raises(RequestError, match=r"clips \(number: 1\), and its queue has no") as refused:
         JobQueue(folder)
-    assert "--adopt" in refused.value.hint
+    assert "`adopt`" in refused.value.hint
     with contextlib.closing(JobQueue(folder, adopts=True)) as queue:
         assert [path.name for path in move_orphans_aside(queue)] == [f"{id}.mp4"]
     JobQueue(folder).close()

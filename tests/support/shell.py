@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import svdpp
 from svdpp.cli.app import load_command, run_command_line
+from svdpp.errors import fields_in
 
 ROOT = Path(svdpp.__file__).parent.parent
 #: For new processes: the checkout, and what the session of tests itself has (tools/jitter).
@@ -127,6 +128,7 @@ def assert_error(answer: Answer, code: int, *words: str) -> None:
         assert record.keys() == {"schema_version", "error"}
         assert record["error"]["exit_code"] == code
         assert f"error: {record['error']['message']}\n" in answer.err
+        assert not fields_in(f"{record['error']['message']} {record['error']['hint']}")
     for word in words:
         assert word in answer.err
     lines = answer.err.splitlines()

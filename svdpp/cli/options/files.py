@@ -160,8 +160,8 @@ class PromptOptions:
         Raises:
             RequestError: one is too long, or is not Unicode text.
         """
-        check_prompt("--prompt", self.prompt)
-        check_prompt("--negative-prompt", self.negative_prompt)
+        check_prompt("prompt", self.prompt)
+        check_prompt("negative_prompt", self.negative_prompt)
 
     def _videos(
         self, sampling: SamplingConfig, max_pixels: int
@@ -303,7 +303,7 @@ class OutputOptions:
         if is_file and suffix[1:] not in formats:
             known = ", ".join(f".{name}" for name in formats)
             raise RequestError(
-                f"unsupported output format: --out {shlex.quote(str(out))} (supported: {known})",
+                f"unsupported output format: `out` {shlex.quote(str(out))} (supported: {known})",
                 "a name without the suffix of a video is a folder",
                 details={"path": str(out), "supported": list(formats)},
             )

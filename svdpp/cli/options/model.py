@@ -200,7 +200,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         if self.seed is not None:
-            check_int("--seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED)
 
     @property
     def is_dummy(self) -> bool:
@@ -274,9 +274,9 @@ class ModelOptions:
         arguments |= parse_params(self.param or (), family)
         for name in arguments.keys() - field_names:
             option = _SHARED[name].option
-            wrong = f"{option} is not for {self.model}, a model of the family {family}"
+            wrong = f"`{name}` is not for {self.model}, a model of the family {family}"
             details = {"option": option, "model": self.model, "family": family}
-            raise RequestError(wrong, f"leave {option} out", details=details)
+            raise RequestError(wrong, f"leave `{name}` out", details=details)
         if "from_image" in field_names:
             arguments["from_image"] = from_image
         sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **arguments})
@@ -363,6 +363,6 @@ def parse_seeds(text: str) -> list[int]:
         is_short = last - first < _MAX_SEEDS and len(seeds) < _MAX_SEEDS
         too_many = f"--seeds {part.strip()}: at most {_MAX_SEEDS} seeds are taken"
         require(is_short, too_many, value=part.strip(), most=_MAX_SEEDS)
-        check_int("a seed", last, 0, MAX_SEED)
+        check_int("seed", last, 0, MAX_SEED)
         seeds.update(dict.fromkeys(range(first, last + 1)))
     return list(seeds)

@@ -216,7 +216,7 @@ class PipelineRequest:
         if launched is not None:
             require(
                 requested in (None, launched.size),
-                f"--gpus {requested} disagrees with the launcher's world of {launched.size}",
+                f"`world_size` {requested} disagrees with the launcher's world of {launched.size}",
                 "leave it out",
                 gpus=requested,
                 world_size=launched.size,

@@ -38,7 +38,8 @@ def _check_sampling(_: object, sampling: Any) -> None:
     chunks = (frames - 1) // _CHUNK
     require(
         steps % chunks == 0,
-        f"--steps counts those of all chunks: for {frames} frames it must be a multiple of "
+        f"`num_inference_steps` counts those of all chunks: for {frames} frames it must be a "
+        "multiple of "
         f"{chunks}, got {steps}",
         frames=frames,
         chunks=chunks,

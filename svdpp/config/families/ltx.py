@@ -96,7 +96,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     require(
         sampling.num_inference_steps > 1 or not checkpoint.scheduler_config.get("shift_terminal"),
-        "--steps must be 2 or more: the model's scheduler divides by zero for 1",
+        "`num_inference_steps` must be 2 or more: the model's scheduler divides by zero for 1",
         steps=sampling.num_inference_steps,
         lowest=2,
     )

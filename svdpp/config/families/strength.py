@@ -33,9 +33,9 @@ def check_strength(_: object, sampling: Any) -> None:
     (total,) = all_steps(sampling).values()
     require(
         total <= MAX_STEPS,
-        f"--steps {sampling.num_inference_steps} are the last of {total} for --param strength="
-        f"{sampling.strength:g}, and the limit is {MAX_STEPS}",
-        "use fewer --steps or more strength",
+        f"`num_inference_steps` {sampling.num_inference_steps} are the last of {total} for "
+        f"`strength`={sampling.strength:g}, and the limit is {MAX_STEPS}",
+        "use fewer `num_inference_steps` or more strength",
         steps=sampling.num_inference_steps,
         all_steps=total,
         strength=sampling.strength,

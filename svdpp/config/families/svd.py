@@ -34,7 +34,7 @@ class SvdSampling(CommonSampling):
         # of both when it denoises. If the two differ, its __call__ fails with a shape error.
         require(
             high > 1 or low <= 1,
-            f"--min-guidance-scale {low} is above 1 but --max-guidance-scale {high} is not: "
+            f"`min_guidance_scale` {low} is above 1 but `max_guidance_scale` {high} is not: "
             "diffusers cannot run that",
             min_guidance_scale=low,
             max_guidance_scale=high,
@@ -42,9 +42,9 @@ class SvdSampling(CommonSampling):
         )
         require(
             not (self.num_frames == 1 and high > 1 >= low),
-            "a clip of one frame uses only --min-guidance-scale, which is 1 or less, but "
-            "--max-guidance-scale is above 1: diffusers cannot run that",
-            "use --max-guidance-scale 1 to run without guidance",
+            "a clip of one frame uses only `min_guidance_scale`, which is 1 or less, but "
+            "`max_guidance_scale` is above 1: diffusers cannot run that",
+            "use `max_guidance_scale` 1 to run without guidance",
             min_guidance_scale=low,
             max_guidance_scale=high,
             frames=1,

@@ -171,7 +171,7 @@ def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
         len(timesteps) == 1 or timesteps[0] != timesteps[1],
         f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "
         "diffusers cannot run that",
-        "use fewer --steps or a lower --param flow_shift",
+        "use fewer `num_inference_steps` or a lower `flow_shift`",
         steps=len(timesteps),
         timestep=timesteps[0],
     )

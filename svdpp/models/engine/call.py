@@ -415,7 +415,7 @@ class GuidanceBranches:
         if self._calls > 2:
             raise ModelError(
                 f"step {step} evaluates the denoiser more than twice",
-                "leave --cfg-parallel out",
+                "leave `cfg_parallel` out",
                 details={"step": step, "evaluations": self._calls},
             )
         if branch == 0 and not is_first:
@@ -443,7 +443,7 @@ class GuidanceBranches:
         if self.spec.branches == "calls" and self._calls == 1:
             raise ModelError(
                 f"step {step} evaluates one branch of the guidance only",
-                "leave --cfg-parallel out",
+                "leave `cfg_parallel` out",
                 details={"step": step, "evaluations": self._calls},
             )
         self._calls, self._first = 0, None

@@ -256,7 +256,7 @@ def _load_module(
             raise
         raise OutOfMemoryError(
             f"{part} needs more memory than {device} has free",
-            "use --dtype bf16 or fp16, which halve the weights, or fewer ranks on this device",
+            "use `dtype` bf16 or fp16, which halve the weights, or fewer ranks on this device",
             details={
                 "component": part,
                 "requested_bytes": _weight_bytes(checkpoint, part, dtype),

@@ -75,13 +75,12 @@ function limitText(input) {
 
 /** [field, words] of each setting that the server refuses. */
 export function fieldErrorsOf(error) {
-  const known = (name) => (["width", "height"].includes(name) ? "size" : name === "seconds" ? "frames" : name);
+  const known = (name) => (name === "seconds" ? "frames" : name);
   const has = (name) => [...namesFor(model()), ...videosOf(model()), "model"].includes(known(name));
   const faults = (error.details.faults ?? []).filter((fault) => has(fault.field));
   if (faults.length) return faults.map((fault) => [known(fault.field), sentence(fault.reason)]);
-  const first = /^(?:a )?([a-z_]+)\b/.exec(error.message)?.[1];
-  const named = [error.details.field, ...Object.keys(error.details), first].find(has);
-  return named && error.status < 429 ? [[known(named), error.words]] : [];
+  const name = error.details.field;
+  return has(name) && error.status < 429 ? [[known(name), error.words]] : [];
 }
 
 export function showFieldError(name, words) {

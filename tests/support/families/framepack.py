@@ -25,8 +25,8 @@ CASES = {
         image=True,
         refused=[
             ({"num_inference_steps": 3, "num_frames": 73}, "a multiple of 2, got 3"),
-            ({"num_frames": 1}, "--frames must be 37 to 1024"),
-            ({"num_frames": 38}, "nearest: --frames 37 or --frames 73"),
+            ({"num_frames": 1}, "`num_frames` must be 37 to 1024"),
+            ({"num_frames": 38}, "nearest: `num_frames` 37 or `num_frames` 73"),
         ],
     ),
     "framepack-chunks": Case(

@@ -49,7 +49,7 @@ CASES = {
         "hunyuan_video_15",
         size(16, 16, 9),
         image=True,
-        refused=[({"height": 16, "width": 48}, "no clips of --height 16 --width 48")],
+        refused=[({"height": 16, "width": 48}, "no clips of `height` 16 `width` 48")],
     ),
     "hunyuan-video-1.5": Case("hunyuan_video_15", size(16, 16, 9)),
 }

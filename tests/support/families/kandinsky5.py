@@ -48,6 +48,6 @@ CASES = {
         "kandinsky5",
         _SIZE,
         image=True,
-        refused=[({"num_frames": 13}, "--frames must be at least 17")],
+        refused=[({"num_frames": 13}, "`num_frames` must be at least 17")],
     ),
 }

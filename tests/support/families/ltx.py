@@ -70,8 +70,8 @@ CASES = {
         {},
         {"guidance_rescale": 0.7, "fps": 23.976},
         refused=[
-            ({"num_inference_steps": 1}, "--steps must be 2 or more"),
-            ({"decode_timestep": 0.1}, "--param decode_timestep has no effect on model"),
+            ({"num_inference_steps": 1}, "`num_inference_steps` must be 2 or more"),
+            ({"decode_timestep": 0.1}, "`decode_timestep` has no effect on model"),
         ],
     ),
     "ltx-unguided": _case({}, UNGUIDED),

@@ -27,6 +27,6 @@ CASES = {
         "skyreels_v2_df",
         size(16, 16, 9),
         unread={"record.2.1": "a table of a few numbers"},
-        refused=[({"num_frames": 101}, "--frames must be 1 to 97")],
+        refused=[({"num_frames": 101}, "`num_frames` must be 1 to 97")],
     ),
 }

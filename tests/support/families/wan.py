@@ -143,8 +143,11 @@ CASES = {
         _OWN_SCALES,
         negative="blurred",
         refused=[
-            ({"num_frames": 80}, "--frames must be a multiple of 4 plus 1, got 80 ... --frames 77"),
-            ({"height": 40}, "--height must be a multiple of 16 ... got 40"),
+            (
+                {"num_frames": 80},
+                "`num_frames` must be a multiple of 4 plus 1, got 80 ... `num_frames` 77",
+            ),
+            ({"height": 40}, "`height` must be a multiple of 16 ... got 40"),
         ],
     ),
     "wan-euler-bf16": _case({**T2V, **BF16, **_EULER}),
@@ -152,7 +155,7 @@ CASES = {
     "wan-2.1-image": _case(
         {"image_encoder": True},
         image=True,
-        refused=[({"guidance_scale_2": 2.0}, "--param guidance_scale_2 has no effect on model")],
+        refused=[({"guidance_scale_2": 2.0}, "`guidance_scale_2` has no effect on model")],
     ),
     "wan-video": Case(
         "wan_v2v",
