@@ -11,10 +11,11 @@ from svdpp.media.prompts import slugify_prompt
 
 
 def clip_names(inputs: Sequence[ClipInput]) -> list[str]:
-    """Return the part of the clips' file names that stands for each input, each another one.
+    """Return a unique name for each input, with which the file names of its clips begin.
 
-    It is the image's name, or the first words of the prompt; both if an image has several prompts.
-    Where two would be equal, as of `a.jpg` and `a.png`, the second gets `-2`, and so on.
+    The name is that of the image, or the first words of the prompt; both if an image has several
+    prompts. Where two would be equal, as for `a.jpg` and `a.png`, the second one gets `-2`, and so
+    on.
     """
     prompts: dict[Path, set[str | None]] = {}
     for each in inputs:

@@ -79,7 +79,8 @@ class ClipHandle(Future[ClipResult]):
         """Have the pipeline's thread call `callback` with the handle when `progress` changes.
 
         Args:
-            callback: quick, and raises nothing. If a rank has begun the clip, it is called at once.
+            callback: function that is quick and raises nothing. It is also called at once if a rank
+                has begun the clip.
         """
         self._progress_callbacks.append(callback)
         if self.progress.rank is not None:
@@ -96,9 +97,9 @@ class ClipHandle(Future[ClipResult]):
     def cancel(self) -> bool:
         """Ask the ranks to skip the clip from the next step on.
 
-        A clip that no rank has begun is cancelled at once. Another one is cancelled once all ranks
-        have let go of it, or finished if they were faster: `exception` waits for that. `result`
-        then raises `concurrent.futures.CancelledError`.
+        A clip that no rank has begun is cancelled at once. One that a rank has begun is cancelled
+        when all ranks have dropped it, unless it is finished before; `exception` waits for that.
+        `result` raises `concurrent.futures.CancelledError` for a cancelled clip.
 
         Returns:
             Whether it will be cancelled, or has been; False if it is finished or lost.
@@ -109,7 +110,7 @@ class ClipHandle(Future[ClipResult]):
         """Wait for the clip. `Pipeline.results` does not yield it again.
 
         Args:
-            timeout: in seconds; None: without end.
+            timeout: seconds to wait; None: without end.
 
         Raises:
             SvdppError: the clip is lost, or the run has ended before it was finished.
@@ -126,7 +127,7 @@ class ClipHandle(Future[ClipResult]):
         """Wait for the clip and return the error that `result` would raise, or None.
 
         Args:
-            timeout: in seconds; None: without end.
+            timeout: seconds to wait; None: without end.
 
         Raises:
             TimeoutError: the clip is not finished in time.
@@ -137,22 +138,24 @@ class ClipHandle(Future[ClipResult]):
         return super().exception(timeout)
 
 
-# At most three checkpoints of a rank are queued, so older clips get no more of them.
+# Latest clips whose late files are looked for at the end. Older clips get no more files, because a
+# rank queues at most three checkpoints.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
 
 class ClipTracker:
-    """The handles of clips, from `add` until a caller has their result.
+    """Handles of clips, from `add` until a caller has taken the result.
 
     It is an observer of the ranks' events: one thread finishes clips by them. Any thread may add
     clips and wait for them.
 
     Args:
-        send_to_all: sends every rank a message, to skip a cancelled clip.
-        latents_folder: of the latent checkpoints, which are removed with their clips; None: none.
-        tensor_folder: gets the tensors that other hosts send; None: none do.
-        max_failures: the latest losses that `failures` keeps; None: all.
+        send_to_all: function that sends every rank a message, to skip a cancelled clip.
+        latents_folder: folder of the latent checkpoints, which are removed when their clips are
+            finished; None: there are none.
+        tensor_folder: folder for the tensors that other hosts send; None: none do.
+        max_failures: number of the latest losses that `failures` keeps; None: all.
     """
 
     def __init__(
@@ -165,21 +168,21 @@ class ClipTracker:
     ) -> None:
         self._send_to_all = send_to_all
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # Of the latest clips that may have left files: the request, and whether it was lost.
+        # Latest clips that may have left files: the request, and whether the clip was lost.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
         self.num_added = 0
         """Number of clips that have been added, which is the index of the next one."""
         self.finisher: threading.Thread | None = None
-        """The thread that finishes clips; waiting for a clip in it raises RuntimeError."""
+        """Thread that finishes clips; it raises RuntimeError if it waits for a clip."""
         self._open: dict[int, ClipHandle] = {}
         # The clips that `results` yields: unfinished, and finished but not taken.
         self._awaited: set[int] = set()
         self._finished: dict[int, ClipHandle] = {}
-        # The requests of cancelled clips of which the ranks have not let go.
+        # Requests of cancelled clips that the ranks have not dropped yet.
         self._cancelled: dict[int, ClipRequest] = {}
-        # Lists and removes files: a folder may not respond.
+        # Thread that lists and removes files, because a folder may not respond.
         self._files = FileThread("checkpoints")
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
@@ -200,7 +203,7 @@ class ClipTracker:
         """Check that the calling thread may wait: the one that finishes clips may not.
 
         Args:
-            handle: what is waited for, which may be done already; None: any clip.
+            handle: clip to wait for, which may be done already; None: any clip.
 
         Raises:
             RuntimeError: it is that thread, which would wait for itself.
@@ -216,8 +219,8 @@ class ClipTracker:
         """Add clips, with the next indices.
 
         Args:
-            requests: of the clips.
-            num_steps: of each clip.
+            requests: requests of the clips.
+            num_steps: number of steps of each clip.
             for_results: whether `results` yields them.
 
         Raises:
@@ -285,7 +288,7 @@ class ClipTracker:
             handle.set_exception(reraisable(error))
 
     def take(self, handle: ClipHandle) -> None:
-        """Note that a caller has taken the result of `handle`."""
+        """Forget the result of `handle`, which a caller has taken."""
         with self._changed:
             self._finished.pop(handle.clip, None)
 
@@ -311,7 +314,7 @@ class ClipTracker:
             return None
 
     def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Note that the ranks are done with `clip`; `outcome` as for `_complete`.
+        """Record that the ranks are done with `clip`; `outcome` as for `_complete`.
 
         Removes the checkpoints of a finished or cancelled clip; keeps those of a lost one, to
         resume it.

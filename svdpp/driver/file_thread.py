@@ -9,13 +9,13 @@ from concurrent.futures import Future
 
 
 class FileThread:
-    """A daemon thread that makes calls one after the other; it starts with the first call.
+    """Daemon thread that makes calls one after the other; it starts with the first call.
 
-    A call on a network folder whose server is away returns when the server is back, or never. The
-    thread that supervises ranks therefore makes none itself.
+    A call on a network folder whose server is down returns when the server is back, or never. So
+    the thread that supervises the ranks makes no such call itself.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:

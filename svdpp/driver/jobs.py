@@ -65,12 +65,12 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
     """Check outputs and encoder before the model is searched for.
 
     Args:
-        inputs: what clips are made from.
-        seeds: of each input's clips.
-        policy: where they are written.
+        inputs: inputs of the clips.
+        seeds: seeds of the clips of each input.
+        policy: folder, and what happens to existing files.
 
     Returns:
-        How many of the outputs exist.
+        The number of outputs that exist.
 
     Raises:
         RequestError: outputs exist that `policy` neither keeps nor replaces, two clips would have
@@ -139,11 +139,11 @@ def plan_clips(
     """Return one clip for each input and seed, without the finished ones that `resume` keeps.
 
     Args:
-        inputs: what clips are made from.
-        seeds: of each input's clips.
-        policy: where they are written, and what is kept.
-        config: resolved, of the pipeline that makes them.
-        checkpoint: of its model.
+        inputs: inputs of the clips.
+        seeds: seeds of the clips of each input.
+        policy: folder, and what happens to existing files.
+        config: resolved configuration of the pipeline.
+        checkpoint: checkpoint of its model.
 
     Raises:
         RequestError: the model cannot make a clip, or an existing one has other parameters.
@@ -168,7 +168,7 @@ def plan_clips(
         if finished is not None:
             plan.skipped.append(finished)
             if folder is not None and key in saved:
-                # Of a run that was killed before it removed them.
+                # A run was killed before it removed them.
                 tensor_files.remove_checkpoints(folder, key)
             continue
         if folder is not None and policy.keeps_finished and key in saved:
@@ -221,7 +221,7 @@ def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Outp
 def _kept_clip(
     output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
 ) -> dict[str, Any] | None:
-    """The JSON of an existing clip that `policy` keeps; None if the clip must be made."""
+    """Return the JSON of an existing clip that `policy` keeps; None if it must be made."""
     try:
         return _finished_clip(output, metadata) if policy.keeps_finished else None
     except (RequestError, InputError):
@@ -231,9 +231,9 @@ def _kept_clip(
 
 
 def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The JSON of an existing clip that is complete and as requested; None if it must be made.
+    """Return the JSON of an existing clip that is complete and as requested; None: make it.
 
-    Writes the JSON of a clip whose run was killed between the file and its JSON.
+    If a run was killed between the file and its JSON, this writes the JSON.
     """
     path, json_path = Path(output.path), Path(output.json_path)
     has_file, has_json = path.exists(), json_path.exists()

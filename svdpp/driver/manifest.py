@@ -30,7 +30,7 @@ MANIFEST = "run.json"
 _WRITE_SECONDS = 1.0
 # Far above the size of a manifest with the largest allowed number of clips.
 _MAX_BYTES = 2**30
-# For a file at the end of a run; a network folder that takes longer does not respond.
+# Seconds for the last write; a network folder that takes longer counts as not responding.
 _LAST_WRITE_SECONDS = 20.0
 
 
@@ -62,10 +62,10 @@ def open_manifest(
     """Return the manifest of a run that is about to begin.
 
     Args:
-        path: of the file.
-        config: of the pipeline.
-        clips: what is to be made, and what is finished.
-        lost: an entry for each input that could not be read, with `output` None and its `error`.
+        path: path of the file.
+        config: configuration of the pipeline.
+        clips: clips to make, and finished ones.
+        lost: entry for each input that could not be read, with `output` None and its `error`.
     """
     run = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -94,14 +94,14 @@ def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
 class RunManifest:
     """`run.json`: the state of each clip; a context manager that observes a pipeline's events.
 
-    A killed run leaves clips that are `running`. A run that ends by an error before a clip has
-    begun leaves what was there before it. If the file cannot be written during the run, the run
-    goes on and tries again. A thread of its own writes it: the caller's supervises the ranks.
+    A killed run leaves clips in the state `running`. A run that fails before a clip has begun
+    restores the earlier file. If the file cannot be written during the run, the run goes on and
+    tries again. A separate thread writes it, because the caller's thread supervises the ranks.
 
     Args:
-        path: of the file.
-        run: what it says of the run as a whole.
-        clips: an entry for each clip of the pipeline, by index.
+        path: path of the file.
+        run: entries for the run as a whole.
+        clips: entry for each clip of the pipeline, by index.
         before: entries of clips that were finished or lost before the run began.
 
     Raises:
@@ -183,7 +183,7 @@ class RunManifest:
 
         Args:
             output: name of its file, as in the clip's entry.
-            error: what happened to it.
+            error: reason of the loss.
         """
         for clip in self._content["clips"]:
             if clip["output"] == output:
@@ -199,7 +199,7 @@ class RunManifest:
     def _write(self) -> None:
         begun = time.monotonic()
         text = output_files.json_text(self._content)
-        # A long manifest takes a fiftieth of the time.
+        # At most a fiftieth of the time goes into a long manifest.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
         self._writing = self._files.submit(lambda: output_files.write_text(self._path, text))
@@ -209,7 +209,7 @@ class RunManifest:
         self._wait()
 
     def _restore(self) -> None:
-        """Put back what was there before this run, of which nothing has begun."""
+        """Restore the file from before this run, because no clip has begun."""
         earlier = self._earlier
         if earlier is None:
             self._writing = self._files.submit(lambda: self._path.unlink(missing_ok=True))
@@ -238,7 +238,7 @@ def find_missing_outputs(
     Somebody may delete a folder while a run writes into it.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         clips: metadata of the finished clips, whose `output` is the name of the video.
 
     Returns:

@@ -18,7 +18,7 @@ from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, simulate_schedule
 from svdpp.worker.messages import ActionBatch, ClipJob
 
-#: What each clip's JSON records of its request, one mapping for each clip; empty for nothing.
+#: Fields of the request for each clip's JSON, one mapping for each clip; empty: none.
 Metadata = Sequence[Mapping[str, Any]]
 
 
@@ -73,8 +73,8 @@ class Pipeline(PipelineRanks):
         """Submit further clips, to be made after those submitted before. Does not wait.
 
         Args:
-            requests: one, or several; if the ranks cannot make one of them, none is submitted.
-            metadata: what each clip's JSON records of its request.
+            requests: one request or several; if the ranks cannot make one, none is submitted.
+            metadata: fields of the request for each clip's JSON.
 
         Returns:
             A handle for each request, in their order; for a single request its handle.
@@ -92,8 +92,8 @@ class Pipeline(PipelineRanks):
         """Submit `requests` and wait for their clips only.
 
         Args:
-            requests: of the clips.
-            metadata: what each clip's JSON records of its request.
+            requests: requests of the clips.
+            metadata: fields of the request for each clip's JSON.
 
         Returns:
             Their results, in the order of the requests; `results` does not yield them.
@@ -101,8 +101,8 @@ class Pipeline(PipelineRanks):
         Raises:
             RequestError: the ranks cannot make one of the clips.
             ClosedError: the pipeline is not open.
-            SvdppError: why the first of them was lost, once all others are made, or why the run
-                ended.
+            SvdppError: the first clip that was lost, raised once all others are made; or the reason
+                for which the run ended.
         """
         self._clips.check_may_wait()
         handles = self._submit(requests, metadata, for_results=False)
@@ -164,7 +164,7 @@ class Pipeline(PipelineRanks):
         Each rank that encodes then sends `ImageReady`.
 
         Args:
-            request: as it is submitted later.
+            request: request of the clip, equal to the one that is submitted later.
 
         Raises:
             ClosedError: the pipeline is not open.
@@ -182,7 +182,7 @@ class Pipeline(PipelineRanks):
         """Return each rank's actions for the first clips, as `submit` sends them.
 
         Args:
-            requests: of the clips, from clip 0.
+            requests: requests of the clips, from clip 0.
         """
         return self._scheduler.schedule(list(map(self._scheduler.resolve_request, requests)), 0)
 
@@ -190,7 +190,7 @@ class Pipeline(PipelineRanks):
         """Return the times of each rank's actions for the first clips, at the measured costs.
 
         Args:
-            requests: of the clips, from clip 0.
+            requests: requests of the clips, from clip 0.
 
         Raises:
             RequestError: no step was measured.
@@ -255,7 +255,7 @@ class Pipeline(PipelineRanks):
                 ones at once, and their handles raise `ClosedError`.
 
         Raises:
-            SvdppError: why the run had ended before its last clip.
+            SvdppError: the run had ended before its last clip, for the reason that it says.
         """
         if not drain:
             if (failure := self._abort(None)) is not None:

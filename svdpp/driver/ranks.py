@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: how they start or join, what they must have in common, how they end."""
+"""The ranks of a pipeline: their start or rendezvous, their shared settings, and their end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PipelineRanks:
     """The ranks of one pipeline: started by this process, or joined if a launcher started them.
 
     A thread takes their events from start to end, so that ranks never wait for a reader. It ends
-    when the pipeline is closing and all clips are settled, when a rank fails, or by `_abort`.
+    when the pipeline is closing and all clips are done, when a rank fails, or by `_abort`.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class PipelineRanks:
         """Call `observer` with (rank, event) for every later event of the ranks.
 
         Args:
-            observer: runs in the pipeline's thread: it must be quick, and an exception in it ends
-                the run. It may submit clips, but must not wait for any.
+            observer: function that runs in the pipeline's thread. It must be quick, and an
+                exception in it ends the run. It may submit clips, but must not wait for any.
         """
         self._observers = (*self._observers, observer)
 
@@ -122,8 +122,8 @@ class PipelineRanks:
         Observers get the events of this rank only.
 
         Args:
-            say: takes the last message of a process that ends, and whether no other process reports
-                it.
+            say: function that gets the last message of a process that ends, and whether this
+                process alone reports it.
 
         Raises:
             ClosedError: no launcher has started this process.
@@ -142,7 +142,7 @@ class PipelineRanks:
         )
 
     def dismiss(self) -> None:
-        """End the other launched ranks, which have no work. Call it instead of the block.
+        """End the other launched ranks, which have no work. Call it instead of entering the block.
 
         Raises:
             RankError: a rank does not connect in time.
@@ -200,7 +200,7 @@ class PipelineRanks:
         return supervisor
 
     def _start(self) -> None:
-        """Start or joins the ranks, and waits until all are ready for work."""
+        """Start or join the ranks, and wait until all are ready for work."""
         self._hash_weights()
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._launch()
@@ -232,8 +232,8 @@ class PipelineRanks:
     def _abort(self, error: BaseException | None) -> BaseException | None:
         """End the ranks at once; in the pipeline's thread it returns before they end.
 
-        `error` is the reason, for ranks on other hosts; None: the caller needs no more results.
-        Returns what had already ended the run; None if all is over, or nothing has begun.
+        `error` is the reason that ranks on other hosts get; None: the caller needs no more results.
+        Returns the error that had already ended the run; None: it was over, or had not begun.
         """
         if self._supervisor is None:
             return None
@@ -299,14 +299,14 @@ class PipelineRanks:
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Return what ranks of several command lines must have in common: options, versions, weights.
+    """Return the options, versions and weights that ranks of several command lines must share.
 
     Args:
-        config: resolved.
-        checkpoint: of its model; None for the dummy model.
+        config: resolved configuration.
+        checkpoint: checkpoint of its model; None for the dummy model.
 
     Returns:
-        Texts by names for users.
+        Values as texts, by names for users.
     """
     parts = (config, config.sampling, config.model)
     values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
@@ -327,8 +327,8 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
     """Whether ranks differ in what their bits depend on.
 
     Args:
-        started: what each rank has reported of its device.
-        backend: of the process group; NCCL cannot share a GPU.
+        started: report of each rank on its device.
+        backend: backend of the process group; NCCL cannot share a GPU.
         allowed: whether they may differ.
 
     Raises:

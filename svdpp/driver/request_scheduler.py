@@ -22,15 +22,15 @@ _LATENTS_KEY = re.compile("[0-9a-f]{64}")
 
 
 class RequestScheduler:
-    """The conversion of requests into the work of one pipeline's ranks.
+    """Converter of requests into the work of one pipeline's ranks.
 
-    The ranks hold their parts of the model and their links from the start, so a clip can take only
-    routes that these allow.
+    The ranks load their parts of the model and open their links at the start, so a clip can take
+    only the routes that these allow.
 
     Args:
-        config: resolved.
-        checkpoint: of its model; None for the dummy model.
-        keeps_latents: whether there are latent checkpoints to go on from.
+        config: resolved configuration.
+        checkpoint: checkpoint of its model; None for the dummy model.
+        keeps_latents: whether clips can resume from latent checkpoints.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class RequestScheduler:
         """Return the route of a resolved request's clip; it starts after the steps that are done.
 
         Args:
-            clip: its index.
-            request: resolved.
+            clip: index of the clip.
+            request: resolved request.
 
         Raises:
             RequestError: some ranks have not loaded what the clip needs.
@@ -155,7 +155,7 @@ class RequestScheduler:
         """Return each rank's actions for resolved requests.
 
         Args:
-            requests: of the clips.
+            requests: resolved requests of the clips.
             first: index of the first clip.
         """
         routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
@@ -167,8 +167,8 @@ class RequestScheduler:
         """Return the message for each rank that has actions, by rank.
 
         Args:
-            requests: checked.
-            metadata: of each request.
+            requests: checked requests of the clips.
+            metadata: metadata of each clip.
             first: index of the first clip.
 
         Raises:

@@ -27,10 +27,10 @@ def resolve_config(
     """Return `config` with the model's own values in place of None, and the model's checkpoint.
 
     Args:
-        config: of the user.
-        weights: the components that are downloaded if they are missing, but not before the request
-            is checked against the model's configs.
-        world: the launcher's; None: all ranks are here.
+        config: configuration that the user asks for.
+        weights: components whose missing weights are downloaded, once the request has been checked
+            against the model's configs.
+        world: world of the launcher; None: all ranks are here.
 
     Returns:
         The checkpoint is None for the dummy model.
@@ -58,9 +58,9 @@ def components_on_host(
     """Return the names of the components that ranks on this host load, in alphabetical order.
 
     Args:
-        config: with the model's own values.
-        checkpoint: the model's.
-        world: of the launcher; None: all ranks are here.
+        config: configuration with the model's own values.
+        checkpoint: checkpoint of the model.
+        world: world of the launcher; None: all ranks are here.
     """
     by_rank = (
         checkpoint.weighted_components_of(roles, config.sampling)
@@ -88,9 +88,9 @@ def resolve_clip_config(
     """Return the configuration of a clip with its own sampling parameters.
 
     Args:
-        sampling: of the clip.
-        config: of the pipeline.
-        checkpoint: of its model; None for the dummy model.
+        sampling: sampling parameters of the clip.
+        config: configuration of the pipeline.
+        checkpoint: checkpoint of its model; None for the dummy model.
 
     Raises:
         RequestError: the model cannot make such clips.
@@ -112,7 +112,7 @@ def resolve_clip_config(
 
 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
-    """The ranks that decode each clip together; by default both of a pair, where that helps."""
+    """Return the number of ranks that decode each clip; by default both of a pair, if it helps."""
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks
     chunks, count = config.chunks or (config.sampling.frames,), config.decode_ranks
     if count is None:
@@ -148,9 +148,10 @@ def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
 
 # --- memory -------------------------------------------------------------------------------------
 
-#: Of each rank without the model: Python, torch and diffusers (measured: 110 to 200 MiB).
+#: Memory of each rank without the model: Python, torch, diffusers (measured: 110 to 200 MiB).
 _RANK_BYTES = 128 * 2**20
-#: To prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, one of 4 (111 MiB).
+#: Memory to prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, one of 4
+#: megapixels beside it (111 MiB).
 _IMAGE_BYTES = 768 * 2**20
 #: Clips of the demo up to this size take half a gigabyte at most.
 _DEMO_PIXELS = 2**18
@@ -166,8 +167,8 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     """Return the memory of each part of the model, in bytes, by an estimate.
 
     Args:
-        config: resolved.
-        checkpoint: of its model; None for the dummy model, which takes next to none.
+        config: resolved configuration.
+        checkpoint: checkpoint of its model; None for the dummy model, which takes next to none.
     """
     if checkpoint is None:  # the dummy takes megabytes
         nothing = PartMemory(0, 0)
@@ -181,8 +182,8 @@ def memory_as_costs(model: ModelConfig, sampling: SamplingConfig, device: str) -
     """Return the memory of each part of the model as fields of `CostModel`, in GiB.
 
     Args:
-        model: of the ranks.
-        sampling: of the clips.
+        model: model of the ranks.
+        sampling: sampling parameters of the clips.
         device: `cpu`, `cuda` or `cuda:N`.
 
     Raises:
@@ -197,7 +198,7 @@ def estimate_ranks(config: PipelineConfig) -> list[int]:
     """Return the estimated peak of each rank in bytes, on its GPU or, on the CPU, on the host.
 
     Args:
-        config: of the user.
+        config: configuration that the user asks for.
 
     Raises:
         RequestError: the model cannot make such clips.
@@ -218,18 +219,18 @@ def memory_of_devices(
     world_size: int,
     free_bytes: Callable[[str], int] = free_bytes,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """Return what the choice of a layout needs to know of memory.
+    """Return the memory that the model needs and that devices have, to choose a layout by.
 
     Args:
-        model: of the ranks.
-        sampling: of the clips.
+        model: model of the ranks.
+        sampling: sampling parameters of the clips.
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
         world_size: number of ranks.
         free_bytes: function that returns the free memory of a GPU.
 
     Returns:
-        The parts' memory as fields of `CostModel`, and that of each rank, in GiB; nothing on the
-        CPU.
+        Memory of the model's parts, as fields of `CostModel`, and of each rank, in GiB; both empty
+        on the CPU.
     """
     if device == "cpu":
         return {}, ()
@@ -242,7 +243,7 @@ def memory_of_devices(
 
 
 def _process_bytes(device: str) -> int:
-    """A rank's memory outside the model and torch's allocator."""
+    """Return a rank's memory outside the model and torch's allocator."""
     if device == "cpu":
         return _RANK_BYTES
     # Ranks that share a GPU use gloo.
@@ -255,9 +256,9 @@ def check_memory(
     """Check that CPU ranks find the memory that they need.
 
     Args:
-        config: resolved.
-        checkpoint: of its model; None for the dummy model.
-        ranks: the parts that each rank on this host has.
+        config: resolved configuration.
+        checkpoint: checkpoint of its model; None for the dummy model.
+        ranks: roles of each rank on this host.
 
     Raises:
         OutOfMemoryError: they need more than this machine has free.
@@ -287,7 +288,7 @@ def check_memory(
 def _total_bytes_needed(
     config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequence[Roles]
 ) -> int:
-    """The bytes that all ranks need; weights that they share count once."""
+    """Return the bytes that all ranks need; weights that they share count once."""
     parts = estimate_parts(config, checkpoint)
     num_bytes = 0
     weights: dict[tuple[Roles, int], int] = {}

@@ -1,4 +1,4 @@
-"""The parent's supervision of the ranks: their events, which one has stalled, why a run failed."""
+"""The parent's supervision of the ranks: their events, stalls, and the root cause of a failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.1
 # After the first failure, time for the other ranks' reports: the cause often arrives later.
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
-# With the rank's name in front and the remark behind, a line has 80 columns.
+# Columns of the grid; with the rank's name and the remark, a line has 80.
 _GRID_WIDTH = 44
 # Python's exit code of a process whose fork server has ended.
 _LOST_CODE = 255
@@ -62,11 +62,11 @@ class Supervisor:
     One thread uses it; `send` and `abort` may be called from any thread.
 
     Args:
-        group: the ranks.
-        config: resolved.
-        observers: called with each event of the ranks.
-        trace: keeps the measurements; None: a new one.
-        begun: when the start of the ranks began, on the monotonic clock; None: now.
+        group: handles of the ranks.
+        config: resolved configuration.
+        observers: callbacks that get each event of the ranks.
+        trace: trace that keeps the measurements; None: a new one.
+        begun: time at which the start of the ranks began, on the monotonic clock; None: now.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Supervisor:
                     "ranks did not end after their last clip",
                     details={"timeout_seconds": self._config.timeout_seconds},
                 )
-        # Only now: a rank that ends takes with it what NCCL has not delivered.
+        # After all have finished: a rank that ends takes with it what NCCL has not delivered.
         self.send_to_all(Stop().to_bytes())
         if not self._group.end(_END_SECONDS):
             raise RankError(
@@ -166,14 +166,14 @@ class Supervisor:
         """End every rank at once; harmless after `stop`.
 
         Args:
-            error: what ranks on other hosts are told; None: all work is done.
+            error: reason that ranks on other hosts get; None: all work is done.
         """
         self._group.kill(error)
 
     def find_root_cause(self) -> SvdppError | None:
-        """Return what ended the run, once all ranks have reported.
+        """Wait for the reports of all ranks, and return the error that ended the run.
 
-        A broken link to a neighbour is the cause only if there is no other failure.
+        A broken link to a neighbour counts as the cause only if there is no other failure.
 
         Returns:
             None if only signals ended ranks.
@@ -237,7 +237,7 @@ class Supervisor:
         )
 
     def _mismatch_error(self, rank: int, error: MismatchError, event: Failed) -> RankError:
-        """The error of a packet that `rank` has refused: the fault of the rank that sent it."""
+        """Return the error for a packet that `rank` refused; it blames the rank that sent it."""
         where = describe_position(event.action, event.step)
         sender = error.details.get("from_rank", rank)
         receiver = error.details.get("to_rank", rank)
@@ -350,7 +350,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Stall:
-    """A stalled rank, and what is wrong with it."""
+    """Stalled rank, and the reason."""
 
     rank: int
     reason: str
@@ -360,16 +360,17 @@ class Stall:
 
 
 class StallDetector:
-    """Detector of stalled ranks, which tells one from a slow one and from those that wait for it.
+    """Detector of stalled ranks, which it distinguishes from slow and from waiting ones.
 
     All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
-    without a heartbeat (eight times that before it has joined), or, once all have joined, after the
-    timeout of computing without progress. `states` is by rank; all times are seconds on one clock.
+    without a heartbeat, eight times that before it has joined. Once all have joined, a rank is also
+    stalled if it computes for longer than the timeout without progress. `states` is by rank; all
+    times are seconds on one clock.
 
     Args:
-        config: has the limits.
+        config: configuration with the limits.
         now: seconds on that clock.
-        begun: when the start of the ranks began; None: now.
+        begun: time at which the start of the ranks began; None: now.
     """
 
     def __init__(self, config: PipelineConfig, now: float, begun: float | None = None) -> None:
@@ -384,8 +385,8 @@ class StallDetector:
         """Take one event.
 
         Args:
-            rank: that sent it.
-            event: any.
+            rank: rank that sent the event.
+            event: any event.
             now: seconds on the clock of all times.
         """
         if isinstance(event, RankStats):
@@ -439,7 +440,7 @@ class StallDetector:
         return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
     def _find_late_rank(self, running: list[int]) -> Stall:
-        """The rank that delays the start; a rank that is not yet connecting comes first."""
+        """Return the rank that delays the start; a rank that is not yet connecting comes first."""
         phases = {
             rank: (state.joined, state.heartbeat.peer >= 0, state.started)
             for rank, state in enumerate(self.states)
@@ -473,8 +474,8 @@ class StallDetector:
     def _find_idle_rank(self, running: list[int], now: float) -> Stall | None:
         slow = [rank for rank in running if now - self.states[rank].last_progress > self._timeout]
         heartbeats = {rank: self.states[rank].heartbeat for rank in running}
-        # A waiting rank is slow because of another rank, unless all busy ranks wait, or unless it
-        # has had something to write for all that time.
+        # A waiting rank is slow because of another rank, unless all busy ranks wait, or it has had
+        # something to write all the time.
         causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
         if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
             # Not if one has just sent its packet, which the waiting rank has not reported yet.

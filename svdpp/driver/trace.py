@@ -92,7 +92,7 @@ class MeasuredCosts:
         """Return the measured costs.
 
         Args:
-            assumed: for costs not measured yet, which are scaled by the step time.
+            assumed: costs to use where none are measured, scaled by the step time.
         """
         means = {kind: self._seconds[kind] / count for kind, count in self._counts.items()}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
@@ -110,11 +110,11 @@ class SpanBuilder:
         self._open_steps: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> list[TimedSpan]:
-        """Return what `event` completes: an action first, then its steps, then the wait before it.
+        """Return the spans that `event` completes: an action, its steps, and the wait before it.
 
         Args:
-            rank: that sent it.
-            event: any.
+            rank: rank that sent the event.
+            event: any event.
         """
         match event:
             case Joined():
@@ -154,7 +154,7 @@ class SpanBuilder:
 
 @dataclass
 class RunningMean:
-    """A running mean of what samples tell."""
+    """Running mean of samples."""
 
     total: float = 0.0
     count: int = 0
@@ -172,7 +172,7 @@ class RunningMean:
 
 @dataclass
 class RankMetrics:
-    """Record of what a rank reports besides its spans, of all clips."""
+    """Measurements of a rank besides its spans, over all clips."""
 
     device: str = ""
     device_name: str = ""
@@ -194,15 +194,15 @@ class RankMetrics:
 
 
 class Trace:
-    """An observer that keeps the measurements of a run, by the monotonic clock of rank 0's machine.
+    """Observer that keeps the measurements of a run, on the monotonic clock of rank 0's machine.
 
-    One thread calls it; any thread may read meanwhile and sees lists that grow. Times are seconds.
+    One thread calls it. Any thread may read meanwhile; the lists grow. Times are in seconds.
 
     Args:
         world_size: number of ranks.
-        last_clips: the latest clips that the lists keep, so that a pipeline can run for days, while
-            `costs` covers all; None: all.
-        first_clip: clips before it only warm up, and do not count.
+        last_clips: number of the latest clips that the lists keep, so that a pipeline can run for
+            days; `costs` covers all clips. None: all.
+        first_clip: first clip that counts; earlier ones only warm up.
     """
 
     def __init__(

@@ -31,19 +31,23 @@ _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 _SHOWN_KINDS = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 _POLL_SECONDS = 0.25
-# Before the first restart; each further one doubles it.
+# Seconds before the first restart; each further one doubles them.
 _MIN_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
-# After the grace: the ranks are killed, and the thread ends.
+# Seconds after the grace for the end of the ranks, which are killed, and of the thread.
 _END_SECONDS = 30.0
 
 
 class Engine:
-    """Maker of a queue's clips, on ranks that it restarts when they die. Any thread may call it.
+    """Thread that makes a queue's clips on ranks, and restarts ranks that die.
 
     A rank that dies ends its pipeline. The unfinished clips go back to the queue, and continue from
-    their latent checkpoints in the next pipeline. The clip during which the rank died counts an
-    attempt, and fails with the second one. `on_changed` is called with each job that has reached
-    another state.
+    their latent checkpoints in the next pipeline. The death counts as an attempt of the clip during
+    which the rank died; a clip fails with its second one. Any thread may call the methods.
+
+    Args:
+        config: Configuration of the pipeline; it is resolved here.
+        queue: Queue of the jobs.
+        on_changed: Callback that gets each job that has reached another state.
     """
 
     def __init__(
@@ -83,9 +87,9 @@ class Engine:
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Finish what it can within the grace, drop the rest, and end the ranks.
+        """Finish clips for the time of the grace, drop the others, and end the ranks.
 
-        Dropped jobs stay in progress in the store: `JobQueue.requeue_expired` queues them.
+        Dropped jobs stay in progress in the queue, until `JobQueue.requeue_expired`.
         """
         with self._changed:
             self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
@@ -100,7 +104,7 @@ class Engine:
             rank.kill()  # Python would wait for it: it ignores SIGTERM
 
     def cancel(self, job_id: str, *, removes: bool = False) -> bool:
-        """Cancel a job: a waiting one now, one in progress as soon as the ranks let go of it.
+        """Cancel a job: a waiting one at once, one in progress when the ranks have dropped it.
 
         Args:
             job_id: id of the job.
@@ -153,7 +157,7 @@ class Engine:
             logger.opt(exception=error).error("the engine ended: {}", error)
 
     def _restart_after(self, error: Exception) -> None:
-        """Puts the clips back and waits for the restart; a launcher starts ranks only once."""
+        """Requeue the clips and wait for the restart; raise if a launcher has started the ranks."""
         self._set_state("restarting")
         self.dispatcher.requeue_all(error, self._find_blamed(error))
         if self._is_launched:
@@ -167,7 +171,7 @@ class Engine:
             self._changed.wait_for(self._is_closing, seconds)
 
     def _run_pipeline(self) -> None:
-        # Nothing reads the pipeline's trace, so it keeps as little as it can.
+        # Nothing reads the pipeline's trace, so it keeps one clip only.
         pipeline = Pipeline(
             self.config,
             latents_folder=str(self.request_builder.latents_folder),
@@ -182,7 +186,7 @@ class Engine:
                 self._is_entering = False
                 self._set_state("ready")
                 self._dispatch_until_closed(pipeline)
-                # At the end of the grace some may run.
+                # At the end of the grace some clips may still run: they are dropped.
                 pipeline.close(drain=not self.dispatcher.clips())
         finally:
             self._pipeline, self._is_entering = None, False
@@ -209,7 +213,7 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """The job during which a rank died; if that is unknown, all that have begun."""
+        """Return the job during which a rank died; if that is unknown, all that have begun."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
         job_id = (
             None if rank is None else self.dispatcher.job_id_of(self.rank_monitor.clip_of(rank))
@@ -257,7 +261,7 @@ class RankSpan:
     rank: int
     video: str | None
     kind: str
-    """That of an action that the page shows, in lower case."""
+    """Kind of the action, one that the page shows, in lower case."""
     start: float
     end: float
 
@@ -276,7 +280,9 @@ class _RankState:
 class RankMonitor:
     """Collector of the ranks' events. One thread adds them, any thread reads.
 
-    `job_id_of` gives the id of the job of a clip.
+    Args:
+        world_size: Number of ranks.
+        job_id_of: Function from the index of a clip to the id of its job.
     """
 
     def __init__(self, world_size: int, job_id_of: Callable[[int], str | None]) -> None:
@@ -318,7 +324,7 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """The span of an action between monotonic times, if it is one that the page shows."""
+        """Return the span of an action between monotonic times, if the page shows its kind."""
         if action.kind not in _SHOWN_KINDS:
             return []
         ahead = time.time() - time.monotonic()
