@@ -19,7 +19,7 @@ from svdpp.config import ClipRequest, ModelConfig, SvdSampling
 from svdpp.media.inputs import fit_image, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_engine_model, resize_for_clip, to_uint8
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from svdpp.verification.reference import stack_frames
 from tests.models.test_memory import allocated_peak
 from tests.support.builders import save_tiny_checkpoint

@@ -13,12 +13,12 @@ import typer
 from svdpp.cli.console import Console
 from svdpp.cli.failures import report_errors
 from svdpp.cli.lazy_options import LazyOptionCommand, help_option, show_help
+from svdpp.cli.option_names import option_names
 from svdpp.cli.options.declare import (
     DIAGNOSTICS,
     PANELS,
     canonical_name,
     flag,
-    option_names,
     with_aliases,
 )
 from svdpp.errors import RequestError

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from svdpp.cli.hints import keep_available
-from svdpp.cli.options.declare import option_names
+from svdpp.cli.option_names import option_names
 from svdpp.errors import (
     Interrupted,
     RankError,

@@ -15,7 +15,8 @@ from svdpp.launch.gpus import available_bytes, format_gib, free_bytes
 from svdpp.launch.world import World
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.costs import MemoryEstimate, PartMemory
-from svdpp.plan.layout import Roles, check_chunks
+from svdpp.plan.layout import check_chunks
+from svdpp.plan.roles import Roles
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.
 Weights = Literal["none", "host", "all"]

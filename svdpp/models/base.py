@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from PIL import Image
-
-if TYPE_CHECKING:
-    from svdpp.models.dummy import DummyModel
-    from svdpp.models.engine.model import EngineModel
 
 #: Names of a packet's tensors, or their beginnings: the latent, the scheduler's state, what a
 #: denoiser's call returns, the random generator's state, and the structure, JSON in host memory.
@@ -61,7 +57,3 @@ class Partner(Protocol):
             The other rank's tensors, of the same names, shapes and dtypes.
         """
         ...
-
-
-#: The model of one rank: the components that its actions need, on its device.
-VideoModel: TypeAlias = "EngineModel | DummyModel"

@@ -47,7 +47,7 @@ from svdpp.models.files import (
 from svdpp.models.hashes import hash_files
 from svdpp.models.image_sizes import check_image_size
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 
 #: Use that a model has for an input of a clip.
 InputUse = Literal["needed", "optional", "refused"]

@@ -37,7 +37,7 @@ from svdpp.models.engine.records import component_methods, patch_methods, tensor
 from svdpp.models.files import display_name, library_errors, read_safetensors_header
 from svdpp.models.lora_files import lora_bytes
 from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 
 
 def estimate(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import Action, Kind
-
-if TYPE_CHECKING:
-    from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 
 SCHEMA_VERSION = 1
 

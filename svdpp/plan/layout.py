@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from svdpp.errors import RequestError
 from svdpp.plan.actions import DecodeShare, FrameRange, Route, Schedule, build_schedule
 from svdpp.plan.costs import CostModel
+from svdpp.plan.roles import Roles
 from svdpp.plan.split import (
     EXPERTS,
     ClipCuts,
@@ -55,31 +56,6 @@ def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         options: Values by the names of options, such as `replicas`; others stay as they are.
     """
     return {FIELD_OF_OPTION.get(name, name): value for name, value in options.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """The parts of the model that a rank uses; it does not load the others."""
-
-    encode: bool = False
-    denoise: bool = False
-    decode: bool = False
-    experts: frozenset[int] = frozenset()
-    """The denoisers that its steps need, by index in `EXPERTS`; of a model with one, number 0."""
-
-    def __post_init__(self) -> None:
-        if self.denoise and not self.experts:
-            object.__setattr__(self, "experts", frozenset({0}))
-
-    def by_part(self) -> list[Roles]:
-        """Return roles of one part each, for the rank's parts; each expert is a part."""
-        experts = [Roles(denoise=True, experts=frozenset({each})) for each in sorted(self.experts)]
-        return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
-
-    @property
-    def part_names(self) -> list[str]:
-        """Names of the rank's parts: `encode`, `denoise` once for each expert, `decode`."""
-        return ["encode"] * self.encode + ["denoise"] * len(self.experts) + ["decode"] * self.decode
 
 
 class StepShare(NamedTuple):

@@ -556,7 +556,7 @@ class JobQueue:
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; return whether there was one.
 
-        `store.remove_job` also removes its files.
+        `retention.remove_job` also removes its files.
         """
         return bool(
             self._fetch_changed(f"DELETE FROM jobs WHERE id = ? AND {_FINAL} RETURNING id", id)

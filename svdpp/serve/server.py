@@ -36,10 +36,11 @@ from svdpp.serve.auth import Keys
 from svdpp.serve.middleware import AuthMiddleware
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import ORPHAN_SCAN_SECONDS, enforce_retention, move_orphans_aside
 from svdpp.serve.routes import OwnerDep, ServiceDep
 from svdpp.serve.schemas import ErrorResponse, install_error_handlers
 from svdpp.serve.service import ServerSettings, Service
-from svdpp.serve.store import ORPHAN_SCAN_SECONDS, FileStore, enforce_retention, move_orphans_aside
+from svdpp.serve.store import FileStore
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15

@@ -41,6 +41,7 @@ from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.request_schema import Capabilities, VideoRequest
+from svdpp.serve.retention import ORPHAN_SCAN_SECONDS, FileSnapshot, remove_job, remove_orphans
 from svdpp.serve.schemas import (
     IMAGE_FIELD,
     ApiError,
@@ -50,7 +51,6 @@ from svdpp.serve.schemas import (
     write_request_fields,
 )
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.store import ORPHAN_SCAN_SECONDS, FileSnapshot, remove_job, remove_orphans
 from svdpp.serve.uploads import UploadStore, sanitize_filename
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks

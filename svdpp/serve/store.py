@@ -1,11 +1,8 @@
-"""Files of the jobs: their place, in a folder or a bucket, and their removal.
+"""Files of the jobs, in a folder or in a bucket.
 
 Servers that share no folder have a bucket, the store, and each works in a data folder of its own.
 An object has the name that its file has there. It is put before a row of the queue names it, and no
 other content gets the same name later.
-
-The files of a job go before its row. If the server is killed in between, the row is still there to
-be removed again; so what has no row was never meant to go, and is kept.
 """
 
 from __future__ import annotations
@@ -17,40 +14,42 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loguru import logger
 
 from svdpp.errors import OutputError, RequestError, redact
 from svdpp.media import output_files
-from svdpp.serve.clock import ClockError
 from svdpp.serve.job import CLIPS_FOLDER, LATENTS_FOLDER, UPLOADS_FOLDER
 from svdpp.serve.sqlite import (
-    LOST_AND_FOUND,
     QUEUE_ID_FILE,
     BackendUnavailableError,
     StorageUnavailableError,
     disk_space,
 )
 
-if TYPE_CHECKING:
-    from svdpp.serve.queue import JobQueue
-
-# Of a store that answers; one that does not is asked each time.
+#: Id of a job.
+VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
+#: The names that servers and ranks give to files; others are left alone.
+FILE_NAME = re.compile(
+    rf"photos/(?P<photo>{VIDEO_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
+    rf"|clips/(?P<clip>{VIDEO_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
+    rf"|latents/[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
+    rf"|[a-z]+/\.(upload-{VIDEO_ID.pattern}-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
+    rf"|fetched-[0-9a-f]{{16}})"
+)
+# Seconds between two probes of a store that answers; one that does not is probed each time.
 _PROBE_SECONDS = 10.0
-# s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
 # Exceptions of mistakes in this program, which say nothing of the store.
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
 # Errors of the folder's own disk, to which objects are fetched.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+# s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
@@ -191,7 +190,7 @@ class FileStore:
 
     def clips(self) -> list[str]:
         """Return the names of the clips in the folder, as `clips/NAME.mp4`."""
-        found = ((name, _FILE_NAME.fullmatch(name)) for name in self.local_files())
+        found = ((name, FILE_NAME.fullmatch(name)) for name in self.local_files())
         return [name for name, match in found if match and match["clip"] and name.endswith(".mp4")]
 
     def errors(self) -> AbstractContextManager[None]:
@@ -328,200 +327,3 @@ def _object_time(info: Mapping[str, Any]) -> float:
     """Return the unix time of an object; infinity if the backend does not say so as S3 does."""
     put_at = info.get("LastModified")
     return float(put_at.timestamp()) if put_at else math.inf
-
-
-# --- what goes ------------------------------------------------------------------------------------
-
-_ID = re.compile(r"video_[0-9a-f]{32}")
-#: The names that servers and ranks give to files; others are left alone.
-_FILE_NAME = re.compile(
-    rf"photos/(?P<photo>{_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
-    rf"|clips/(?P<clip>{_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
-    rf"|latents/[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
-    rf"|[a-z]+/\.(upload-{_ID.pattern}-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
-    rf"|fetched-[0-9a-f]{{16}})"
-)
-_LATENT = re.compile(r"latents/[^.]")
-#: Between two looks for leftovers. A request that takes longer is refused.
-ORPHAN_SCAN_SECONDS = 3600.0
-# Clips that wait or run for longer may have to begin again.
-_LATENTS_SECONDS = 7 * 86400.0
-
-#: Files of one look for leftovers: name, bytes and unix time.
-FileSnapshot = set[tuple[str, tuple[int, float]]]
-
-
-def enforce_retention(
-    queue: JobQueue, now: float, max_age_seconds: float | None, max_bytes: int | None
-) -> list[str]:
-    """Remove jobs in final states, the first to finish first; return the ids of the removed.
-
-    A clip that a server compares with one device at this moment stays until a later call. One whose
-    verification was requested and has not begun goes: it may never begin.
-
-    Args:
-        queue: Rows and files of the jobs.
-        now: Unix time by the queue's clock.
-        max_age_seconds: Seconds since the final state; None: no limit.
-        max_bytes: Size of all jobs together, also of open ones; None: no limit.
-
-    Raises:
-        ClockError: The machine's clock and the queue's differ: nothing is removed.
-        StorageAwayError: The files cannot be reached: no further job is removed.
-    """
-    queue.check_clock()
-    sizes = Counter[str]() if max_bytes is None else _bytes_by_job(queue)
-    excess = sizes.total() - (math.inf if max_bytes is None else max_bytes)
-    oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
-    removed = []
-    for id, finished_at in queue.finished(math.inf if excess > 0 else oldest).items():
-        if not (finished_at < oldest or excess > 0):
-            continue
-        with queue.lock_clip(id) as is_held:
-            if is_held and remove_job(queue, id):
-                excess -= sizes[id]
-                removed.append(id)
-    return removed
-
-
-def remove_job(queue: JobQueue, id: str) -> bool:
-    """Remove a job in a final state, files and row; return False if there is no such job.
-
-    Raises:
-        StorageAwayError: The files cannot be reached; the row stays, so that they go later.
-    """
-    job = queue.get(id)
-    if job is None or not job.state.is_final:
-        return False
-    store, folder = queue.store, queue.store.folder
-    # Also the clips of servers that have lost it.
-    tokens = range(min(job.fencing_token, 1), job.fencing_token + 1)
-    clips = [replace(job, fencing_token=token).clip_path(folder) for token in tokens]
-    with store.errors():
-        for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.upload_paths(folder)):
-            store.remove(path)
-    store.check()  # a file is missing also where the disk has gone meanwhile
-    if is_removed := queue.remove(id):
-        logger.info("{} is removed", id)
-    return is_removed
-
-
-def _bytes_by_job(queue: JobQueue) -> Counter[str]:
-    sizes, ids = Counter[str](), queue.clips()
-    for name, (num_bytes, _) in queue.store.files().items():
-        if (found := _ID.search(name)) and found[0] in ids:
-            sizes[found[0]] += num_bytes
-    return sizes
-
-
-def remove_orphans(
-    queue: JobQueue, before: FileSnapshot, in_use: Collection[str] = ()
-) -> FileSnapshot:
-    """Remove what no job needs, and no job did at the look before; return what this look sees.
-
-    That is what servers that do not live any more have left: images of requests that have stored no
-    job, clips that are not of their job's last claim, unfinished files. What is unchanged since the
-    look before, `ORPHAN_SCAN_SECONDS` ago, is not of a request or of a rank that is at work; so no
-    clocks are compared. With a store, copies that were not used since then go as well, but not
-    those of the jobs `in_use` by this server.
-    """
-    store = queue.store
-    # Listed before the queue is asked: what is begun meanwhile is not among them.
-    files = store.files()
-    copies = store.local_files() if store.is_remote else {}
-    clips = queue.clips()
-    # `Dispatcher` removes all latent checkpoints once no clip is left; a fleet may always have one.
-    oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
-    left: FileSnapshot = {file for file in files.items() if _is_orphan(file, clips, oldest)}
-    unused: FileSnapshot = {
-        copy
-        for copy in copies.items()
-        # What the store lacks is no copy: the folder may have had it before there was a store.
-        if (copy[0] in files and _FILE_NAME.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
-        or _is_orphan(copy, clips, oldest, is_copy=True)
-        if not any(id in copy[0] for id in in_use)
-    }
-    with store.errors():
-        for name, _ in left & before:
-            store.remove(store.folder / name)
-        for name, (_, used_at) in unused & before:
-            store.evict(store.folder / name, used_at)
-    return left | unused
-
-
-def _now_or_never(queue: JobQueue) -> float:
-    """Return the unix time by the queue's clock, or minus infinity if the clocks differ."""
-    try:
-        queue.check_clock()
-    except ClockError as error:
-        logger.error("{}", error)
-        return -math.inf
-    return queue.now()
-
-
-def _is_orphan(
-    file: tuple[str, tuple[int, float]],
-    clips: Mapping[str, int | None],
-    oldest: float,
-    *,
-    is_copy: bool = False,
-) -> bool:
-    """Whether no job needs a file; latent checkpoints are left if they are older than `oldest`."""
-    name, (_, written_at) = file
-    match = _FILE_NAME.fullmatch(name)
-    if match is None or (_LATENT.match(name) and written_at > oldest):
-        return False
-    if (id := match["clip"]) is None:
-        return match["photo"] not in clips
-    if id not in clips:
-        return is_copy  # the last one of a clip is kept: the queue may be an older copy
-    return match["token"] is not None and clips[id] != int(match["token"])
-
-
-def move_orphans_aside(queue: JobQueue) -> list[Path]:
-    """Move images and clips of no job to `lost+found`, at the start of a server; say so in the log.
-
-    Clips are there if the queue's file was lost, or replaced by an older one, or if a part of its
-    log was lost: a row is removed after its clip, never before. Nobody but this server writes to
-    the folder of a queue that is not shared, so that all files without a row are moved; in a shared
-    one, those of the last hour may be of another server's request. Images alone are of requests
-    that ended before their row was stored. Only regular files with the names that a server gives
-    are touched. Returns the files at their new places.
-    """
-    if queue.store.is_remote:  # the folder has only copies
-        return []
-    folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
-    orphans = {
-        name: written_at
-        for name, (_, written_at) in sorted(files.items())
-        if (match := _FILE_NAME.fullmatch(name))
-        and (id := match["photo"] or match["clip"])
-        and id not in ids
-    }
-    clips = [name for name in orphans if name.endswith(".mp4")]
-    if queue.is_shared or (ids and not clips):
-        oldest = _now_or_never(queue) - ORPHAN_SCAN_SECONDS
-        orphans = {name: at for name, at in orphans.items() if at <= oldest}
-        clips = [name for name in clips if name in orphans]
-    if not orphans:
-        return []
-    try:
-        (folder / LOST_AND_FOUND).mkdir(mode=0o700, exist_ok=True)
-        lost = Path(
-            tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d-"), dir=folder / LOST_AND_FOUND)
-        )
-        moved = [(folder / name).rename(lost / Path(name).name) for name in orphans]
-    except OSError as error:
-        logger.error("files of no video stay, such as {}: {}", folder / min(orphans), error)
-        return []
-    logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
-    if clips:
-        newest = max(orphans[name] for name in clips)
-        logger.error(
-            "the queue has no rows for clips (number: {}), the newest of {}: a part of it is "
-            "missing, or it is an older copy. Their requests are unknown; the clips are kept in {}",
-            len(clips),
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest)),
-            lost,
-        )
-    return moved

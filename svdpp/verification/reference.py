@@ -37,7 +37,7 @@ from svdpp.models.engine.model import call_arguments, to_audio
 from svdpp.models.engine.records import Packer, patch_methods, scheduler_changes, scheduler_snapshot
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.worker.background import Reporter
 from svdpp.worker.device import MemoryPressure, device_name, out_of_memory_named

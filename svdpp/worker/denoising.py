@@ -13,12 +13,8 @@ from svdpp.comm.transport import PendingPacket
 from svdpp.errors import (
     NotFiniteError,
 )
-from svdpp.models.base import (
-    LATENTS,
-    PREDICTION,
-    Tensors,
-    VideoModel,
-)
+from svdpp.models.base import LATENTS, PREDICTION, Tensors
+from svdpp.models.video_model import VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker.messages import (
     StepDone,

@@ -15,11 +15,11 @@ from svdpp.config import PipelineConfig
 from svdpp.launch import process_group
 from svdpp.launch.worker_group import ControlChannel, LaunchContext
 from svdpp.launch.world import is_secondary_rank
-from svdpp.models.base import VideoModel
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.dummy import DummyModel
+from svdpp.models.video_model import VideoModel
 from svdpp.plan.actions import Action, Kind, connect_rounds
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from svdpp.worker.background import ClipWriter, LatentCheckpointWriter, Reporter
 from svdpp.worker.device import (
     ClipProfiler,

@@ -25,14 +25,8 @@ from svdpp.errors import (
     first_line,
     is_out_of_memory,
 )
-from svdpp.models.base import (
-    DTYPES,
-    LATENTS,
-    Audio,
-    ModelInput,
-    PreparedInput,
-    VideoModel,
-)
+from svdpp.models.base import DTYPES, LATENTS, Audio, ModelInput, PreparedInput
+from svdpp.models.video_model import VideoModel
 from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.worker.background import ImageReader
 from svdpp.worker.denoising import Denoising

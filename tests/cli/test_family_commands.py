@@ -16,7 +16,7 @@ from svdpp.config.cost_files import read_costs
 from svdpp.diagnostics.machine import measured_config
 from svdpp.driver.resolve import resolve_config
 from svdpp.media.video import read_audio, read_frames, write_clip
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from tests.support.builders import save_tiny_lora
 from tests.support.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
 from tests.support.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan

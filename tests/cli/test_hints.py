@@ -11,7 +11,8 @@ import pytest
 from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.console import Console
 from svdpp.cli.hints import keep_available
-from svdpp.cli.options.declare import option_names, with_aliases
+from svdpp.cli.option_names import option_names
+from svdpp.cli.options.declare import with_aliases
 from svdpp.errors import fields_in
 from tests.support.shell import ROOT, svdpp_here
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.cli.options.declare import option_names
+from svdpp.cli.option_names import option_names
 from tests.support.pictures import png
 from tests.support.shell import PHOTO, assert_error, svdpp_here
 

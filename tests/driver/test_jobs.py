@@ -39,7 +39,7 @@ from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput, MediaFile, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.memory import estimate
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from svdpp.verification import verify
 from svdpp.verification.verify import run_reference
 from tests.support.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here

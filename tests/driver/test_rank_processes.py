@@ -24,7 +24,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_engine_model
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from svdpp.worker.device import conditions_of
 from svdpp.worker.messages import ActionDone, Event, Started, StepDone, TransferDone
 from svdpp.worker.tensor_files import LatentCheckpoints, audio_hashes, tensor_sha256

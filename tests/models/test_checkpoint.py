@@ -24,7 +24,7 @@ from svdpp.errors import ModelError, OutOfMemoryError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import load_pipeline
 from svdpp.models.files import read_dtypes
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from tests.support.builders import edit_json, save_tiny_checkpoint
 
 MODEL_INDEX = "model_index.json"

@@ -27,7 +27,7 @@ from svdpp.models.engine import load
 from svdpp.models.engine.model import load_engine_model
 from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import _convolution_backend, _FakeModel, _FlopCounter, estimate
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from tests.models.test_registry import TinyModels
 from tests.support.builders import edit_json
 from tests.support.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source

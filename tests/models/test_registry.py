@@ -22,7 +22,7 @@ from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from tests.support.family_case import STEPS
 from tests.support.range_checks import (
     TinyModel,

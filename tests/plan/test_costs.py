@@ -12,7 +12,7 @@ import pytest
 from svdpp.config.cost_files import find_costs, read_costs
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import PRESETS, CostModel, MemoryEstimate, PartMemory
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from tests.support.plans import memory
 
 MEASURED = CostModel(

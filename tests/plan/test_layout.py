@@ -16,7 +16,8 @@ from svdpp.plan.actions import SENDS, Action, Kind, Schedule, build_schedule
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule
-from svdpp.plan.layout import ParallelConfig, Roles, assign_replicas
+from svdpp.plan.layout import ParallelConfig, assign_replicas
+from svdpp.plan.roles import Roles
 from svdpp.plan.split import (
     Stage,
     StageGroup,

@@ -17,8 +17,8 @@ from svdpp.serve.clips import RequestBuilder
 from svdpp.serve.clock import ClockError, SteadyClock
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import enforce_retention, remove_job, remove_orphans
 from svdpp.serve.sqlite import StorageUnavailableError
-from svdpp.serve.store import enforce_retention, remove_job, remove_orphans
 from tests.support.engines import add, dummy_config, in_state, job_of, serving, taken
 from tests.support.http_server import QUICK, HttpServer, error_of
 
@@ -70,7 +70,7 @@ _SWEEP = """
 import sys, time
 from pathlib import Path
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import enforce_retention
+from svdpp.serve.retention import (enforce_retention)
 queue = JobQueue(Path(sys.argv[1]), url=sys.argv[2])
 print(f"{time.time() - queue.now():.0f}")
 enforce_retention(queue, time.time(), 86400.0, None)

@@ -13,14 +13,14 @@ import pytest
 
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import (
-    FileStore,
+from svdpp.serve.retention import (
     _bytes_by_job,
     enforce_retention,
     move_orphans_aside,
     remove_job,
     remove_orphans,
 )
+from svdpp.serve.store import FileStore
 from svdpp.serve.verifier import Verifier
 from tests.support.engines import add, in_state, job_of, remove_leftovers_now
 

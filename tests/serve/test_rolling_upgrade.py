@@ -14,8 +14,8 @@ import pytest
 from svdpp.errors import RequestError
 from svdpp.serve.job import JobState, UnreadableJobError
 from svdpp.serve.queue import JobQueue
+from svdpp.serve.retention import enforce_retention, move_orphans_aside, remove_job
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.store import enforce_retention, move_orphans_aside, remove_job
 from tests.support.engines import add, in_state, new_job, take_all
 from tests.support.http_server import QUICK, HttpServer, ServerHere, error_of
 

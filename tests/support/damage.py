@@ -15,7 +15,8 @@ import torch
 
 from svdpp.comm.packet import FIELDS, Header, Packet
 from svdpp.comm.transport import Transport
-from svdpp.models.base import LATENTS, STRUCTURE, Tensors, VideoModel
+from svdpp.models.base import LATENTS, STRUCTURE, Tensors
+from svdpp.models.video_model import VideoModel
 from svdpp.plan.actions import Action
 from svdpp.worker import rank as worker
 from svdpp.worker.background import Reporter

@@ -23,7 +23,7 @@ from svdpp.plan.costs import CostModel
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, new_id
 from svdpp.serve.queue import JobQueue
-from svdpp.serve.store import remove_orphans
+from svdpp.serve.retention import remove_orphans
 from tests.support.damage import Damage
 from tests.support.dummies import HANG_SECONDS
 from tests.support.processes import wait_until

@@ -17,7 +17,7 @@ from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import EngineModel, load_engine_model
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 from svdpp.verification.reference import Reference
 
 PROMPT = "a cat walks over the grass"

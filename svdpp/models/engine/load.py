@@ -24,7 +24,7 @@ from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine.loras import load_loras
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 
 #: Where the classes of components are; some families have some beside their pipelines.
 _LIBRARIES = (

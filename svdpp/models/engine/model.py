@@ -31,7 +31,7 @@ from svdpp.models.engine.latents import latent_spec
 from svdpp.models.engine.load import build_pipeline, load_pipeline
 from svdpp.models.engine.records import Node, named_tensors, patch_methods, read_structure
 from svdpp.plan.actions import FrameRange
-from svdpp.plan.layout import Roles
+from svdpp.plan.roles import Roles
 
 
 class EngineModel:

@@ -1,0 +1,38 @@
+"""Options that belong to the fields that errors name."""
+
+from __future__ import annotations
+
+from functools import cache
+
+#: Options whose names are not those of their fields in configurations.
+_OPTION_OF_FIELD = {
+    "world_size": "gpus",
+    "num_threads": "threads",
+    "timeout_seconds": "timeout",
+    "start_timeout_seconds": "start-timeout",
+    "num_inference_steps": "steps",
+    "num_frames": "frames",
+    "max_sequence_length": "max-prompt-tokens",
+    "loras": "lora",
+    "dummy_latent_shape": "latent-shape",
+}
+#: Fields of options that no configuration has, and that errors name.
+_FIELDS_OF_OPTIONS = (
+    *("layout", "hosts", "clips", "prompts", "video", "max_megapixels", "peak_tflops", "debug"),
+    *("out", "overwrite", "resume", "latents_dir", "grace", "lease"),
+    *("data", "queue", "files", "adopt", "host", "api_key_file", "new_key", "callback_hosts"),
+)
+
+
+@cache
+def option_names() -> dict[str, str]:
+    """Return the option for each field that errors name, such as `--frames` for `num_frames`."""
+    from svdpp.config import SAMPLING_CLASSES, configuration_fields
+
+    own = {name for kind in SAMPLING_CLASSES.values() for name in kind.own}
+    return {
+        name: f"--param {name}"
+        if name in own
+        else f"--{_OPTION_OF_FIELD.get(name, name).replace('_', '-')}"
+        for name in (*configuration_fields(), *_FIELDS_OF_OPTIONS)
+    }
