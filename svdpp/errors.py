@@ -134,7 +134,7 @@ def memory_details(error: BaseException) -> dict[str, Any]:
     """Return what an error for a lack of memory says in numbers, for `details`.
 
     Args:
-        error: of torch's allocators, for which it is read from the text, or an OutOfMemoryError.
+        error: error of torch's allocators, whose text is read, or an OutOfMemoryError.
 
     Returns:
         What is known of `requested_bytes`, `free_bytes` and `device`; torch rounds the sizes of
@@ -289,7 +289,7 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
     """Return the error that `error_to_dict` wrote.
 
     Args:
-        record: of another process; an unknown type becomes an `SvdppError`.
+        record: record from another process; an unknown type becomes an `SvdppError`.
     """
     kind = _TYPES.get(record["type"], SvdppError)
     return kind(record["message"], record["hint"], details=record.get("details"))
@@ -310,7 +310,7 @@ def fields_in(text: str) -> list[str]:
     """Return the fields of a configuration that a message or hint names, in its order.
 
     Args:
-        text: with fields in backticks.
+        text: message or hint with fields in backticks.
     """
     return [part for part in text.split("`")[1:-1] if part.isidentifier()]
 
@@ -319,8 +319,8 @@ def write_fields(text: str, names: Mapping[str, str]) -> str:
     """Return a message or hint with fields as the users of a front end know them.
 
     Args:
-        text: with fields in backticks.
-        names: such as `--frames`, by field; other fields stay as they are.
+        text: message or hint with fields in backticks.
+        names: name of each field, such as `--frames`; other fields stay as they are.
     """
     for field in fields_in(text):
         text = text.replace(f"`{field}`", names.get(field, f"`{field}`"))
@@ -331,7 +331,7 @@ def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
     """Return a hint on a misspelt name.
 
     Args:
-        name: as it was typed.
+        name: name as it was typed.
         choices: correct names.
         otherwise: hint if none of them is like it.
     """
@@ -436,7 +436,7 @@ def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
     """Return a JSON value with every string in it redacted, except keys.
 
     Args:
-        value: of strings, numbers, lists and dicts.
+        value: value made of strings, numbers, lists and dicts.
         how: function for each string; None: `redact`.
     """
     clean = how or _redaction()
@@ -480,7 +480,7 @@ def recorded_path(path: str | Path, folder: str | Path) -> str:
 
     Args:
         path: absolute, or relative to the working folder.
-        folder: of the file that records the name.
+        folder: folder of the file that records the name.
     """
     absolute, base = os.path.abspath(path), os.path.abspath(folder)
     for home in _homes():
@@ -495,7 +495,7 @@ def located_path(text: str, folder: str | Path) -> Path:
 
     Args:
         text: the name.
-        folder: of the file that records it.
+        folder: folder of the file that records it.
     """
     if text.startswith("~/"):
         return Path(os.path.expanduser("~")) / text[2:]

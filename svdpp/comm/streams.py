@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-#: What a side stream waits for before it touches a tensor: an event; None on the CPU.
+#: Event that a side stream waits for before it touches a tensor; None on the CPU.
 Event = torch.cuda.Event | None
 
 

@@ -59,11 +59,11 @@ GROUP_TIMEOUT = timedelta(days=7)
 # Clip index of the packet that opens a link; no clip has it.
 _HELLO_CLIP = 2**64 - 1
 
-# Such as: Cuda failure 2 'out of memory'
+# For example: Cuda failure 2 'out of memory'
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 
-#: What a link carries: clips, the predictions that a pair exchanges at each step, or final latents
-#: and frames of clips that several ranks decode.
+#: Content of a link: packets of clips, predictions that a pair exchanges at each step, or final
+#: latents and frames of clips that several ranks decode.
 Channel = Literal["clips", "predictions", "decode"]
 Direction = Literal["recv", "send"]
 # Direction, clip, next step and peer of a transfer.

@@ -377,8 +377,8 @@ def check_prompt(name: str, text: object) -> None:
     """Check that `text` is a prompt, or None for no prompt.
 
     Args:
-        name: of the field, such as `prompt`.
-        text: what is given.
+        name: name of the field, such as `prompt`.
+        text: value of the field.
 
     Raises:
         RequestError: it is no text, too long, or not Unicode. Python reads an argument's bytes that
@@ -460,7 +460,7 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
 
     Args:
         metadata: JSON of the clip.
-        weights: what the weights are now; see `driver.clip_metadata.weights_identity`.
+        weights: identity of the weights; see `driver.clip_metadata.weights_identity`.
     """
     versions = {name: each for name, each in metadata["versions"].items() if name != "svdpp"}
     values = {name: metadata[name] for name in _latent_identity(metadata)}

@@ -169,19 +169,19 @@ def _waits(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> RunAnalysis:
-    """Return the diagnosis of a run's figures.
+    """Return the analysis of a run's metrics.
 
     Args:
-        metrics: of the finished run.
-        costs: a file that has the measured costs.
-        option: the form of an option of the layout; another one in a bench.
+        metrics: metrics of the finished run.
+        costs: path of a file with the measured costs.
+        option: format of an option of the layout; a bench has another one.
     """
     advice = _advise_layout(metrics, costs, option)
     return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)
 
 
 def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | None:
-    """Both sides are forecasts, so that what no forecast knows of is in neither."""
+    """Compare forecasts of both layouts, because a forecast lacks what a measurement includes."""
     if metrics.costs is None or not metrics.forecast_seconds:
         return None
     clips = min(metrics.clips, _CLIPS_PER_RANK * metrics.world_size)

@@ -314,9 +314,9 @@ def average_costs(
     """Return the average costs of all clips in `traces`.
 
     Args:
-        config: of the run that the traces are of.
-        traces: at least one, with steps.
-        average: how several times of one kind become one.
+        config: configuration of the traced run.
+        traces: one trace or more, with steps.
+        average: function from the times of one kind to their average.
         per_rank: whether all work has a time for each rank if their steps differ by more
             than a tenth. A rank without steps counts as fast as the others.
         fields: further fields of the costs.

@@ -64,11 +64,11 @@ def clip_metadata(
 
     Args:
         inputs: image, videos and prompts.
-        seed: of the noise.
+        seed: seed of the noise.
         output: file of the clip. Recorded paths are relative to its folder or the user's home, to
             hide the user's name.
-        config: resolved.
-        checkpoint: of the model.
+        config: resolved configuration.
+        checkpoint: checkpoint of the model.
     """
     folder, media_file, sampling = Path(output.path).parent, inputs.media_file, config.sampling
     metadata = {
@@ -105,8 +105,8 @@ def metadata_of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) 
     """Return the metadata of a clip with another seed and file name.
 
     Args:
-        metadata: of a clip that differs in nothing else; see `clip_metadata`.
-        seed: of the other clip.
+        metadata: metadata of a clip that differs in nothing else; see `clip_metadata`.
+        seed: seed of the other clip.
         output: file of the other clip.
     """
     other = {**metadata, "output": Path(output.path).name, "seed": seed}
@@ -207,7 +207,7 @@ class _ClipMetadata(BaseModel):
 
 # A whole number stays an int, because its text is part of `parameters_sha256`.
 _Fps = Annotated[float, AfterValidator(as_whole)]
-# What is special in the metadata of SVD, and of the families with prompts.
+# Fields that only SVD has in its metadata, and fields that only families with prompts have.
 _SVD_FIELDS = {"input": str, "input_sha256": _Sha256, "decode_chunk_size": int}
 _PROMPT_FIELDS = {"prompt": str, "negative_prompt": str | None}
 

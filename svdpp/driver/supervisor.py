@@ -107,7 +107,7 @@ class Supervisor:
 
         Args:
             is_over: whether no more work follows.
-            on_joined: called when all ranks are ready for work.
+            on_joined: callback for the moment at which all ranks are ready for work.
 
         Raises:
             SvdppError: a rank has failed, died or stalled.

@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.1
 _FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _NO_THREAD = "can't start new thread"  # in CPython's RuntimeError
-#: What CPython, libgomp, OpenBLAS and the C++ library print for a thread that cannot be started;
+#: Output of CPython, libgomp, OpenBLAS and the C++ library for a thread that cannot be started;
 #: libgomp and the C++ library then end the process.
 _REFUSALS = (
     _NO_THREAD,

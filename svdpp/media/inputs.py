@@ -61,7 +61,7 @@ _ORIENTATION = ExifTags.Base.Orientation
 DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 
-#: What was done to an image's colours that diffusers does otherwise.
+#: Conversion of an image's colours that differs from diffusers' own; empty: none.
 Conversion = Literal["", "over white", "scaled"]
 
 
@@ -118,8 +118,8 @@ def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -
     """Return requests for all inputs with the first seed, then for all with the second, in a cycle.
 
     Args:
-        inputs: at least one.
-        seeds: at least one.
+        inputs: one input or more.
+        seeds: one seed or more.
         count: number of requests.
     """
     return [
@@ -486,8 +486,8 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 
     Args:
         image: upright RGB image.
-        width: of the frame, in pixels.
-        height: of the frame, in pixels.
+        width: width of the frame, in pixels.
+        height: height of the frame, in pixels.
         fit: `stretch` leaves the image as it is; `crop` keeps the largest centred part with that
             ratio; `pad` adds black bars on both sides.
 
@@ -525,11 +525,11 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 
 
 def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia | None:
-    """Return all that a clip starts from besides a prompt.
+    """Return the image and videos that a clip starts from.
 
     Args:
-        request: names the files, and their SHA-256 where it is known.
-        sampling: of the clip: which files are videos, and the size of a frame.
+        request: request with the names of the files, and their SHA-256 where it is known.
+        sampling: parameters of the clip, which say which files are videos, and the frame's size.
 
     Returns:
         An image, the frames of a video, or several of both by name; None if the clip starts from a
@@ -557,8 +557,9 @@ def decode_input(
     Args:
         data: content of the file.
         path: name of the file for messages.
-        sampling: of the clip: whether the file is a video, and the size of a frame.
-        name: which of the clip's files it is.
+        sampling: parameters of the clip, which say whether the file is a video, and the frame's
+            size.
+        name: name of the file among those of the clip.
 
     Raises:
         InputError: the file is not what the clip needs, damaged, or beyond the limits.

@@ -72,7 +72,7 @@ def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
     A missing folder is created, and removed if it stays empty.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         clip: name of a clip: keeps out those that write the same clip, or the whole folder. Empty:
             every process that writes into `folder`.
 
@@ -174,7 +174,7 @@ def check_replaceable(name: str, files: re.Pattern[str] | None = None) -> None:
 
     Args:
         name: path of the file or folder.
-        files: as for `atomic_output`.
+        files: pattern of the names of a folder's files; see `atomic_output`.
 
     Raises:
         OutputError: something else has that name.

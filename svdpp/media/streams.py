@@ -130,7 +130,7 @@ def read_colours(path: Path) -> set[str]:
     Raises:
         MediaFailure: ffmpeg did not end in time.
     """
-    # What is attached to frames could fill the log.
+    # Data attached to frames could fill the log.
     filters = "sidedata=mode=delete,showinfo=checksum=0"
     output = ["-map", "0:v:0", "-nostats", "-vf", filters, "-f", "null", "-"]
     return set(_FRAME_LOOK.findall(probe_log([*mp4_source(path), *output], seconds=_SECONDS)))

@@ -585,7 +585,7 @@ _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
     "solver_p": "is another scheduler, whose state no packet carries",
 }
-#: By scheduler: what the config of another one lacks.
+#: Arguments that a scheduler needs besides the config of another one, by its class.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",

@@ -73,7 +73,7 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
     """Convert errors of the libraries within the block, whose input comes from the checkpoint.
 
     Args:
-        component: what is loaded, for the message.
+        component: name of what is loaded, for the message.
         checkpoint: checkpoint that the message names; None: it names none.
 
     Raises:
@@ -115,7 +115,7 @@ class JsonFile:
         Args:
             message: rest of the sentence.
             hint: fix, if there is a better one than to download the checkpoint again.
-            details: what a program needs besides the file's label, by name.
+            details: further details, by name.
         """
         return ModelError(
             f"{self.label}: {message}", hint, details={"file": self.label, **(details or {})}

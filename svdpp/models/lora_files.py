@@ -26,7 +26,7 @@ from svdpp.models.files import (
 )
 from svdpp.models.hashes import file_sha256
 
-# What diffusers writes: the file of a folder, or of a repository, that is named alone.
+# Name of the file that diffusers writes; the default for a folder or a repository.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
 #: Name of the metadata in a file with the configuration of the adapter, as diffusers writes it.

@@ -485,8 +485,8 @@ def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     slower there, except with 16 images or more, a stride or a dilation.
 
     Args:
-        args: of `aten.convolution`.
-        num_threads: of the process that will run it.
+        args: arguments of `aten.convolution`.
+        num_threads: threads of the process that will run it.
     """
     tensor, weight, bias, stride, padding, dilation, is_transposed, *rest = args
     depends_on_threads = (

@@ -54,7 +54,7 @@ class Action(NamedTuple):
     peer: int = -1
     """The other rank of a transfer; of a DENOISE the other rank of the pair; -1: none."""
     frames: FrameRange | None = None
-    """Those that it decodes or transfers, or for which it transfers the latent; None: all."""
+    """Frames that it decodes or sends, or whose latent it sends for a decode; None: all."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -83,7 +83,7 @@ class Action(NamedTuple):
         """Parse the output of `str()`.
 
         Args:
-            text: Such as `DENOISE c3 7:14` or `SEND c3 @14 >2`.
+            text: Text such as `DENOISE c3 7:14` or `SEND c3 @14 >2`.
 
         Raises:
             ValueError: The text is not of this form.

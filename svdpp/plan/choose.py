@@ -23,7 +23,7 @@ from svdpp.plan.split import check_counts, divisors
 _MAX_REPLICA_SIZE = 64
 # Times whose ratio is below this count as equal; the simplest layout wins.
 _EQUAL = 1.001
-# What the rate may lose for a lower latency, where that is what matters.
+# Throughput kept, as a fraction of the best, when latency is minimised.
 _RATE_KEPT = 0.9
 
 
@@ -200,7 +200,7 @@ class _Search:
 def _least(
     candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
 ) -> list[_Candidate]:
-    """Those whose time is at most `factor` times the least."""
+    """Return the candidates whose time is at most `factor` times the least."""
     most = min(map(key, candidates)) * factor
     return [each for each in candidates if key(each) <= most]
 

@@ -77,7 +77,7 @@ class DeadlockError(ValueError):
     """Every rank with work left waits for another: the action lists cannot be performed."""
 
 
-#: From rank, to rank, whether it is for a decode by several ranks.
+#: Sender, receiver, and whether the link is for a decode by several ranks.
 _LinkId = tuple[int, int, bool]
 #: A link, and the number of earlier transfers on it; below -1 for a DENOISE of the pair.
 _TransferId = tuple[_LinkId, int]

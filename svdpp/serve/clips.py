@@ -27,14 +27,14 @@ from svdpp.worker import tensor_files
 
 _MAX_SHAPES = 256
 _ROUTES = 4
-# After the time that is expected; then the ranks take the image as any other.
+# Seconds beyond the expected time, after which the ranks take the image as any other.
 _PREPARE_SECONDS = 60.0
 
 
 class Admission:
-    """Check of clips against what the ranks can make. Any thread may call it.
+    """Check whether the ranks can make a clip. Any thread may call it.
 
-    A clip of the sampling of `config`, which is resolved, fits.
+    A clip with the sampling parameters of `config`, which is resolved, passes.
     """
 
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
@@ -132,7 +132,7 @@ class Admission:
         return None
 
 
-#: What memory depends on, beside guidance.
+#: Parameters that memory depends on, besides guidance.
 _SHAPE = ("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length", "from_image")
 
 
@@ -200,7 +200,7 @@ class RequestBuilder:
         self._published_latents: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> RunningClip:
-        """The clip of `job` for the ranks, which continues from its latest latent checkpoint.
+        """Return the clip of `job` for the ranks; it continues from its latest latent checkpoint.
 
         Files that only the store has are fetched.
         """
@@ -228,15 +228,15 @@ class RequestBuilder:
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Make the latent checkpoints of the store those of the folder, while it answers."""
+        """Make the store's latent checkpoints equal to the folder's, if the store answers."""
         self._store.probe()
-        # First: what is fetched meanwhile is not among it.
+        # A copy from before the listing, without what is fetched meanwhile.
         published_latents = self._published_latents.copy()
         saved = tensor_files.list_checkpoints(self.latents_folder)
         for key, step in saved - self._published_latents:
             self._store.put(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.add((key, step))
-        # Not the files, which may be there again by now.
+        # Only the objects: the files may exist again by now.
         for key, step in published_latents - saved:
             self._store.remove_object(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.discard((key, step))
@@ -252,7 +252,7 @@ class RequestBuilder:
         steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
-        # Only now: `publish_latents` removes those that the folder lacks.
+        # After the fetch: `publish_latents` removes objects that the folder lacks.
         self._published_latents |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:

@@ -31,19 +31,19 @@ from svdpp.serve.schemas import format_size
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
-# Two renewals can be late before a claim ends.
+# Two renewals can be late before a lease ends.
 _RENEWALS_PER_LEASE = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
-# In a large fleet so many free servers try to take a new job; one that nobody takes waits for the
-# next turn of a free one.
+# Free servers of a large fleet that a new job wakes, on average. A job that none of them takes
+# waits for the next turn of a free server.
 _MAX_WOKEN = 16
-# And so many look in each turn at the other servers and their claims.
+# Servers of a large fleet that look at the others and their claims in each turn, on average.
 _MAX_REFRESHING = 64
-# Of each kind of work, so that the ETAs follow ranks that become slower.
+# Latest samples of each kind of work, few enough that ETAs follow ranks that become slower.
 _MAX_SAMPLES = 128
 _MAX_AGE = 0.5
-# While no ETA is known.
+# Advice to clients while no ETA is known.
 _RETRY_SECONDS = 5.0
 
 

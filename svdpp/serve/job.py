@@ -49,25 +49,26 @@ class Job:
     """Requested clip. Times are unix seconds by the queue's clock.
 
     Args:
-        model: that makes it, by the name that clients know.
+        model: model that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
-        sampling: resolved, so that the frame count is known.
+        sampling: resolved parameters, so that the number of frames is known.
         input_file: name of the file in the folder of images; empty for a clip from text alone.
-        input_name: the file name that the client gave, for people only.
+        input_name: file name that the client gave, for people only.
         input_pixels: width times height; 0 without an image.
-        remarks: what becomes of the image or video that its owner may not expect, in sentences.
+        remarks: unexpected changes to the image or video, in sentences for its owner.
         videos: SHA-256 of the further videos that the family takes, by name.
         server: id of the server that has claimed it, or has ended it.
-        fencing_token: counts the claims, if servers share the queue; else 0.
-        step: how many steps are done, as its server said last.
-        attempts: how often ranks have died during this clip.
-        remove_requested: whether its owner has removed it while ranks worked on it: clients do not
-            see it any more, and it is removed once it has ended.
-        promised_seconds: the ETA that the client was given, from `created_at`.
-        error: why it failed; see `errors.error_to_dict`.
+        fencing_token: number of claims so far, if servers share the queue; else 0.
+        step: number of finished steps in the last report of its server.
+        attempts: number of deaths of ranks during this clip.
+        remove_requested: whether its owner has removed it while ranks worked on it. It is hidden
+            from clients, and removed once it has ended.
+        promised_seconds: ETA that the client was given, from `created_at`.
+        error: error for which it failed; see `errors.error_to_dict`.
         verification: whether the clip was compared with one device; `failed`: it could not be.
-        callback_due: when to try its webhook next; None once it is delivered or given up.
-        callback_error: of the last try; None if that delivered it.
+        callback_due: time of the next attempt at its webhook; None once that is delivered or given
+            up.
+        callback_error: error of the last attempt; None if it delivered the webhook.
     """
 
     id: str
@@ -290,7 +291,7 @@ INDEXES: dict[str, str] = {
     "jobs_to_prove": "jobs (seq) WHERE proof = 'running'",
     "jobs_unproved": "jobs (state, proof, seq)",
 }
-# What each later version adds to the one before it. Additions only, with defaults: a server of the
+# Additions of each later version to the one before. Additions only, with defaults: a server of the
 # version before goes on while its neighbours are upgraded.
 _ADDED: dict[int, str] = {
     9: """

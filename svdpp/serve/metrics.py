@@ -27,7 +27,7 @@ from svdpp.serve.job import Job, JobState, VerificationStatus
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, RankStats, StepDone
 
-#: What is counted when it happens: the meaning and the labels of each counter.
+#: Meaning and labels of each counter that is incremented by events.
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "clips": ("Clips that reached a final state.", "state"),
     "rank_seconds": ("Seconds of each rank by state.", "rank", "state"),
@@ -90,7 +90,7 @@ class Metrics(Collector):
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
-        """When each rank's last action ended."""
+        """Time at which each rank's last action ended."""
         self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
         self._has_mismatch = False
         # The last sample of each rank that lives, and the bytes of all ranks that have ended.
@@ -167,7 +167,7 @@ class Metrics(Collector):
             method: HTTP method, or `other`.
             route: path of the route with its placeholders, or `other`.
             status: HTTP status of the answer; 499 if the client went away before it.
-            seconds: from the head of the request to the head of the answer.
+            seconds: time from the head of the request to the head of the response.
         """
         self._counters["http_requests"].labels(method, route, status).inc()
         self._histograms["http_request_seconds"].labels(route, status).observe(seconds)

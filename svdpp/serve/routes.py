@@ -216,7 +216,7 @@ def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
     response = get_content(id, service, owner)
     response.headers["X-Request-Id"] = id
     response.headers["X-Model"] = service.capabilities.model
-    # Of two servers of a fleet the clocks may differ.
+    # The clocks of two servers of a fleet may differ.
     seconds = max(0.0, (job.finished_at or 0.0) - (job.started_at or 0.0))
     response.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
     return response
@@ -343,7 +343,7 @@ def _check_streams(service: Service, owner: Owner) -> None:
 
 
 class _Events(EventSourceResponse):
-    # Of the errors in the OpenAPI document; FastAPI sends events as such.
+    # Media type of the errors in the OpenAPI document; FastAPI sends the events with their own.
     media_type = JSON_MEDIA_TYPE
 
 

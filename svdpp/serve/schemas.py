@@ -325,7 +325,7 @@ def to_api_error(error: SvdppError) -> ApiError:
         message, hint, details = "the server cannot reach its files", "try again later", {}
     if status == 422:
         details = {**details, **_find_field(error)}
-        # What only whoever starts the server can do is no help.
+        # A hint about options of the server does not help a client.
         proposed = {_REQUEST_NAMES.get(name, name) for name in fields_in(error.hint)}
         hint = hint if proposed <= _REQUEST_FIELDS and "--" not in hint else ""
     retry = _RETRY_SECONDS if status == 503 else None

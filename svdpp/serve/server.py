@@ -73,7 +73,7 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     """Return the application and its service; nothing is started.
 
     Args:
-        settings: what the server is asked to be, with a config of `check_config`.
+        settings: settings of the server, with a config that `check_config` returned.
         keys: API keys; None serves this machine only.
 
     Raises:
@@ -189,7 +189,7 @@ class Server:
             was_ready = is_ready
         self._service.is_closing = True
         try:
-            # What ranks finish without a queue cannot be recorded.
+            # Without a queue, clips that the ranks finish cannot be recorded.
             grace = self._grace if self._service.queue.backend.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)

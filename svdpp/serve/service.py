@@ -55,12 +55,12 @@ from svdpp.serve.uploads import UploadStore, sanitize_filename
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks
 
-# A client that waits longer may find many places free.
+# Longest advice of `Retry-After`; a client that waits longer may miss many free places.
 _MAX_RETRY = 600
 _LOOK_SECONDS = 0.25
-# In a fleet, clips that other servers have let go of, and at the start those of an earlier server.
+# Interval at which ended clips are removed that other servers, or an earlier one, worked on.
 _REMOVAL_SECONDS = 30.0
-# Of all followers together, so that a thousand do not keep requests from the processor.
+# Looks of all followers together, so that a thousand followers do not fill the processor.
 _LOOKS_PER_SECOND = 200
 
 
@@ -186,7 +186,7 @@ class Service:
         """The thread that removes clips which ranks worked on when their owners removed them."""
 
     def _on_changed(self, job: Job) -> None:
-        # What another server has ended it counts itself; a clip cancelled in the queue has none.
+        # Each server counts the clips that it ended; a clip cancelled in the queue has no server.
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.count_final_job(job)
             self.webhooks.thread.wake()
@@ -435,7 +435,7 @@ class Service:
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
             return video_from_job(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
-        # Of a clip that goes back to the queue, they are those of ranks that have ended.
+        # A clip that goes back to the queue has the steps of ranks that have ended.
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)

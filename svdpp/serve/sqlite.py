@@ -35,13 +35,13 @@ LOCK_FILE = "lock"
 QUEUE_ID_FILE = "queue.id"
 
 _LOW_BYTES = 256 * 2**20
-# Of a disk that is smaller than eight times the above.
+# On a disk below eight times that size, this fraction of it.
 _LOW_PART = 8
 
 _NAME = "queue.sqlite3"
-# How long another program, such as a backup, may keep the file locked.
+# Seconds for which another program, such as a backup, may lock the file.
 _BUSY_SECONDS = 10.0
-# A read waits for less, as it holds up those who ask whether the server is ready.
+# A read waits for less time, because readiness checks wait behind it.
 _READ_BUSY_SECONDS = 2.0
 _LOCK_ERRORS = {
     sqlite3.SQLITE_BUSY,

@@ -38,40 +38,40 @@ from svdpp.media.inputs import (
 )
 from svdpp.media.kinds import FORMATS, demuxer_of
 
-# Of the process that decodes an image. The largest images that `media.inputs` takes, 50 million
-# pixels, need up to 1.1 GB and 3 seconds; 24 million pixels of a progressive JPEG 1.2 s.
-#: Of address space.
+# Limits of the process that decodes an image. The largest images that `media.inputs` takes, 50
+# million pixels, need up to 1.1 GB and 3 s; 24 million pixels of a progressive JPEG need 1.2 s.
+#: Address space.
 MAX_DECODER_BYTES = 2 * 2**30
-#: Of CPU time, whole seconds, for a video.
+#: CPU time for a video, in whole seconds.
 CPU_SECONDS = 20
-#: Of CPU time for an image: to start and read its header, and for each million of its pixels.
+#: CPU time for an image, in seconds: for start and header, and for each million of its pixels.
 IMAGE_CPU_SECONDS = 3
 CPU_SECONDS_PER_MEGAPIXEL = 0.25
-#: Of scans of a JPEG. A progressive one has about ten, and each can cost as much as the image.
+#: Scans of a JPEG. A progressive one has about ten, and each can cost as much as the image.
 MAX_SCANS = 100
-#: From its start to its answer.
+#: Seconds from its start to its result.
 TIMEOUT_SECONDS = 30.0
-#: How many images are decoded at the same time.
+#: Images that are decoded at the same time.
 MAX_DECODERS = 2
-# For one of these places.
+# Seconds that a request waits for one of these places.
 _MAX_WAIT_SECONDS = 30.0
 
 _MAX_NAME = 100
-# Two decoders can keep both cores of a small machine busy, and answers to others come first.
+# Low priority, because two decoders can fill both cores of a small machine.
 _NICE = 10
-#: Longer answers are not a decoder's own. It fits in a pipe, so that a decoder need not be read.
+#: Limit of a decoder's output. It fits in a pipe, so the decoder never waits for a reader.
 _MAX_RESULT_BYTES = 16 * 1024
-#: Of this process's variables, those that a Python process may need to start.
+#: Environment variables that a Python process may need to start.
 _PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
-#: SHA-256, suffix, width and height. What a decoder says is checked, as a hostile file could have
-#: taken it over.
+#: SHA-256, suffix, width, height and conversion. A decoder's result is checked, because a hostile
+#: file could have taken the decoder over.
 _RESULT = re.compile(
     r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7}) (|over white|scaled)"
 )
-#: Before the message and the hint of an error.
+#: First bytes of a result that is an error; message and hint follow.
 _ERROR_PREFIX = "refused\0"
-#: Of a JPEG: what begins a segment, or ends an image. In the data of a scan 0xff is followed by 0,
-#: or by a restart marker.
+#: Marker of a JPEG that begins a segment or ends an image. In the data of a scan, 0xff is followed
+#: by 0 or by a restart marker.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 #: Suffixes of the stored files, by Pillow's name of the format; the others' are that name. MPO is
@@ -104,7 +104,7 @@ class DecoderSlots:
 
         Args:
             owner: name of the key whose turn is used.
-            seconds: how long to wait for a place.
+            seconds: time to wait for a place.
 
         Raises:
             DecoderBusyError: no place became free in time.
@@ -275,7 +275,7 @@ def _read_result(process: subprocess.Popen[bytes]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Only what the decoder needs: no tokens, and one thread, because others take memory."""
+    """Return the variables that the decoder needs: no tokens, and one thread, to save memory."""
     kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

@@ -33,9 +33,9 @@ from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 
 _POLL_SECONDS = 0.05
-# How often idle time is looked for; in a fleet each look of each server is a query of one database.
+# Seconds between looks for idle time. In a fleet, each look is a query of the shared database.
 _LOOK_SECONDS, _SHARED_LOOK_SECONDS = 0.5, 10.0
-# Until it has removed its temporary files.
+# Seconds for a process to remove its temporary files when it is ended.
 _END_SECONDS = 5.0
 _NICE = 19
 

@@ -31,16 +31,16 @@ from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.schemas import ApiError, Video
 
-#: The tries after which a webhook is given up: 20 hours after the first one.
+#: Attempts after which a webhook is given up, 20 hours after the first one.
 MAX_ATTEMPTS = 10
-#: Of one try, from the name's address to the status of the answer.
+#: Seconds of one attempt, from the lookup of the host to the status of the response.
 ATTEMPT_SECONDS = 10.0
-#: Tries at the same time.
+#: Attempts at the same time.
 MAX_CONCURRENT = 16
 
 _FIRST_RETRY_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 6 * 3600.0
-# After it a try has ended, or its server.
+# Seconds after which an attempt has ended, or its server has.
 _ATTEMPT_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
 _POLL_SECONDS = 10.0
 # Lookups of one name at the same time: a resolver that is down keeps each thread for long.
@@ -51,8 +51,9 @@ _UNICAST = ipaddress.IPv6Network("2000::/3")
 class Webhooks:
     """Sender of the webhooks of a queue, in a thread. Any thread may call it.
 
-    They go to `hosts`, each as in a URL, with its port unless that is the scheme's. Each of the
-    `secrets` signs every webhook, so that a receiver can go from an old one to a new one.
+    They go to `hosts` alone, each written as in a URL, with its port unless that is the scheme's.
+    Every webhook is signed with each of the `secrets`, so that a receiver can change from an old
+    secret to a new one.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Webhooks:
         self._secrets = secrets
         self._view = view
         self._tls = ssl.create_default_context()
-        # How many threads look up each name now.
+        # Number of threads that look up each name now.
         self._lookups = Counter[str]()
         self._lookups_lock = threading.Lock()
         self.thread = PeriodicThread(

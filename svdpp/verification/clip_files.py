@@ -232,7 +232,7 @@ class ClipCheck:
     recorded: str | None
     """The sha256 in the metadata, if there is one."""
     found: str | None
-    """That of the recomputed tensor or of the file; None if there is no file."""
+    """sha256 of the recomputed tensor or of the file; None if there is no file."""
     detail: str = ""
     """Faults of the clip; if there are none, the finding of the check."""
     within: bool = False
@@ -349,9 +349,9 @@ class _Distance:
 
     psnr_db: float
     frame_db: float
-    """That of the worst frame."""
+    """PSNR of the worst frame."""
     block_db: float
-    """That of the worst block of `_BLOCK` x `_BLOCK` pixels of a frame."""
+    """PSNR of the worst block of `_BLOCK` x `_BLOCK` pixels of a frame."""
     levels: int
 
     @property

@@ -57,8 +57,8 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
 
     Args:
         device: torch's name of the device.
-        reporter: gets the events of the reference.
-        setup: what to compute and to keep.
+        reporter: reporter of the reference's events.
+        setup: clips to compute, and tensors to keep.
 
     Raises:
         OutOfMemoryError: the model or a clip does not fit.
@@ -226,9 +226,9 @@ class Reference:
             request: seed and prompts of the clip.
             source: image or frames, fitted to the frame's shape; None for a prompt alone.
             sampling: resolved parameters.
-            before_steps: called once before the denoiser's first call.
-            after_step: called with each step's index, and its latent, the solver's history and the
-                predictions.
+            before_steps: callback before the denoiser's first call.
+            after_step: callback that gets each step's index, with its latent, the solver's history
+                and the predictions.
 
         Returns:
             The final latent in the model's shape, the frames, uint8 of shape (F, H, W, 3), and the

@@ -35,7 +35,7 @@ from svdpp.worker.messages import ClipDone
 from svdpp.worker.rank import run_rank, wait_for_stop
 from svdpp.worker.tensor_files import TensorStore, solver_history
 
-#: What is decoded, and its axes.
+#: Axes of each decoded tensor.
 _DECODED: dict[TensorKind, str] = {"frames": "FHWC", "audio": "SC"}
 
 

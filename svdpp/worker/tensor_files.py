@@ -141,7 +141,7 @@ class LatentCheckpoints:
             raise unfit("is damaged: its tensors have another hash")
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
-            # Of hosts without a common folder each has the weights of its own ranks.
+            # Hosts without a common folder have only the weights of their own ranks.
             names = current.keys() | before.keys()
             if kind == "weights":
                 names = current.keys() & before.keys()

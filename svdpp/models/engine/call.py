@@ -74,20 +74,20 @@ class RangeCall:
     def __post_init__(self) -> None:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
-        # No method of this object, which would keep the packet after the call.
+        # Not a method of this object: that would keep the packet alive after the call.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
-        # By the order of their first `step`: each scheduler, and its state before it.
+        # Each scheduler with its state before its first `step`, in the order of these first steps.
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
-        # Of this step: the scheduler, what its `step` returned, and a copy.
+        # Results of this step: the scheduler's index, the return value of `step`, and a copy of it.
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
-        # For each chunk that is finished: of each scheduler, what `step` returned last.
+        # Results of each finished chunk, by scheduler: what `step` returned last.
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
 

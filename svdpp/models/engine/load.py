@@ -26,7 +26,7 @@ from svdpp.models.engine.loras import load_loras
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.roles import Roles
 
-#: Where the classes of components are; some families have some beside their pipelines.
+#: Modules that have the classes of components; some families have a module of their own.
 _LIBRARIES = (
     *("diffusers", "transformers"),
     *(
@@ -284,7 +284,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
     """Load a component; refuse weights of another class, of which the libraries only warn."""
-    # By default transformers names mismatches on the screen alone.
+    # Otherwise transformers only prints mismatches.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
         checkpoint.folder / part,
@@ -295,7 +295,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         output_loading_info=True,
         **{own: True},
     )
-    # Of shards, diffusers does not say which are missing.
+    # diffusers does not say which weights of a missing shard are missing.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):

@@ -188,7 +188,7 @@ class EngineModel:
 
         Args:
             tensors: packet after the last step.
-            postprocess: called with the video, (1, 3, F, H, W), in place of the pipeline's own
+            postprocess: function of the video, (1, 3, F, H, W), that replaces the pipeline's own
                 method.
         """
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):

@@ -31,7 +31,7 @@ from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 #: One value in a structure: a JSON object whose key `kind` says how the others are read.
 Node = dict[str, Any]
 
-# What the engine and diffusers themselves add to a scheduler.
+# Attributes that the engine and diffusers add to a scheduler.
 _NOT_STATE = ("_range_call", "_internal_dict")
 
 # The record whose first tensor is the latent before the first step.
