@@ -25,6 +25,7 @@ from svdpp.media import inputs
 from svdpp.media.inputs import example_images
 from svdpp.plan import costs, forecast, layout
 from svdpp.verification import verify
+from tests.support.markdown_pages import code_blocks, code_spans, headings, links
 from tests.support.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
 
 ALL_PAGES = sorted(
@@ -59,17 +60,16 @@ NOT_RUN = {
 _SIZE = "--frames 2 --height 32 --width 32 --threads 1 --steps 8"
 SETTINGS = {"run": f"{_SIZE} --model demo --device cpu --overwrite", "verify": _SIZE}
 
-_FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-_ASKED = re.compile(rf"svdpp ({'|'.join(COMMANDS)})((?: [^`\n#]+)?)")
+_ASKED = re.compile(rf"svdpp ({'|'.join(COMMANDS)})((?: [^\n#]+)?)")
 _PROGRAM = re.compile(r"(?:\$ )?((?:svdpp|pip|make|export|torchrun|srun|curl) .*)")
 
 
 def _commands(page: Path) -> Iterator[str]:
     """The commands of a page's blocks, without comments, on one line each."""
-    for language, block in _FENCE.findall(page.read_text(encoding="utf-8")):
-        if language not in ("", "bash", "console"):
+    for block in code_blocks(page.read_text(encoding="utf-8")):
+        if block.language not in ("", "bash", "console"):
             continue
-        lines = re.sub(r"\s*\\\n\s*", " ", block).splitlines()
+        lines = re.sub(r"\s*\\\n\s*", " ", block.text).splitlines()
         programs = [_PROGRAM.fullmatch(re.sub(r"\s+# .*", "", line)) for line in lines]
         if programs and (programs[0] or lines[0].startswith("#!")):  # otherwise it is an output
             yield from (program[1] for program in programs if program)
@@ -86,7 +86,9 @@ def test_every_page_is_read() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_exists(page: Path) -> None:
     """Also those of commands within a sentence or a table."""
-    for name, arguments in _ASKED.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+    text = page.read_text(encoding="utf-8")
+    code = [*code_spans(text), *(block.text for block in code_blocks(text))]
+    for name, arguments in _ASKED.findall("\n".join(code).replace("\\\n", " ")):
         known = {option for each in load_command(name).params for option in with_aliases(each.opts)}
         asked = set(re.findall(r"(?<= )--[a-z-]+(?=[ =]|$)", arguments))
         assert asked <= known, (name, arguments)
@@ -136,15 +138,13 @@ def test_commands_run(
 
 # --- files and links ---------------------------------------------------------------------------
 
-_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
-_SOURCE_FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|md|yaml))`")
+_SOURCE_FILE = re.compile(r"(?:\w+/)+\w+\.(?:py|md|yaml)")
 
 
 def _anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives the headings of `page`."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in headings}
+    texts = headings(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
 
 
 def _leads_somewhere(page: Path, link: str) -> bool:
@@ -158,10 +158,10 @@ def _leads_somewhere(page: Path, link: str) -> bool:
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere_and_source_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    links = _LINK.findall(_BLOCK.sub("", text))
-    assert [link for link in links if not _leads_somewhere(page, link)] == []
+    assert [link for link in links(text) if not _leads_somewhere(page, link)] == []
     # The changelog tells of files of earlier versions.
-    named = [] if page.name == "CHANGELOG.md" else _SOURCE_FILE.findall(text)
+    spans = [] if page.name == "CHANGELOG.md" else code_spans(text)
+    named = [span for span in spans if _SOURCE_FILE.fullmatch(span)]
     assert [n for n in named if not ((ROOT / n).exists() or (ROOT / "svdpp" / n).exists())] == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from svdpp.plan.costs import PRESETS, CostModel
 from tests.support import plans
+from tests.support.markdown_pages import code_blocks, table_rows
 from tests.support.shell import ROOT, svdpp_here
 
 A100_COSTS = PRESETS["svd-xt-a100"]
@@ -124,8 +124,8 @@ T2V_480P = CostModel(
 @pytest.mark.parametrize("memory", ["47", "79", "79,47,79,47"])
 def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
     guide = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    [row] = [line for line in guide.splitlines() if f"| `{memory}` |" in line]
-    _, _, _, picked, seconds, _ = map(str.strip, row.split("|"))
+    [row] = [row for row in table_rows(guide) if f"`{memory}`" in row]
+    *_, picked, seconds = row
     options = ("--costs", save(T2V_480P, tmp_path), "--clips", "64", "--layout", "auto")
     plan = json.loads(svdpp_here(*WAN, *options, "--device-memory", memory, "--json").out)
     assert plan["layout"]["description"] == picked.partition(";")[0]
@@ -135,13 +135,25 @@ def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
 # --- docs/scheduling.md -------------------------------------------------------------------------
 
 GUIDE = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
-SHOWN = re.findall(r"```console\n\$ svdpp (.*)\n((?:.*\n)*?)```", GUIDE)
-FILES = re.findall(r"`(\w+\.json)`:\n\n```json\n((?:.*\n)*?)```", GUIDE)
+#: Words and output of each command.
+SHOWN = [
+    (command.removeprefix("$ svdpp "), output)
+    for command, _, output in (
+        block.text.partition("\n") for block in code_blocks(GUIDE, "console")
+    )
+]
+#: Costs files, by the order in which the guide names them.
+FILES = dict(
+    zip(
+        ("tight.json", "mixed.json"),
+        (block.text for block in code_blocks(GUIDE, "json")),
+        strict=True,
+    )
+)
 
 
 def test_the_guide_shows_commands() -> None:
     assert len(SHOWN) == GUIDE.count("$ svdpp") >= 8
-    assert len(FILES) == GUIDE.count("```json") == 2
 
 
 @pytest.mark.parametrize(("command", "output"), SHOWN, ids=[command for command, _ in SHOWN])
@@ -149,7 +161,7 @@ def test_the_guide_shows_what_its_commands_print(
     command: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, content in FILES:
+    for name, content in FILES.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     answer = svdpp_here(*command.split())
 

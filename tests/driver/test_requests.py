@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,18 @@ from svdpp.worker.tensor_files import tensor_sha256
 from tests.support.builders import small_svd
 from tests.support.damage import Damage
 from tests.support.dummies import HANG_SECONDS, clips, config
+from tests.support.markdown_pages import code_blocks
 from tests.support.range_checks import whole_clip
 from tests.support.shell import PYTHONPATH, Answer, python
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-PROGRAMS: list[tuple[str, str]] = re.findall(
-    r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```\n", PAGE.read_text(), re.DOTALL | re.MULTILINE
-)
+_BLOCKS = code_blocks(PAGE.read_text())
+#: Each program, and the output that the page shows below it.
+PROGRAMS = [
+    (program.text, output.text)
+    for program, output in pairwise(_BLOCKS)
+    if (program.language, output.language) == ("python", "text")
+]
 
 
 @pytest.mark.slow
@@ -43,7 +48,7 @@ PROGRAMS: list[tuple[str, str]] = re.findall(
 def test_every_program_of_the_page_prints_what_it_says(
     index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(PROGRAMS) == PAGE.read_text().count("```python\n") == 9
+    assert len(PROGRAMS) == len(code_blocks(PAGE.read_text(), "python")) == 9
     program, output = PROGRAMS[index]
     path = tmp_path / "example.py"
     path.write_text(program)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from svdpp.verification.reference import Reference
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.models.test_registry import TinyModels
 from tests.support.builders import edit_json
+from tests.support.markdown_pages import code_blocks
 from tests.support.range_checks import (
     TinyModel,
     assert_equal,
@@ -286,7 +286,8 @@ def test_the_script_of_the_manual_gives_the_recorded_hash(
     tiny_models: TinyModels, name: str
 ) -> None:
     tiny_model, page = tiny_models(name), Path("docs/verification.md").read_text()
-    (script,) = re.findall(r"```python\n(.*?def latents_sha256.*?)```", page, re.DOTALL)
+    blocks = code_blocks(page, "python")
+    (script,) = [block.text for block in blocks if "def latents_sha256" in block.text]
     known: dict[str, Any] = {}
     exec(script, known)
     request = tiny_model.request()

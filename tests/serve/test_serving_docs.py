@@ -23,12 +23,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from svdpp.serve.job import JobState
 from tests.support.http_server import HANG_SECONDS, PHOTO, HttpServer
+from tests.support.markdown_pages import code_blocks, code_spans, table_rows
 from tests.support.shell import ROOT
 
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))
-ROUTES = re.findall(r"^\| `([A-Z]+) (/\S*)` \| [^|]+ \| `(curl [^`]+)` \|$", TEXT, re.MULTILINE)
-METRICS = re.findall(r"^\| `(svdpp_\w+)` \| (\w+) \|([^|]*)\| [^|]+ \|$", TEXT, re.MULTILINE)
+ROWS = table_rows(TEXT)
+#: Method, path and example of each route.
+ROUTES = [
+    (*row[0].strip("`").split(" "), row[2].strip("`"))
+    for row in ROWS
+    if row[-1].startswith("`curl ")
+]
+#: Name, type and labels of each metric.
+METRICS = [(row[0].strip("`"), row[1], row[2]) for row in ROWS if row[0].startswith("`svdpp_")]
 
 
 # --- routes ---------------------------------------------------------------------------------------
@@ -40,7 +48,7 @@ def test_every_route_and_field_is_named(demo: HttpServer) -> None:
     routes = {(method.upper(), path) for path, known in paths.items() for method in known}
     assert {(method, path) for method, path, _ in ROUTES} == routes
     names = [*demo.form_schema()["properties"], *JobState]
-    assert [name for name in names if f"`{name}`" not in TEXT] == []
+    assert {*names} <= {*code_spans(TEXT)}
 
 
 @pytest.mark.slow
@@ -64,13 +72,12 @@ def test_every_line_of_the_table_and_the_python_client_run(
         said = run("bash", "-c", f'curl() {{ command curl -sS --fail "$@"; }}; {line}')
         if (method, path) == ("POST", "/v1/videos"):
             environment["ID"] = json.loads(said)["id"]
-    program = re.search(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    assert program is not None
-    (tmp_path / "client.py").write_text(program[1])
+    program = code_blocks(TEXT, "python")[0].text
+    (tmp_path / "client.py").write_text(program)
     (tmp_path / "clip.mp4").unlink()
     said = run(sys.executable, "client.py", demo.url, "photo.jpg", "clip.mp4")
     assert "completed 100% ETA None" in said
-    head = program[1].partition("\nvideo = send")[0]
+    head = program.partition("\nvideo = send")[0]
     (tmp_path / "gone.py").write_text(f'{head}\nlist(follow("none"))\n')
     command = [sys.executable, "gone.py", demo.url, "", ""]
     gone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -81,9 +88,10 @@ def test_every_line_of_the_table_and_the_python_client_run(
 
 
 def test_the_fixed_limits_have_these_values() -> None:
-    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| `(\w+)\.([\w.]+)` \|$", TEXT, re.MULTILINE)
+    rows = [row for row in ROWS if len(row) == 3 and "." in row[2] and row[1].isdigit()]
     assert len(rows) > 5
-    for what, value, module, name in rows:
+    for what, value, constant in rows:
+        module, _, name = constant.strip("`").partition(".")
         found: Any = importlib.import_module(f"svdpp.serve.{module}")
         for part in name.split("."):
             found = getattr(found, part)
@@ -109,9 +117,7 @@ def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
 def test_the_table_and_the_dashboard_have_the_metrics_of_the_server(demo: HttpServer) -> None:
     demo.wait_for(demo.add()[0], "completed")  # now it has all of them
     metrics = exposed(demo)
-    documented = {
-        name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in METRICS
-    }
+    documented = {name: (kind, {*code_spans(labels)}) for name, kind, labels in METRICS}
     assert documented == metrics
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
