@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from benchmarks.options import parser_of
 from svdpp.config import (
     ModelConfig,
+    ParallelConfig,
     PipelineConfig,
     SamplingConfig,
     SvdSampling,
@@ -39,17 +40,17 @@ from svdpp.media.inputs import example_requests
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.forecast import Forecast, Span, simulate_schedule, summarise
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 
 STEP = 0.2
 ROUNDS = 5
 _ASSUMED = CostModel(step_seconds=STEP)
 _A100 = PRESETS["svd-xt-a100"]
-_SPLITS: dict[str, dict[str, Any]] = {
-    "uniform": {"split": "uniform"},
-    "balanced": {"split": "balanced"},
-    "alternating": {"split": "alternating"},
-    "alternating, 2 decoders": {"split": "alternating", "decoders": 2},
+_SPLITS = {
+    "uniform": ParallelConfig(split="uniform"),
+    "balanced": ParallelConfig(split="balanced"),
+    "alternating": ParallelConfig(split="alternating"),
+    "alternating, 2 decoders": ParallelConfig(split="alternating", num_decoders=2),
 }
 
 
@@ -59,7 +60,7 @@ class Run(NamedTuple):
     """Seconds from the first to the last step of the first clip."""
     costs: CostModel
     """The means of these clips."""
-    layout: ParallelConfig
+    layout: Layout
 
     def over_forecast(self, costs: CostModel) -> float:
         """The time of all clips, over the forecast of the same actions by `costs`."""
@@ -88,7 +89,7 @@ def seconds_of(spans: list[Span], *kinds: Kind) -> float:
 def run(config: PipelineConfig, num_clips: int) -> Run:
     """Makes clips on ranks of their own, after one on each replica that warms up."""
     with Pipeline(config) as pipeline:
-        measure(pipeline, config.replicas)
+        measure(pipeline, config.parallel.data_parallel_size)
         return measure(pipeline, num_clips)
 
 
@@ -109,15 +110,21 @@ def _sleeping(
 def splits() -> None:
     """The forecast has the times that the ranks sleep, so nothing is fitted."""
     costs = _A100.scaled(0.05)
-    for name, split in {**_SPLITS, "data parallel": {"replicas": 7}}.items():
-        found = run(_sleeping(SvdSampling(), costs, 7, **split), 28)
+    data_parallel = ParallelConfig(data_parallel_size=7)
+    for name, parallel in {**_SPLITS, "data parallel": data_parallel}.items():
+        found = run(_sleeping(SvdSampling(), costs, 7, parallel=parallel), 28)
         say(f"{name}: {found.times.makespan:.2f} s, over forecast", found.over_forecast(costs))
 
 
 def one_by_one() -> None:
     """A clip is submitted once at most W + 1 are unfinished; the rate should not be lower."""
     for world_size in (4, 7):
-        config = _sleeping(SvdSampling(), _A100.scaled(0.1), world_size, split="alternating")
+        config = _sleeping(
+            SvdSampling(),
+            _A100.scaled(0.1),
+            world_size,
+            parallel=ParallelConfig(split="alternating"),
+        )
         requests = example_requests(config, 40)
         together = run(config, len(requests)).times.makespan
         unfinished: deque[ClipHandle] = deque()
@@ -140,8 +147,9 @@ def demo() -> None:
     sampling = SvdSampling(**sampling_defaults("demo"))
     config = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
     known = run(config, 2).costs
-    for name, split in {**_SPLITS, "data parallel": {"replicas": 2}}.items():
-        found = run(replace(config, **split, costs=known), 6)
+    data_parallel = ParallelConfig(data_parallel_size=2)
+    for name, parallel in {**_SPLITS, "data parallel": data_parallel}.items():
+        found = run(replace(config, parallel=parallel, costs=known), 6)
         say(f"{name}: over forecast at its own costs", found.over_forecast(found.costs))
         say(f"{name}: over forecast at the costs before", found.over_forecast(known))
         known = found.costs
@@ -150,10 +158,13 @@ def demo() -> None:
 def pairs() -> None:
     """Two stages of pairs against four ranks, and a pair against one rank."""
     config = partial(_sleeping, SvdSampling(num_inference_steps=24), _ASSUMED)
-    ranks, paired = run(config(4), 12), run(config(4, cfg_parallel=2), 12)
+    ranks, paired = (
+        run(config(4), 12),
+        run(config(4, parallel=ParallelConfig(cfg_parallel_size=2)), 12),
+    )
     say("rate, pairs over ranks", ranks.times.seconds_per_clip / paired.times.seconds_per_clip)
     say("latency, pairs over ranks", paired.times.latency / ranks.times.latency)
-    alone, pair = run(config(1), 1), run(config(2, cfg_parallel=2), 1)
+    alone, pair = run(config(1), 1), run(config(2, parallel=ParallelConfig(cfg_parallel_size=2)), 1)
     say("one clip's steps, pair over rank", pair.steps / alone.steps)
     # Pairs are forecast by what ranks without pairs took for a step and a transfer.
     say("makespan, measured over forecast", paired.over_forecast(ranks.costs))
@@ -173,12 +184,19 @@ def decode() -> None:
         return seconds_of(pipeline.trace.spans, Kind.DECODE, Kind.RECV_FRAMES)
 
     alone = seconds(config(1))
-    say("decode, 4 ranks over 1", seconds(config(4, decode_ranks=4)) / alone)
-    say("decode, pair over 1", seconds(config(2, cfg_parallel=2)) / alone)
-    for changes in ({"world_size": 4, "decode_ranks": 4}, {"world_size": 2, "cfg_parallel": 2}):
-        queue = run(config(**changes), 8)
+    say(
+        "decode, 4 ranks over 1",
+        seconds(config(4, parallel=ParallelConfig(decode_parallel_size=4))) / alone,
+    )
+    say(
+        "decode, pair over 1",
+        seconds(config(2, parallel=ParallelConfig(cfg_parallel_size=2))) / alone,
+    )
+    pair = ParallelConfig(cfg_parallel_size=2)
+    for size, parallel in ((4, ParallelConfig(decode_parallel_size=4)), (2, pair)):
+        queue = run(config(size, parallel=parallel), 8)
         off = queue.over_forecast(queue.layout.costs)
-        say(f"makespan of {changes}, measured over forecast", off)
+        say(f"makespan of {size} ranks, {queue.layout}, measured over forecast", off)
 
 
 def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
@@ -191,16 +209,18 @@ def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
     config = partial(PipelineConfig, model=model, sampling=sampling, num_threads=1)
     configs = (
         config(world_size=1),
-        config(world_size=2, replicas=2),
-        config(world_size=2, cfg_parallel=2),
+        config(world_size=2, parallel=ParallelConfig(data_parallel_size=2)),
+        config(world_size=2, parallel=ParallelConfig(cfg_parallel_size=2)),
     )
     rounds: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
         pipelines = [stack.enter_context(Pipeline(each)) for each in configs]
         for pipeline in pipelines:
-            measure(pipeline, pipeline.config.replicas)
+            measure(pipeline, pipeline.config.parallel.data_parallel_size)
         for _ in range(ROUNDS):
-            rank, ranks, pair = (measure(each, each.config.replicas) for each in pipelines)
+            rank, ranks, pair = (
+                measure(each, each.config.parallel.data_parallel_size) for each in pipelines
+            )
             for name, ratio in _compared(rank, ranks, pair).items():
                 rounds[name].append(ratio)
     for name, ratios in rounds.items():

@@ -15,12 +15,13 @@ from timeline import Panel, draw_timeline
 from svdpp.config import (
     ClipRequest,
     ModelConfig,
+    ParallelConfig,
     PipelineConfig,
 )
 from svdpp.driver.pipeline import Pipeline
 from svdpp.plan.costs import PRESETS
 from svdpp.plan.forecast import simulate_schedule, steady_seconds_per_clip, summarise
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 
 PICTURES = Path(__file__).parent / "pictures"
 
@@ -28,17 +29,15 @@ PICTURES = Path(__file__).parent / "pictures"
 _A100 = PRESETS["svd-xt-a100"]
 _PLANNED_CLIPS = 12
 _SPLITS = [
-    ParallelConfig(num_steps=28, world_size=7, costs=_A100),
-    ParallelConfig(num_steps=28, world_size=7, split="balanced", costs=_A100),
-    ParallelConfig(num_steps=28, world_size=7, split="alternating", costs=_A100),
-    ParallelConfig(num_steps=28, world_size=7, data_parallel_size=7, costs=_A100),
+    Layout(num_steps=28, world_size=7, costs=_A100),
+    Layout(num_steps=28, world_size=7, split="balanced", costs=_A100),
+    Layout(num_steps=28, world_size=7, split="alternating", costs=_A100),
+    Layout(num_steps=28, world_size=7, data_parallel_size=7, costs=_A100),
 ]
 _WIDER = [
-    ParallelConfig(num_steps=25, world_size=8, split="alternating", costs=_A100),
-    ParallelConfig(num_steps=25, world_size=8, split="alternating", num_decoders=2, costs=_A100),
-    ParallelConfig(
-        num_steps=25, world_size=8, split="alternating", data_parallel_size=2, costs=_A100
-    ),
+    Layout(num_steps=25, world_size=8, split="alternating", costs=_A100),
+    Layout(num_steps=25, world_size=8, split="alternating", num_decoders=2, costs=_A100),
+    Layout(num_steps=25, world_size=8, split="alternating", data_parallel_size=2, costs=_A100),
 ]
 
 
@@ -53,7 +52,7 @@ def main() -> None:
         rehearse_seven_ranks()
 
 
-def draw_plans(layouts: Sequence[ParallelConfig], path: Path) -> None:
+def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
     """The first clips of several layouts above each other, on one axis of time."""
     panels = []
     for layout in layouts:
@@ -70,7 +69,9 @@ def rehearse_seven_ranks() -> None:
     """Draws eight clips on seven ranks that sleep a twentieth of what an A100 takes."""
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 8, 8), dummy_sleeps=True)
     costs = _A100.scaled(0.05)
-    config = PipelineConfig(world_size=7, model=model, split="alternating", costs=costs)
+    config = PipelineConfig(
+        world_size=7, model=model, parallel=ParallelConfig(split="alternating"), costs=costs
+    )
     requests = [ClipRequest(seed=seed) for seed in range(8)]
     with Pipeline(config) as pipeline:
         pipeline.run(requests)

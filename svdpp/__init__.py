@@ -12,7 +12,7 @@ __version__ = "0.3.0"
 _MODULES = {
     "svdpp.config": (
         *("ClipRequest", "LatentSpec", "Lora", "ModelConfig", "OutputConfig"),
-        *("LtxSampling", "PipelineConfig", "SvdSampling", "WanSampling"),
+        *("LtxSampling", "ParallelConfig", "PipelineConfig", "SvdSampling", "WanSampling"),
     ),
     "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),
     "svdpp.driver.pipeline": ("Pipeline",),

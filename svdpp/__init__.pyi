@@ -4,6 +4,7 @@ from svdpp.config import Lora as Lora
 from svdpp.config import LtxSampling as LtxSampling
 from svdpp.config import ModelConfig as ModelConfig
 from svdpp.config import OutputConfig as OutputConfig
+from svdpp.config import ParallelConfig as ParallelConfig
 from svdpp.config import PipelineConfig as PipelineConfig
 from svdpp.config import SvdSampling as SvdSampling
 from svdpp.config import WanSampling as WanSampling

@@ -23,7 +23,7 @@ from svdpp.cli.app import COMMANDS, load_command
 from svdpp.cli.options.declare import with_aliases
 from svdpp.media import inputs
 from svdpp.media.inputs import example_images
-from svdpp.plan import costs, forecast, layout
+from svdpp.plan import costs, forecast
 from svdpp.verification import verify
 from tests.support.markdown_pages import code_blocks, code_spans, headings, links
 from tests.support.shell import DEMO, PHOTO, ROOT, TINY, svdpp_here
@@ -183,7 +183,6 @@ def test_each_public_name_is_there_and_in_the_stub() -> None:
 
 
 def test_old_public_names_stay_for_a_version() -> None:
-    assert layout.Layout is layout.ParallelConfig
     assert costs.Costs is costs.CostModel
     assert forecast.replay is forecast.simulate_schedule
     assert inputs.example_photos is inputs.example_images

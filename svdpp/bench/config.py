@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import yaml
 from pydantic import (
@@ -20,9 +20,21 @@ from pydantic import (
 )
 
 from svdpp.bench.targets import Bound, check_name
-from svdpp.config import DEFAULT_MODEL, SAMPLING_CLASSES, Fit, PipelineConfig, params_of
+from svdpp.config import (
+    DEFAULT_MODEL,
+    SAMPLING_CLASSES,
+    Fit,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    is_built_in,
+    params_of,
+    sampling_of_model,
+)
+from svdpp.config.cost_files import find_costs
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED, read_small_file
 from svdpp.config.pipeline import amp_error
+from svdpp.driver.request import PipelineRequest, default_dtype, find_device
 from svdpp.errors import (
     InputError,
     RequestError,
@@ -32,7 +44,9 @@ from svdpp.errors import (
     recorded_name,
     redact_all,
 )
-from svdpp.plan.layout import Split, canonical_split
+from svdpp.launch.world import World
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.plan.parallel import Split, canonical_split, layout_fields, layout_options
 
 _MAX_ROUNDS = 1000
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
@@ -62,19 +76,29 @@ class Model(Section):
     """Shape of the dummy model's latents: (B, C, F, H, W)."""
 
 
-class Ranks(Section):
-    """Division of the work among the ranks; the fields are options of `svdpp run`."""
+def _layout_fields() -> dict[str, Any]:
+    """Return the fields of a `ParallelConfig`, by the names of their options."""
+    kinds = get_type_hints(ParallelConfig)
+    kinds |= {name: Positive for name, kind in kinds.items() if kind is int}
+    kinds["split"] = Annotated[Split, BeforeValidator(canonical_split)]
+    return {
+        option.name: (kinds[name], getattr(ParallelConfig(), name))
+        for name, option in layout_options().items()
+    }
+
+
+_Layout: Any = create_model("_Layout", __base__=Section, **_layout_fields())
+
+
+class Ranks(_Layout):  # type: ignore[misc]
+    """Division of the work among the ranks; the fields are options of `svdpp run`.
+
+    A split that is not given is `balanced` for a model with two experts.
+    """
 
     world: Positive | None = None
     """Number of ranks W; None: every GPU, or 2 on the CPU."""
     device: str = "cuda"
-    split: Annotated[Split, BeforeValidator(canonical_split)] = "uniform"
-    """If not given, `balanced` for a model with two experts."""
-    share_experts: bool = False
-    """Whether one rank may hold both experts of a model that has two."""
-    replicas: Positive = 1
-    decoders: Positive = 1
-    cfg_parallel: Positive = 1
     costs: str | None = None
     """Costs file or preset for the split; None: svd-xt-a100."""
     threads: Positive | None = None
@@ -87,12 +111,15 @@ class Ranks(Section):
     start_timeout: Number = 600.0
 
 
+#: Names that fields of sampling parameters have here, if they are others.
+_SHORT_NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
+
+
 def _parameters() -> dict[str, Any]:
     """Return the sampling parameters of every family; None: the model's default."""
-    short = {"num_inference_steps": "steps", "num_frames": "frames"}
     kinds: dict[type, Any] = {int: Annotated[int, Field(ge=0)], float: Number}
     return {
-        short.get(name, name): (kinds[param.kind] | None, None)
+        _SHORT_NAMES.get(name, name): (kinds[param.kind] | None, None)
         for family in SAMPLING_CLASSES
         for name, param in params_of(cast("Any", SAMPLING_CLASSES[family])).items()
     }
@@ -114,6 +141,12 @@ class Workload(_Sampled):  # type: ignore[misc]
     negative_prompt: str | None = None
     decode_chunk_size: Positive | None = None
     fit: Fit = "stretch"
+
+    def sampling_values(self) -> dict[str, Any]:
+        """Return the sampling parameters by the names of their fields; None: the default."""
+        field_of = {short: name for name, short in _SHORT_NAMES.items()}
+        values = self.model_dump(exclude={"clips", "images", "prompts", "negative_prompt"})
+        return {field_of.get(name, name): value for name, value in values.items()}
 
 
 class Measure(Section):
@@ -162,7 +195,11 @@ class BenchConfig(Section):
         names = set(Workload.model_fields) & {each.name for each in fields(sampling)}
         chosen = {name: getattr(sampling, name) for name in names}
         chosen |= {"frames": sampling.num_frames, "steps": sampling.num_inference_steps}
-        ranks = {"world": config.world_size, "threads": config.num_threads, "split": config.split}
+        ranks = {
+            "world": config.world_size,
+            "threads": config.num_threads,
+            "split": config.parallel.split,
+        }
         return self.model_copy(
             update={
                 "pipeline": self.pipeline.model_copy(update=ranks),
@@ -220,6 +257,59 @@ def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
     for target in config.targets:
         check_name(target)
     return config
+
+
+def pipeline_config(asked: BenchConfig, launched: World | None = None) -> PipelineConfig:
+    """Return the configuration that `svdpp run` makes of the same options.
+
+    Args:
+        asked: Configuration of the benchmark.
+        launched: World of the launcher that started this process; None if none did.
+
+    Raises:
+        RequestError: The fields contradict each other, the model or the machine.
+    """
+    ranks, workload = asked.pipeline, asked.workload
+    shape = tuple(asked.model.latent_shape)
+    model = ModelConfig(
+        dummy_latent_shape=shape, **asked.model.model_dump(exclude={"latent_shape"})
+    )
+    checkpoint = None if is_built_in(model) else find_checkpoint(model, weights=False)
+    family = "svd" if checkpoint is None else checkpoint.family
+    needs_image = checkpoint is None or checkpoint.image_use == "needed"
+    sampling = sampling_of_model(
+        model.name,
+        family,
+        workload.sampling_values(),
+        from_image=bool(workload.images) or needs_image,
+        memory_opt=model.memory_opt,
+    )
+    device = find_device(ranks.device, model.name)
+    given = ranks.model_dump(exclude_defaults=True, include=set(_Layout.model_fields))
+    costs = None
+    if ranks.costs is not None:
+        per_host = None if launched is None else launched.ranks_per_host
+        costs = replace(find_costs(ranks.costs), ranks_per_host=per_host)
+    request = PipelineRequest(
+        model=replace(model, dtype=asked.precision or default_dtype(device, family)),
+        sampling=sampling,
+        device=device,
+        parallel=layout_fields(given),
+        num_ranks=ranks.world,
+        num_threads=ranks.threads,
+        settings={
+            "timeout_seconds": ranks.timeout,
+            "start_timeout_seconds": ranks.start_timeout,
+            "checksum": ranks.checksum,
+            "deterministic": ranks.deterministic,
+            "allow_mixed_devices": ranks.allow_mixed_devices,
+        },
+        num_clips=workload.clips,
+        launched=launched,
+        costs=costs,
+        checkpoint=checkpoint,
+    )
+    return request.resolve()[0]
 
 
 def _find(name: str) -> Path:

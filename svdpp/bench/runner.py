@@ -141,7 +141,8 @@ class Bench:
         reset_peak()  # a launcher's rank 0 computes in a thread of this process
         config = self.cases[case]
         # This many clips reach every rank: all replicas, and all decoders of each.
-        num_routes = 1 if case == ONE_DEVICE else config.replicas * config.decoders
+        parallel = config.parallel
+        num_routes = parallel.data_parallel_size * parallel.num_decoders
         num_warmups = self.asked.measure.warmups * num_routes
         warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
         clips = [*warmups, *self.requests]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,15 +14,13 @@ from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
-from svdpp.cli.options.pipeline import PeakTflops, PipelineOptions
-from svdpp.cli.options.request import PipelineRequest
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL, PipelineConfig
+from svdpp.cli.options.pipeline import PeakTflops
+from svdpp.config import DEMO_MODEL, DUMMY_MODEL
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
-    from svdpp.bench.config import BenchConfig
     from svdpp.bench.runner import Bench
 
 
@@ -85,7 +83,7 @@ def bench(console: Console, launched: World | None, options: BenchOptions) -> No
         require(not options.words, "--compare takes two folders and no configuration")
         _compare(console, *options.compare)
         return
-    from svdpp.bench.config import read_config, shipped
+    from svdpp.bench.config import pipeline_config, read_config, shipped
     from svdpp.bench.runner import Bench, differing, launched_pipelines
     from svdpp.bench.targets import Outcome, check_met
     from svdpp.driver.pipeline import Pipeline
@@ -181,31 +179,6 @@ def _names_in_configuration() -> dict[str, str]:
         "dtype": "--precision",
         "debug": "--debug",
     }
-
-
-def pipeline_config(point: BenchConfig, launched: World | None = None) -> PipelineConfig:
-    """Return the configuration that `svdpp run` makes of the same options.
-
-    Args:
-        point: Configuration of the benchmark.
-        launched: World of the launcher that started this process; None if none did.
-    """
-    renamed = {"name": "model", "family": "as_family", "frames": "num_frames"}
-    workload, others = point.workload, {"clips", "images", "prompts", "negative_prompt"}
-    sections = point.model.model_dump() | point.pipeline.model_dump(exclude_defaults=True)
-    sections |= workload.model_dump(exclude=others, exclude_none=True)
-    values = {renamed.get(name, name): value for name, value in sections.items()}
-    values |= {"device": point.pipeline.device, "dtype": point.precision}
-    values |= {"latent_shape": tuple(point.model.latent_shape)}
-    values |= {"cfg_parallel": str(point.pipeline.cfg_parallel)}
-    own = values.keys() - {field.name for field in fields(PipelineOptions)}
-    values["param"] = [f"{name}={values.pop(name)}" for name in sorted(own)]
-    options = PipelineOptions(**values)
-    from_image = True if workload.images else None
-    request = PipelineRequest(
-        options=options, num_clips=workload.clips, from_image=from_image, launched=launched
-    )
-    return request.resolve()[0]
 
 
 def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:

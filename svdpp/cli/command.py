@@ -18,6 +18,7 @@ from svdpp.cli.options.declare import (
     DIAGNOSTICS,
     PANELS,
     canonical_name,
+    collected_options,
     flag,
     with_aliases,
 )
@@ -86,7 +87,8 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function of option groups a command: Typer sees the fields instead of the groups.
 
     A field without an annotation of Typer is no option and keeps its default, so a command leaves
-    an option out, or gives it another default or help, by a subclass that declares it again.
+    an option out, or gives it another default or help, by a subclass that declares it again. A
+    field of `options_field` collects those of its options that are given.
 
     Args:
         function: takes option groups (frozen dataclasses), `Console`, `typer.Context` and the
@@ -167,16 +169,20 @@ def show_all_options(command: Any) -> None:
 def _option_parameters(group: Any) -> list[inspect.Parameter]:
     """Return the fields of `group` that are options or arguments, as keyword parameters."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if each.default is MISSING else each.default,
-            annotation=hints[each.name],
-        )
-        for each in fields(group)
-        if hasattr(hints[each.name], "__metadata__")
-    ]
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    parameters = []
+    for each in fields(group):
+        if hasattr(hints[each.name], "__metadata__"):
+            default = inspect.Parameter.empty if each.default is MISSING else each.default
+            hint = hints[each.name]
+            parameters.append(
+                inspect.Parameter(each.name, keyword_only, default=default, annotation=hint)
+            )
+        for name, annotation in collected_options(each).items():
+            parameters.append(
+                inspect.Parameter(name, keyword_only, default=None, annotation=annotation)
+            )
+    return parameters
 
 
 def _position(parameter: inspect.Parameter) -> int:
@@ -187,7 +193,11 @@ def _position(parameter: inspect.Parameter) -> int:
 
 def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
     """Return the group with its fields among `values`; the others keep their defaults."""
-    return group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
+    given = {each.name: values[each.name] for each in fields(group) if each.name in values}
+    for each in fields(group):
+        if options := collected_options(each):
+            given[each.name] = {name: values[name] for name in options if values[name] is not None}
+    return group(**given)
 
 
 def _typed_options(context: typer.Context) -> list[tuple[list[str], str]]:

@@ -13,7 +13,6 @@ from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.files import out_option
 from svdpp.cli.options.model import ModelName, WithoutAppearance
 from svdpp.cli.options.pipeline import PipelineOptions, WithoutLayout
-from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError, redact
 from svdpp.launch.world import World
@@ -94,9 +93,7 @@ def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfi
         from_image = options.needs_image
     except ModelError:  # one of the checks will say so
         readable = replace(options, model=DEMO_MODEL, as_family=None)
-    request = PipelineRequest(
-        options=readable,
-        num_clips=None,
+    request = readable.request(
         launched=launched,
         device=options.device_name(any_on_cpu=True),  # also on a machine without GPUs
         from_image=from_image,

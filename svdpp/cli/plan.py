@@ -17,15 +17,16 @@ from svdpp.cli.console import MAX_ROWS, Console, pluralize
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, flag, option
 from svdpp.cli.options.files import ClipOptions, clips_option
 from svdpp.cli.options.model import WithoutAppearance
-from svdpp.cli.options.pipeline import LAYOUT_FIELDS, Device, PipelineOptions, gpus_option
-from svdpp.cli.options.request import PipelineRequest, describe_assumed_costs
+from svdpp.cli.options.pipeline import COMPARED, Device, PipelineOptions, gpus_option
 from svdpp.config import PipelineConfig
+from svdpp.config.cost_files import find_costs
 from svdpp.config.limits import MAX_CLIPS, check_int, require
+from svdpp.driver.request import assumed_costs, describe_assumed_costs
 from svdpp.errors import RequestError
 from svdpp.plan.choose import LayoutForecast, compare_layouts
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule, steady_seconds_per_clip
-from svdpp.plan.layout import ParallelConfig, check_chunks
+from svdpp.plan.layout import Layout, check_chunks
 from svdpp.plan.split import EXPERTS, MAX_RANKS
 
 #: Of the JSON of `svdpp plan`.
@@ -223,13 +224,18 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         times = {name: value for name, value in times.items() if value is not None}
         if ranks_per_host is not None:
             times["ranks_per_host"] = ranks_per_host
-        costs = replace(self.assumed_costs(family=self.family), **times)
+        if self.costs is None:
+            costs = assumed_costs(decodes=True, family=self.family)
+        else:
+            costs = find_costs(self.costs)
+        costs = replace(costs, **times)
         if not self.memory:
             return costs
         from svdpp.driver.resolve import memory_as_costs
 
         sampling = self.sampling_config(from_image=self.needs_image)
-        needs = memory_as_costs(self.model_config(self.device), sampling, self.device)
+        model = self.model_config(self.device)
+        needs = memory_as_costs(model, sampling, self.device, self.checkpoint)
         return replace(costs, **needs)
 
 
@@ -255,9 +261,7 @@ def plan(
     world_size, ranks_per_host = options.world_and_per_host()
     options = replace(options, world=world_size)
     costs = options.costs_on(ranks_per_host)
-    request = PipelineRequest(
-        options=options,
-        num_clips=None,
+    request = options.request(
         costs=costs,
         expert_boundary=options.expert_boundary,
         default_world=None if world_size is not None else _default_world(),
@@ -277,8 +281,9 @@ def plan(
         config, why = request.resolve()
         if request.choice is None:
             console.info(why)
-        if options.decode_ranks is not None and config.chunks:
-            check_chunks(options.decode_ranks, config.chunks)
+        num_decode_ranks = config.parallel.decode_parallel_size
+        if num_decode_ranks is not None and config.chunks:
+            check_chunks(num_decode_ranks, config.chunks)
         reason = "" if request.choice is None else request.choice.reason
         show_layout(console, config, num_clips, reason)
     if options.device_memory is not None and costs.denoise_weights_gib is None:
@@ -300,12 +305,13 @@ def _default_world() -> int:
 
 
 def _check_contradictions(context: typer.Context, options: PlanOptions) -> None:
-    is_used = options.device_memory is None or options.compare or options.uses_auto
+    uses_auto = "auto" in (options.layout, options.parallel.get("cfg_parallel"))
+    is_used = options.device_memory is None or options.compare or uses_auto
     require(is_used, "--device-memory has an effect only with --layout auto or --compare")
     is_given = options.memory and options.expert_boundary is not None
     require(not is_given, "with --memory the model gives the boundary: leave out --expert-boundary")
     for name, typed in typed_options(context).items():
-        is_shown = options.compare and name in LAYOUT_FIELDS
+        is_shown = options.compare and name in COMPARED
         require(not is_shown, f"--compare shows all layouts: leave out {typed}")
 
 
@@ -364,7 +370,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     _print_forecasts(console, rows[:1] if is_data_parallel else rows, num_clips, layout.world_size)
 
 
-def _rank_json(layout: ParallelConfig, rank: int) -> dict[str, Any]:
+def _rank_json(layout: Layout, rank: int) -> dict[str, Any]:
     role, found = layout.roles[rank], layout.all_shares[rank]._asdict()
     found |= {name: getattr(role, name) for name in ("encode", "denoise", "decode")}
     if layout.expert_boundary is not None:
@@ -374,7 +380,7 @@ def _rank_json(layout: ParallelConfig, rank: int) -> dict[str, Any]:
     return found | {"peak_gib": layout.peak_gib[rank]}
 
 
-def _print_picture(console: Console, layout: ParallelConfig, num_clips: int) -> None:
+def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
     """Print the rank x time grid, of the first clips if there are many."""
     if layout.world_size > MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
@@ -386,9 +392,9 @@ def _print_picture(console: Console, layout: ParallelConfig, num_clips: int) -> 
     console.result("time ->   one sign per clip, < encode, > decode, . idle")
 
 
-def _layout_json(layout: ParallelConfig) -> dict[str, Any]:
+def _layout_json(layout: Layout) -> dict[str, Any]:
     """The properties of a layout, for JSON; those of experts only if the model has two."""
-    facts = {"description": str(layout), **layout.options()}
+    facts = {"description": str(layout), **layout.parallel.to_json()}
     if layout.expert_boundary is not None:
         facts["expert_boundary"] = layout.expert_boundary
         facts["share_experts"] = layout.share_experts

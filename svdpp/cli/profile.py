@@ -16,7 +16,6 @@ from svdpp.cli.options.declare import COSTS, RECOVERY, flag, in_range, option, p
 from svdpp.cli.options.files import LogOptions, PromptOptions
 from svdpp.cli.options.model import WithoutAppearance
 from svdpp.cli.options.pipeline import WithoutLayout
-from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
 from svdpp.launch.world import World, is_secondary_rank
@@ -71,7 +70,7 @@ def profile(console: Console, launched: World | None, options: ProfileOptions) -
     cores, so the costs hold for this number of ranks and threads. Other commands read the file by
     --costs.
     """
-    request = PipelineRequest(options=options, num_clips=None, launched=launched)
+    request = options.request(launched=launched)
     config = request.with_one_step_per_rank().resolve()[0]
     if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member

@@ -27,7 +27,7 @@ from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind, Schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule, summarise
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 from svdpp.worker.messages import (
     ActionDone,
     CheckpointLost,
@@ -343,9 +343,7 @@ class EventLog:
         name_of: name of a clip by its index.
     """
 
-    def __init__(
-        self, layout: ParallelConfig, name_of: Callable[[int], str] = "clip {}".format
-    ) -> None:
+    def __init__(self, layout: Layout, name_of: Callable[[int], str] = "clip {}".format) -> None:
         self._shares = layout.all_shares
         self._name_of = name_of
         self._next_warning = 0.0

@@ -20,7 +20,6 @@ from svdpp.cli.options.files import (
 )
 from svdpp.cli.options.model import parse_seeds
 from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (
@@ -92,8 +91,7 @@ def run(
     if launched is None and not options.dry_run:
         # The fork server imports torch at the same time as this process.
         start_fork_server_early(family=options.family, device=device)
-    config, why = PipelineRequest(
-        options=options,
+    config, why = options.request(
         num_clips=None if launched else len(found) * len(command.seeds),
         launched=launched,
         device=device,
@@ -207,6 +205,7 @@ class RunCommand:
         shared = [self.policy.folder, *folders.values()]
         return Pipeline(
             config,
+            checkpoint=self.options.checkpoint,
             latents_folder=None if latents is None else str(latents.absolute()),
             shared_paths=[str(path.absolute()) for path in shared],
             trace_clips=_TRACE_CLIPS,

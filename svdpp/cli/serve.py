@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,6 @@ from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.declare import (
     COSTS,
-    LAYOUT,
     SERVICE,
     VIDEO,
     flag,
@@ -24,12 +24,15 @@ from svdpp.cli.options.declare import (
     path_option,
 )
 from svdpp.cli.options.files import ImageOptions, LogOptions
-from svdpp.cli.options.pipeline import SPLIT_HELP, PipelineOptions, gpus_option, seconds_option
-from svdpp.cli.options.request import PipelineRequest
+from svdpp.cli.options.pipeline import (
+    PipelineOptions,
+    gpus_option,
+    layout_options_field,
+    seconds_option,
+)
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, require, shown
 from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_secondary_rank
-from svdpp.plan.layout import Split
 
 if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
@@ -212,15 +215,9 @@ class ServeOptions(PipelineOptions, ImageOptions):
         ),
     ] = None
     world: Annotated[int | None, gpus_option("all GPUs, or 2 on the CPU")] = None
-    split: Annotated[
-        Split | None,
-        option(
-            panel=LAYOUT,
-            metavar="NAME",
-            help=SPLIT_HELP,
-            show_default="alternating; with two experts balanced",
-        ),
-    ] = None
+    parallel: Mapping[str, Any] = layout_options_field(
+        split="alternating; with two experts balanced"
+    )
     time_scale: Annotated[
         float | None,
         option(
@@ -373,15 +370,15 @@ def _serve(
 
 
 def _config(options: ServeOptions, launched: World | None) -> tuple[PipelineConfig, str]:
-    return PipelineRequest(
-        options=options,
+    return options.request(
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
         # Ranks for clips from images also make clips from text, if the model allows both.
         from_image=options.image_use != "refused",
         serves=True,
         time_scale=options.time_scale,
-    ).resolve(heartbeat_timeout_seconds=options.heartbeat_timeout)
+        settings={"heartbeat_timeout_seconds": options.heartbeat_timeout},
+    ).resolve()
 
 
 def _settings(

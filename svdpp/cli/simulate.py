@@ -15,7 +15,6 @@ from svdpp.cli.options.declare import COSTS, MODEL, option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, TraceOptions
 from svdpp.cli.options.model import WithoutAppearance
 from svdpp.cli.options.pipeline import Device, PipelineOptions, costs_option
-from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL
 from svdpp.config.limits import require
 from svdpp.launch.world import World, is_secondary_rank
@@ -104,13 +103,11 @@ def simulate(
     for name, value in sizes.items() if options.is_dummy else ():
         message = f"`{name}` has no effect on the dummy model"
         require(value is None, message, "--latent-shape sets its size", option=name, value=value)
-    request = PipelineRequest(
-        options=options, num_clips=None, launched=launched, time_scale=options.time_scale
-    )
+    request = options.request(launched=launched, time_scale=options.time_scale)
     num_clips = options.clips or 2 * request.world_size
     config, why = replace(request, num_clips=num_clips).resolve()
     log.open(console, launched)
-    pipeline = Pipeline(config)
+    pipeline = Pipeline(config, checkpoint=options.checkpoint)
     if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
 
@@ -146,12 +143,13 @@ def _show(console: Console, pipeline: Pipeline, requests: list[ClipRequest]) -> 
     times = {"measured": pipeline.trace.summary(), "forecast": forecast}
     config, metrics = pipeline.config, collect_run_metrics(pipeline.trace, pipeline.config)
     assert metrics is not None, "a simulation has a clip"
-    names = "world_size", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks"
     console.report(
         {
             "schema_version": 1,
             "num_steps": config.sampling.num_inference_steps,
-            **{name: getattr(config, name) for name in (*names, "num_threads")},
+            "world_size": config.world_size,
+            **config.parallel.to_json(),
+            "num_threads": config.num_threads,
             "model": config.model.name,
             "dtype": config.model.dtype,
             "backend": pipeline.backend,

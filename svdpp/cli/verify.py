@@ -16,7 +16,6 @@ from svdpp.cli.options.declare import DIAGNOSTICS, argument, option, path_option
 from svdpp.cli.options.files import ClipOptions, LogOptions, PromptOptions, clips_option
 from svdpp.cli.options.model import ModelName
 from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.config.tolerance import Tolerance
@@ -160,8 +159,7 @@ def verify(
     requests = []
     if not is_secondary_rank(launched):
         requests = _requests(options, inputs, from_image=from_image)
-    config, why = PipelineRequest(
-        options=options,
+    config, why = options.request(
         num_clips=None if launched else len(requests),
         launched=launched,
         # A proof need not be fast.

@@ -4,7 +4,12 @@ Their `__post_init__` refuses what cannot run or exceeds `config.limits`, before
 """
 
 from svdpp.config.families.ltx import LtxSampling
-from svdpp.config.families.registry import SAMPLING_CLASSES, SamplingConfig, sampling_from
+from svdpp.config.families.registry import (
+    OPTION_PARAMS,
+    SAMPLING_CLASSES,
+    SamplingConfig,
+    sampling_from,
+)
 from svdpp.config.families.svd import SvdSampling
 from svdpp.config.families.wan import WanSampling
 from svdpp.config.pipeline import (
@@ -21,7 +26,9 @@ from svdpp.config.pipeline import (
     PipelineConfig,
     VideoFormat,
     configuration_fields,
+    is_built_in,
     sampling_defaults,
+    sampling_of_model,
 )
 from svdpp.config.sampling import (
     DEFAULT_NUM_STEPS,
@@ -32,3 +39,4 @@ from svdpp.config.sampling import (
     extra_params,
     params_of,
 )
+from svdpp.plan.parallel import ParallelConfig

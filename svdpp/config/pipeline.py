@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
-from typing import Any, Literal, get_args
+from operator import attrgetter
+from typing import Any, Literal, TypeVar, get_args
 
-from svdpp.config.families.registry import SAMPLING_CLASSES, SamplingConfig
+from svdpp.config.families.registry import OPTION_PARAMS, SAMPLING_CLASSES, SamplingConfig
 from svdpp.config.families.svd import SvdSampling
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
@@ -30,12 +33,15 @@ from svdpp.config.limits import (
     require,
     shown,
 )
+from svdpp.config.sampling import extra_params
 from svdpp.config.tolerance import Tolerance
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, nearest
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import ParallelConfig, Split, canonical_split, frame_chunks
+from svdpp.plan.layout import Layout, frame_chunks
+from svdpp.plan.parallel import ParallelConfig, layout_fields, layout_options
 from svdpp.plan.split import MAX_RANKS
 
+_Config = TypeVar("_Config")
 Dtype = Literal["fp32", "fp16", "bf16"]
 #: One of two experts: of the steps with high noise, which come first, or with low noise.
 Expert = Literal["high", "low"]
@@ -44,6 +50,8 @@ DEFAULT_MODEL = "stabilityai/stable-video-diffusion-img2vid-xt"
 DEMO_MODEL = "demo"
 DUMMY_MODEL = "dummy"
 
+# Frames that `memory_opt` decodes at a time: from diffusers' low-memory recipe for SVD.
+_LOW_MEMORY_CHUNK = 2
 #: The demo model's defaults where they differ from diffusers' (svdpp/assets/demo-model/README.md).
 DEMO_SAMPLING: Mapping[str, Any] = {
     "height": 128,
@@ -179,15 +187,81 @@ class ModelConfig:
         return self.name == DUMMY_MODEL
 
 
+def is_built_in(model: ModelConfig) -> bool:
+    """Whether a model is known without a look at its files: the default, the demo or the dummy."""
+    return model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL)
+
+
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
     """Return a model's defaults that differ from diffusers'; empty except for the demo model."""
     return DEMO_SAMPLING if model_name == DEMO_MODEL else {}
 
 
-# The fields of a layout in which a rank shares no clip with another one.
-_WHOLE: dict[str, Any] = {"split": "uniform", "decoders": 1, "cfg_parallel": 1, "decode_ranks": 1}
+def sampling_of_model(
+    model_name: str,
+    family: str,
+    values: Mapping[str, Any],
+    *,
+    from_image: bool = True,
+    memory_opt: bool = False,
+) -> SamplingConfig:
+    """Return the given sampling parameters, else the model's defaults, else those of diffusers.
+
+    Args:
+        model_name: name of the model.
+        family: family of the model.
+        values: parameters by the names of their fields; None: not given.
+        from_image: whether clips start from an image, for families that need not.
+        memory_opt: whether memory is saved: few frames are then decoded at a time.
+
+    Raises:
+        RequestError: a parameter is not of the family, or out of range.
+    """
+    kind = SAMPLING_CLASSES[family]
+    names = {each.name for each in fields(kind)}
+    given = {name: value for name, value in values.items() if value is not None}
+    if memory_opt:
+        given.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
+    for name in given.keys() - names:
+        if name not in OPTION_PARAMS:
+            hint = nearest(name, extra_params(kind), f"svdpp models {family} lists them")
+            wrong = f"the family {family} has no parameter {name!r}"
+            raise RequestError(wrong, hint, details={"family": family, "parameter": name})
+        option = OPTION_PARAMS[name].option
+        wrong = f"`{name}` is not for {model_name}, a model of the family {family}"
+        details = {"option": option, "model": model_name, "family": family}
+        raise RequestError(wrong, f"leave `{name}` out", details=details)
+    if "from_image" in names:
+        given["from_image"] = from_image
+    sampling: SamplingConfig = kind(**{**sampling_defaults(model_name), **given})
+    return sampling
 
 
+def _with_old_names(kind: type[_Config]) -> type[_Config]:
+    """Have a class take the fields of its `parallel` as arguments and attributes of their own.
+
+    These were fields of `PipelineConfig` until 0.3, by the names of their options. Arguments warn;
+    `dataclasses.replace` passes them on. To be removed with the next version.
+    """
+    new_init: Any = kind.__init__
+    old_names = {option.name: name for name, option in layout_options().items()}
+
+    def __init__(self: Any, **values: Any) -> None:
+        given = {name: values.pop(name) for name in old_names if name in values}
+        if given:
+            text = f"pass parallel=ParallelConfig(...) in place of {', '.join(given)}"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            parallel = values.get("parallel", ParallelConfig())
+            values["parallel"] = replace(parallel, **layout_fields(given))
+        new_init(self, **values)
+
+    kind.__init__ = functools.wraps(new_init)(__init__)  # type: ignore[method-assign]
+    for old, name in old_names.items():
+        setattr(kind, old, property(attrgetter(f"parallel.{name}")))
+    return kind
+
+
+@_with_old_names
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """A pipeline: a model, the parameters of its sampler, and the ranks that share its steps."""
@@ -206,23 +280,12 @@ class PipelineConfig:
     """Ranks must load their model and join within this time."""
     heartbeat_timeout_seconds: float = 15.0
     """A rank that sends no heartbeat for this long counts as stalled."""
-    split: Split = "uniform"
-    """The rule that cuts each clip's steps."""
-    replicas: int = 1
-    """Number of replicas R, a divisor of W; R = W is data parallel."""
-    decoders: int = 1
-    """Ranks at the end of each replica that finish its clips alternately."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the ranks share the work."""
     costs: CostModel = field(default_factory=CostModel)
     """The costs by which splits other than `uniform` cut."""
     expert_boundary: int | None = None
     """Steps of the first of two experts; the model gives it when the configuration is resolved."""
-    cfg_parallel: int = 1
-    """2: two ranks do each step of a clip together, each for one branch of the guidance."""
-    decode_ranks: int | None = None
-    """Ranks that decode each clip together; None: both ranks of a pair if a clip has several
-    chunks, else one, decided when the configuration is resolved."""
-    share_experts: bool = False
-    """Whether one rank may hold both experts, so that the steps can be cut anywhere."""
     checksum: bool = False
     """Whether packets carry a crc32 of their payload."""
     deterministic: bool = False
@@ -231,15 +294,14 @@ class PipelineConfig:
     """Whether ranks may differ in something that the bits depend on; clips are then not exact."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "split", canonical_split(self.split))
         check_int("world_size", self.world_size, 1, MAX_RANKS)
         self.layout  # noqa: B018  checks the ranks against the steps
         check_int("num_threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
         # Both ranks of a pair go on from the same bits.
         wrong = "`cfg_parallel` 2 cannot be used with `allow_mixed_devices`"
-        is_paired = self.cfg_parallel > 1
-        require(not (is_paired and self.allow_mixed_devices), wrong, cfg_parallel=self.cfg_parallel)
+        pair = self.parallel.cfg_parallel_size
+        require(not (pair > 1 and self.allow_mixed_devices), wrong, cfg_parallel=pair)
         device = self.device if isinstance(self.device, str) else ""
         known = re.fullmatch(r"cpu|cuda(?::([0-9]{1,9}))?", device)
         wrong = f"`device` must be cpu, cuda or cuda:N, got {shown(self.device)}"
@@ -264,25 +326,20 @@ class PipelineConfig:
         )
 
     @cached_property
-    def layout(self) -> ParallelConfig:
+    def layout(self) -> Layout:
         """Layout of the ranks, which gives the route of each clip through them.
 
         Raises:
             RequestError: the ranks do not divide the steps, or the fields contradict each other.
         """
-        return ParallelConfig(
+        return Layout.of(
+            self.parallel,
             num_steps=self.sampling.num_inference_steps,
             world_size=self.world_size,
-            split=self.split,
-            data_parallel_size=self.replicas,
-            num_decoders=self.decoders,
             costs=self.costs,
             decodes=self.decodes,
             chunks=self.chunks,
             expert_boundary=self.expert_boundary,
-            share_experts=self.share_experts,
-            cfg_parallel_size=self.cfg_parallel,
-            decode_parallel_size=1 if self.decode_ranks is None else self.decode_ranks,
         )
 
     @property
@@ -298,11 +355,11 @@ class PipelineConfig:
 
     def single_rank(self) -> PipelineConfig:
         """Return the same configuration with one rank."""
-        return replace(self, world_size=1, replicas=1, costs=CostModel(), **_WHOLE)
+        return replace(self, world_size=1, parallel=ParallelConfig(), costs=CostModel())
 
     def data_parallel(self) -> PipelineConfig:
         """Return the same configuration with whole clips on each rank."""
-        return replace(self, replicas=self.world_size, **_WHOLE)
+        return replace(self, parallel=ParallelConfig(data_parallel_size=self.world_size))
 
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
@@ -436,7 +493,8 @@ def configuration_fields() -> frozenset[str]:
         *(PipelineConfig, ModelConfig, CostModel, ClipRequest, OutputConfig, Tolerance),
         *SAMPLING_CLASSES.values(),
     )
-    return frozenset(each.name for kind in kinds for each in fields(kind))
+    chosen = {option.name for option in layout_options().values()}
+    return frozenset(each.name for kind in kinds for each in fields(kind)) | chosen - {"parallel"}
 
 
 @cache

@@ -15,6 +15,7 @@ from svdpp.driver.manifest import MANIFEST, read_manifest
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.forecast import forecast_layout
+from svdpp.plan.parallel import layout_options
 
 SCHEMA_VERSION = 3
 _NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
@@ -205,8 +206,11 @@ def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | No
         text += ", if each device holds the whole model"
         if option == _OPTION_FORMAT:
             return Advice(text, "--layout data-parallel", times)
-    options = layout.options()
-    options = {name: options[name] for name in ("split", "replicas", "decoders")}
+    options = {
+        option.name: getattr(layout, name)
+        for name, option in layout_options().items()
+        if "auto" in option.chosen_by
+    }
     if layout.split != "uniform":
         options["costs"] = shlex.quote(str(costs))
     return Advice(text, " ".join(option.format(*each) for each in options.items()), times)

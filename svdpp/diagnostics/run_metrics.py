@@ -164,7 +164,7 @@ def collect_run_metrics(
         ranks=tuple(_rank_metrics(trace, config, rank) for rank in range(trace.world_size)),
         clips=measured.clips,
         num_steps=config.sampling.num_inference_steps,
-        cfg_parallel=config.cfg_parallel,
+        cfg_parallel=config.parallel.cfg_parallel_size,
         decodes=config.decodes,
         start_seconds=trace.ready - trace.begun,
         makespan=measured.makespan,
@@ -332,7 +332,7 @@ def average_costs(
         steps[each.rank].append(each.end - each.start)
 
     def step(seconds: Iterable[float]) -> float:
-        paired = config.cfg_parallel == 2
+        paired = config.parallel.cfg_parallel_size == 2
         return step_from_pair(average(seconds), transfer) if paired else average(seconds)
 
     usual = step([seconds for times in steps.values() for seconds in times])

@@ -46,11 +46,11 @@ def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bo
     """Whether each rank of a pair evaluates half of a batch, which may change the bits.
 
     Args:
-        config: with `cfg_parallel` 2 if there are pairs.
+        config: of the pipeline.
         checkpoint: of the model; None for the dummy, which has no batch.
     """
     is_batch = checkpoint is not None and checkpoint.spec.branches == "batch"
-    return config.cfg_parallel > 1 and is_batch
+    return config.parallel.cfg_parallel_size > 1 and is_batch
 
 
 def clip_metadata(
@@ -86,8 +86,9 @@ def clip_metadata(
         **_loras(checkpoint),
         **_fields(config.model, "dtype", "memory_opt", "channels_last"),
         "device": config.device.partition(":")[0],
-        **_fields(config, "world_size", "split", "replicas", "decoders", "cfg_parallel"),
-        **_fields(config, "decode_ranks", "num_threads", "deterministic"),
+        "world_size": config.world_size,
+        **config.parallel.to_json(),
+        **_fields(config, "num_threads", "deterministic"),
         **({} if sampling.family == "svd" else _fields(inputs, *_PROMPT_FIELDS)),
         **_fields(sampling, *sampling_fields(sampling.family)),
         **_fields(output, "format", "crf"),

@@ -183,7 +183,8 @@ def plan_clips(
             replace(request, output=output, latents_key=key, done_steps=done_steps)
         )
     # All ranks wait for the first images; the others are prepared while the ranks work.
-    small = [index for index, is_large in enumerate(are_large) if not is_large][: config.replicas]
+    num_first = config.parallel.data_parallel_size
+    small = [index for index, is_large in enumerate(are_large) if not is_large][:num_first]
     order = small + sorted(set(range(len(are_large))) - set(small))
     plan.requests = [plan.requests[index] for index in order]
     plan.metadata = [plan.metadata[index] for index in order]

@@ -38,6 +38,11 @@ class Pipeline(PipelineRanks):
 
     Args:
         config: what to run; frame count and decode chunk are resolved against the model here.
+        layout: `auto`: the best layout by a forecast at the configuration's costs, by default
+            published ones; `data-parallel`: whole clips on each rank; None or `pipeline`: that of
+            the configuration.
+        num_clips: number of clips that the forecast is of; `auto` needs it.
+        checkpoint: of the model, if its configs have been read; None: read them.
         tensor_folder: keeps the latent of each transfer and the frames, for verification.
         latents_folder: keeps the latent checkpoints of requests with a `latents_key` until their
             clip is finished; requests with `done_steps` resume from it.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
 from svdpp.driver.clip_metadata import versions
 from svdpp.driver.clips import ClipTracker
+from svdpp.driver.request import PipelineRequest
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import components_on_host, resolve_config
 from svdpp.driver.supervisor import Observer, Supervisor, max_silence_seconds
@@ -22,6 +23,7 @@ from svdpp.launch.rendezvous import RendezvousConfig, join_ranks
 from svdpp.launch.worker_group import WorkerGroup, start_ranks
 from svdpp.launch.world import find_world
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.parallel import LayoutName
 from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
@@ -43,6 +45,9 @@ class PipelineRanks:
         self,
         config: PipelineConfig,
         *,
+        layout: LayoutName | None = None,
+        num_clips: int | None = None,
+        checkpoint: Checkpoint | None = None,
         tensor_folder: str | None = None,
         latents_folder: str | None = None,
         profile_path: str | None = None,
@@ -63,10 +68,23 @@ class PipelineRanks:
             )
         self.world = find_world()
         """World that a launcher has put this process in; None if it starts the ranks itself."""
+        self.layout_reason = ""
+        """Reason for the layout in one line; "" if `layout` left nothing to choose."""
+        if layout is not None:
+            request = PipelineRequest.of(
+                config,
+                layout=layout,
+                num_clips=num_clips,
+                launched=self.world,
+                checkpoint=checkpoint,
+            )
+            config, self.layout_reason = request.resolve()
         self.backend = process_group.choose_backend(config.device, config.world_size)
         num_local = config.world_size if self.world is None else self.world.local_size
         process_group.check_devices(config.device, num_local, launched=self.world is not None)
-        self.config, self.checkpoint = resolve_config(config, world=self.world)
+        self.config, self.checkpoint = resolve_config(
+            config, world=self.world, checkpoint=checkpoint
+        )
         self.trace = Trace(config.world_size, trace_clips or history_clips)
         """The measurements so far."""
         self.run_error: BaseException | None = None
@@ -310,6 +328,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     """
     parts = (config, config.sampling, config.model)
     values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
+    values |= asdict(values.pop("parallel"))
     values["model"] = values.pop("name")
     options = {
         name.removesuffix("_seconds").replace("_", " "): str(value)

@@ -14,7 +14,7 @@ from svdpp.driver.resolve import resolve_clip_config
 from svdpp.errors import RequestError, first_line
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind, Route, Schedule, build_schedule
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionBatch, ClipJob
 
 _CONFIGS_KEPT = 64
@@ -105,7 +105,7 @@ class RequestScheduler:
             )
         return config
 
-    def _can_take(self, layout: ParallelConfig, route: Route) -> bool:
+    def _can_take(self, layout: Layout, route: Route) -> bool:
         roles = self._config.layout.roles
         return route.links <= self._links and all(
             layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges

@@ -23,7 +23,11 @@ Weights = Literal["none", "host", "all"]
 
 
 def resolve_config(
-    config: PipelineConfig, *, weights: Weights = "host", world: World | None = None
+    config: PipelineConfig,
+    *,
+    weights: Weights = "host",
+    world: World | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[PipelineConfig, Checkpoint | None]:
     """Return `config` with the model's own values in place of None, and the model's checkpoint.
 
@@ -32,6 +36,7 @@ def resolve_config(
         weights: components whose missing weights are downloaded, once the request has been checked
             against the model's configs.
         world: world of the launcher; None: all ranks are here.
+        checkpoint: checkpoint of the model, if its configs have been read; None: read them.
 
     Returns:
         The checkpoint is None for the dummy model.
@@ -42,7 +47,8 @@ def resolve_config(
     """
     if config.model.is_dummy:
         return _with_model_defaults(config, None), None
-    checkpoint = find_checkpoint(config.model, weights=False)
+    if checkpoint is None:
+        checkpoint = find_checkpoint(config.model, weights=False)
     with_defaults = _with_model_defaults(config, checkpoint)
     if weights == "none":
         return with_defaults, checkpoint
@@ -80,7 +86,8 @@ def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
 
 def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) -> PipelineConfig:
     config = resolve_clip_config(config.sampling, config, checkpoint)
-    return replace(config, decode_ranks=_decode_ranks(config, checkpoint))
+    count = _decode_ranks(config, checkpoint)
+    return replace(config, parallel=replace(config.parallel, decode_parallel_size=count))
 
 
 def resolve_clip_config(
@@ -100,7 +107,7 @@ def resolve_clip_config(
         frames = config.model.dummy_latent.shape[2]
         return replace(config, sampling=sampling.with_model_defaults(model_frames=frames))
     sampling = checkpoint.resolve_sampling(sampling)
-    if config.cfg_parallel > 1:
+    if config.parallel.cfg_parallel_size > 1:
         _check_branches(sampling, checkpoint)
     boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
     if boundary is not None and not 0 < boundary < num_steps:
@@ -115,9 +122,10 @@ def resolve_clip_config(
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
     """Return the number of ranks that decode each clip; by default both of a pair, if it helps."""
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks
-    chunks, count = config.chunks or (config.sampling.frames,), config.decode_ranks
+    chunks, parallel = config.chunks or (config.sampling.frames,), config.parallel
+    count = parallel.decode_parallel_size
     if count is None:
-        return min(config.cfg_parallel, len(chunks)) if in_chunks else 1
+        return min(parallel.cfg_parallel_size, len(chunks)) if in_chunks else 1
     if count > 1 and checkpoint is not None and not in_chunks:
         raise RequestError(
             f"`decode_ranks` {count} cannot divide the decode of {checkpoint.label}: it is not in "
@@ -179,20 +187,27 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     )
 
 
-def memory_as_costs(model: ModelConfig, sampling: SamplingConfig, device: str) -> dict[str, Any]:
+def memory_as_costs(
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    device: str,
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, Any]:
     """Return the memory of each part of the model as fields of `CostModel`, in GiB.
 
     Args:
         model: model of the ranks.
         sampling: sampling parameters of the clips.
         device: `cpu`, `cuda` or `cuda:N`.
+        checkpoint: checkpoint of the model, if its configs have been read; None: read them.
 
     Raises:
         RequestError: the model cannot make such clips.
         ModelError: the model is missing or not supported.
     """
     config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
-    return estimate_parts(*resolve_config(config, weights="none")).as_costs()
+    resolved = resolve_config(config, weights="none", checkpoint=checkpoint)
+    return estimate_parts(*resolved).as_costs()
 
 
 def estimate_ranks(config: PipelineConfig) -> list[int]:
@@ -219,6 +234,7 @@ def memory_of_devices(
     device: str,
     world_size: int,
     free_bytes: Callable[[str], int] = free_bytes,
+    checkpoint: Checkpoint | None = None,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
     """Return the memory that the model needs and that devices have, to choose a layout by.
 
@@ -228,6 +244,7 @@ def memory_of_devices(
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
         world_size: number of ranks.
         free_bytes: function that returns the free memory of a GPU.
+        checkpoint: checkpoint of the model, if its configs have been read; None: read them.
 
     Returns:
         Memory of the model's parts, as fields of `CostModel`, and of each rank, in GiB; both empty
@@ -240,7 +257,7 @@ def memory_of_devices(
     else:
         free = [free_bytes(f"cuda:{rank}") for rank in range(world_size)]
     limits = tuple((each - _process_bytes(device)) / 2**30 for each in free)
-    return memory_as_costs(model, sampling, device), limits
+    return memory_as_costs(model, sampling, device, checkpoint), limits
 
 
 def _process_bytes(device: str) -> int:

@@ -19,7 +19,6 @@ from typing import Any, Literal
 from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
-    DUMMY_MODEL,
     ClipRequest,
     ModelConfig,
     SamplingConfig,
@@ -351,19 +350,6 @@ def with_weights(
             loras=tuple(loras),
             fingerprint=fingerprint(checkpoint.folder, files) if changes else None,
         )
-
-
-def family_of_model(model: ModelConfig) -> str:
-    """Return the family of a model, from its `model_index.json`, which may be downloaded.
-
-    Raises:
-        ModelError: there is no such model, or svdpp does not run its pipeline.
-        RequestError: the family that is asked for does not run it.
-    """
-    if model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
-        return "svd"
-    with _located(model) as local:
-        return _read_index(local or download(model), model.family)[1]
 
 
 # 1. Find the folder.

@@ -16,7 +16,8 @@ from svdpp.plan.forecast import (
     makespan_and_latency,
     steady_seconds_per_clip,
 )
-from svdpp.plan.layout import SPLITS, ParallelConfig
+from svdpp.plan.layout import Layout
+from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
 # Longer replicas are not tried: their forecasts take long, and they promise no gain.
@@ -31,7 +32,7 @@ _RATE_KEPT = 0.9
 class Choice:
     """A layout, and the reason for it in one line."""
 
-    layout: ParallelConfig
+    layout: Layout
     reason: str
 
 
@@ -64,12 +65,12 @@ def choose_layout(
         RequestError: No layout is possible, or none fits in memory.
     """
     units = counts["world_size"] // max(1, counts.get("cfg_parallel_size", 1))
-    data_parallel = ParallelConfig(**counts, data_parallel_size=max(1, units))
+    data_parallel = Layout(**counts, data_parallel_size=max(1, units))
     return _Search(data_parallel, num_clips, memory_gib, pairs, fixed, minimize_latency).choice()
 
 
 class _Candidate(NamedTuple):
-    layout: ParallelConfig
+    layout: Layout
     seconds: float
     """Seconds until all clips are finished."""
     latency: float
@@ -78,7 +79,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
-    data_parallel: ParallelConfig
+    data_parallel: Layout
     num_clips: int
     memory_gib: Sequence[float]
     pairs: bool
@@ -104,14 +105,14 @@ class _Search:
 
     # --- the layouts ----------------------------------------------------------------------------
 
-    def _paired(self) -> list[ParallelConfig]:
+    def _paired(self) -> list[Layout]:
         whole = self.data_parallel
         per_host = whole.costs.ranks_per_host or 2
         if not self.pairs or whole.world_size % 2 or per_host % 2:
             return []
         return [replace(whole, data_parallel_size=whole.world_size // 2, cfg_parallel_size=2)]
 
-    def _layouts(self, wholes: Sequence[ParallelConfig]) -> list[ParallelConfig]:
+    def _layouts(self, wholes: Sequence[Layout]) -> list[Layout]:
         if self.fixed is None:
             return [layout for whole in wholes for layout in _candidates(whole)]
         layouts = []
@@ -120,7 +121,7 @@ class _Search:
                 layouts.append(replace(whole, **self.fixed))
         return layouts
 
-    def _with_shared_experts(self, wholes: Sequence[ParallelConfig]) -> Iterator[ParallelConfig]:
+    def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
         """Layouts that fit with a rank of a longer replica that holds both experts."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
@@ -135,7 +136,7 @@ class _Search:
             ):
                 yield layout
 
-    def _fits(self, layout: ParallelConfig) -> bool:
+    def _fits(self, layout: Layout) -> bool:
         return not _needs_more(layout, self.memory_gib)
 
     def _best(self, candidates: Sequence[_Candidate]) -> _Candidate:
@@ -162,9 +163,7 @@ class _Search:
             )
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
-    def _left_out(
-        self, best: ParallelConfig, possible: Sequence[ParallelConfig], unknown: int
-    ) -> Iterator[str]:
+    def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
         if best.expert_boundary is not None:
             num_both = sum(len(role.experts) > 1 for role in best.roles)
             yield f"{num_both} of {best.world_size} ranks hold both experts"
@@ -176,7 +175,7 @@ class _Search:
                 "time, inter_host_transfer_seconds, the costs do not give"
             )
 
-    def _nothing_fits(self, layouts: Sequence[ParallelConfig]) -> RequestError:
+    def _nothing_fits(self, layouts: Sequence[Layout]) -> RequestError:
         least = min(max(peak or 0.0 for peak in layout.peak_gib) for layout in layouts)
         has = " to ".join(
             f"{each:.4g}" for each in sorted({min(self.memory_gib), max(self.memory_gib)})
@@ -205,7 +204,7 @@ def _least(
     return [each for each in candidates if key(each) <= most]
 
 
-def _candidates(data_parallel: ParallelConfig) -> Iterator[ParallelConfig]:
+def _candidates(data_parallel: Layout) -> Iterator[Layout]:
     """Layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
     num_steps, num_units = data_parallel.num_steps, data_parallel.data_parallel_size
     for replica_size in divisors(num_units):
@@ -242,7 +241,7 @@ def _mean(value: PerRank) -> float:
     return math.fsum(value) / len(value) if isinstance(value, tuple) else value
 
 
-def _has_known_transfers(layout: ParallelConfig) -> bool:
+def _has_known_transfers(layout: Layout) -> bool:
     host, links = layout.costs.host_of, (*layout.links, *layout.decode_links)
     crosses = any(host(source) != host(target) for source, target in links)
     return not crosses or layout.costs.inter_host_transfer_seconds is not None
@@ -255,7 +254,7 @@ class LayoutForecast(NamedTuple):
     """One layout of a comparison; its note says why it is chosen, or cannot run."""
 
     name: str
-    layout: ParallelConfig | None = None
+    layout: Layout | None = None
     forecast: Forecast | None = None
     seconds_per_clip: float = 0.0
     """Mean time between finished clips in a long queue."""
@@ -307,7 +306,7 @@ def compare_layouts(
                 )
                 layout, note = choice.layout, choice.reason
             else:
-                layout = ParallelConfig(**counts, **options)
+                layout = Layout(**counts, **options)
                 note = _needs_more(layout, memory_gib)
             forecast = forecast_layout(layout, num_clips)
             rows.append(
@@ -318,7 +317,7 @@ def compare_layouts(
     return rows
 
 
-def _needs_more(layout: ParallelConfig, memory_gib: Sequence[float]) -> str:
+def _needs_more(layout: Layout, memory_gib: Sequence[float]) -> str:
     for rank, (has, needs) in enumerate(zip(memory_gib, layout.peak_gib, strict=False)):
         if needs is not None and needs > has:
             return f"rank {rank} needs {needs:.4g} GiB and has {has:.4g}"

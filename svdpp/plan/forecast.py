@@ -12,7 +12,7 @@ from typing import NamedTuple
 from svdpp.errors import RequestError
 from svdpp.plan.actions import SENDS, Action, Kind, Route, Schedule
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
 #: The most visits (one clip at one rank) in a forecast; that many take a few seconds.
@@ -258,7 +258,7 @@ def sum_up(
 # --- the recurrence, without action lists --------------------------------------------------------
 
 
-def forecast_layout(layout: ParallelConfig, num_clips: int) -> Forecast:
+def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast clips in a layout, by the costs of the layout.
 
     The result equals a simulation of the action lists. It takes about a microsecond for each visit
@@ -320,7 +320,7 @@ def forecast_layout(layout: ParallelConfig, num_clips: int) -> Forecast:
     )
 
 
-def makespan_and_latency(layout: ParallelConfig, num_clips: int) -> tuple[float, float]:
+def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
     """Return the seconds until all clips are finished, and the mean of one clip from its start.
 
     Args:
@@ -337,7 +337,7 @@ def makespan_and_latency(layout: ParallelConfig, num_clips: int) -> tuple[float,
     return forecast.makespan + more, forecast.latency
 
 
-def steady_seconds_per_clip(layout: ParallelConfig) -> float:
+def steady_seconds_per_clip(layout: Layout) -> float:
     """Return the mean seconds between finished clips in a queue whose ends matter little.
 
     Args:

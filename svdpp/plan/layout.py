@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError
 from svdpp.plan.actions import DecodeShare, FrameRange, Route, Schedule, build_schedule
 from svdpp.plan.costs import CostModel
+from svdpp.plan.parallel import SPLITS, ParallelConfig
 from svdpp.plan.roles import Roles
 from svdpp.plan.split import (
     EXPERTS,
@@ -26,37 +27,6 @@ from svdpp.plan.split import (
     divisors,
 )
 
-Split = Literal["uniform", "balanced", "alternating"]
-SPLITS: tuple[Split, ...] = get_args(Split)
-
-
-def canonical_split(split: Any) -> Any:
-    """Return today's name of a split: `dithered` was the name of `alternating`.
-
-    Args:
-        split: Name that a user or a file gives; it need not be one.
-    """
-    return "alternating" if split == "dithered" else split
-
-
-#: Fields of a `ParallelConfig` that options, JSON and `PipelineConfig` name in another way.
-FIELD_OF_OPTION = {
-    "replicas": "data_parallel_size",
-    "decoders": "num_decoders",
-    "cfg_parallel": "cfg_parallel_size",
-    "decode_ranks": "decode_parallel_size",
-}
-_OPTION_FIELDS = ("split", *FIELD_OF_OPTION.values())
-
-
-def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by the names of the fields of a `ParallelConfig`.
-
-    Args:
-        options: Values by the names of options, such as `replicas`; others stay as they are.
-    """
-    return {FIELD_OF_OPTION.get(name, name): value for name, value in options.items()}
-
 
 class StepShare(NamedTuple):
     """Steps that one rank does of each clip that visits it: earliest, latest, mean number."""
@@ -68,8 +38,10 @@ class StepShare(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Layout of the ranks: clip i runs on replica i mod `data_parallel_size`.
+class Layout(ParallelConfig):
+    """Layout of the ranks: a `ParallelConfig` applied to ranks, costs, and clips of one kind.
+
+    Clip i runs on replica i mod `data_parallel_size`.
 
     The last `num_decoders` ranks of a replica alternate: each does the last steps and the decode of
     every `num_decoders`-th clip. Replicas of one rank are data parallel. Every rank gets its clips
@@ -86,34 +58,23 @@ class ParallelConfig:
         data_parallel_size=2,   0+1  2+3                   14 each; a pair halves each step
         cfg_parallel_size=2     4+5  6+7
         num_decoders=2          0  1  2  3  4  5  {6|7}    6 finishes even clips, 7 odd ones
-
-    The options, JSON and `PipelineConfig` have older names for four fields: see `FIELD_OF_OPTION`.
     """
 
     num_steps: int
     world_size: int
-    split: Split = "uniform"
-    data_parallel_size: int = 1
-    """Number of replicas: a divisor of the number of ranks, or of pairs."""
-    num_decoders: int = 1
-    """Ranks, or pairs, at the end of each replica that finish its clips alternately."""
+    decode_parallel_size: int = 1
+    """Ranks that decode each clip together; one with fewer chunks of frames takes fewer ranks."""
     costs: CostModel = field(default_factory=CostModel)
     """Cost model of the balanced and alternating splits, and of the division between experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
     """Number of steps that the first of two experts does, 1 to N - 1; None: the model has one."""
-    share_experts: bool = False
-    """Whether one rank of a longer replica can hold both experts; the boundary is then no cut."""
-    cfg_parallel_size: int = 1
-    """2: ranks 2u and 2u + 1 are a pair. Both do the same steps, each one branch of the guidance,
-    so that a pair stands where a single rank would."""
-    decode_parallel_size: int = 1
-    """Ranks that decode each clip together; one with fewer chunks of frames takes fewer ranks."""
     chunks: tuple[int, ...] = ()
     """Frames of each part of a clip that is decoded at once; empty: one part for each rank."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_counts(self.num_steps, self.world_size)
         self._check_pairs()
         self._check_replicas()
@@ -203,10 +164,27 @@ class ParallelConfig:
         words += ["shared experts"] * (self.share_experts and self.expert_boundary is not None)
         return ", ".join(words)
 
-    def options(self) -> dict[str, Any]:
-        """Return the fields that options set, by the options' names; JSON has them too."""
-        names = {field: name for name, field in FIELD_OF_OPTION.items()}
-        return {names.get(field, field): getattr(self, field) for field in _OPTION_FIELDS}
+    @classmethod
+    def of(cls, parallel: ParallelConfig, **facts: Any) -> Layout:
+        """Return the layout of a configuration.
+
+        Args:
+            parallel: The configuration. If it does not say how many ranks decode, one does.
+            facts: The layout's other fields.
+
+        Raises:
+            RequestError: The ranks do not divide the steps, or the fields contradict each other.
+        """
+        chosen = {each.name: getattr(parallel, each.name) for each in fields(ParallelConfig)}
+        if chosen["decode_parallel_size"] is None:
+            chosen["decode_parallel_size"] = 1
+        return cls(**chosen, **facts)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The configuration of which this is the layout."""
+        names = (each.name for each in fields(ParallelConfig))
+        return ParallelConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def replica_size(self) -> int:
@@ -424,10 +402,6 @@ class ParallelConfig:
         for replica in range(self.data_parallel_size):
             for turn, cuts in self._cuts_of(replica).all_cuts():
                 yield self._route(0, replica, turn, cuts)
-
-
-#: Old name, until the next version.
-Layout = ParallelConfig
 
 
 def assign_replicas(

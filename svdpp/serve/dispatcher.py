@@ -64,8 +64,8 @@ class Dispatcher:
         self._changed = changed
         self._seconds_left = seconds_left
         # Each rank has a clip, and the first rank of each replica has its next one at hand.
-        self._max_running = config.world_size + config.replicas
-        self._max_waiting = 2 * config.replicas
+        self._max_running = config.world_size + config.parallel.data_parallel_size
+        self._max_waiting = 2 * config.parallel.data_parallel_size
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
         self.recent_jobs: dict[int, Job] = {}

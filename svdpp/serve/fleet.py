@@ -95,13 +95,13 @@ class EtaEstimator:
     def __init__(self, queue: JobQueue, engine: Engine, num_servers: Callable[[], int]) -> None:
         self._queue = queue
         self._dispatcher = engine.dispatcher
-        self._num_ranks = engine.config.world_size // engine.config.cfg_parallel
+        self._cfg_parallel = engine.config.parallel.cfg_parallel_size
+        self._num_ranks = engine.config.world_size // self._cfg_parallel
         self._num_servers = num_servers
         kinds = (Kind.ENCODE, "step", Kind.DECODE, "write")
         self._samples = {kind: deque[float](maxlen=_MAX_SAMPLES) for kind in kinds}
         # Ranks and seconds of the latest actions; a clip has about one on each rank.
         self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
-        self._cfg_parallel = engine.config.cfg_parallel
         self._lock = threading.Lock()
         self._estimated_at = -_MAX_AGE
         self._latest: dict[str, Estimate] = {}

@@ -313,6 +313,7 @@ def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
     return {
         "state": engine.state,
         "restarts": engine.restarts,
+        "layout": {"world_size": engine.config.world_size, **engine.config.parallel.to_json()},
         "queue": service.queue.counts(),
         "ranks": [
             replace(rank, video=visible_id(rank.video)) for rank in engine.rank_monitor.snapshot()

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from svdpp.config import DUMMY_MODEL, ClipRequest, Lora, ModelConfig, PipelineConfig
+from svdpp.config import (
+    DUMMY_MODEL,
+    ClipRequest,
+    Lora,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+)
 from svdpp.config.tolerance import BITWISE, Tolerance
 from svdpp.driver.clip_metadata import recorded_sampling
 from svdpp.driver.supervisor import Observer
@@ -196,7 +203,8 @@ def _new_task(
     )
     size, pair = metadata.get("cfg_parallel", 1), None
     if size == 2 and metadata["exact"] is not True:
-        pair = replace(config, world_size=size, cfg_parallel=size, device=metadata["device"])
+        parallel = ParallelConfig(cfg_parallel_size=size)
+        pair = replace(config, world_size=size, parallel=parallel, device=metadata["device"])
     return VerificationTask(clip=clip, config=config, request=request, pair_config=pair)
 
 

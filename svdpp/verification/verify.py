@@ -13,13 +13,16 @@ import torch
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.tolerance import Tolerance
 from svdpp.driver.pipeline import Pipeline
+from svdpp.driver.request import PipelineRequest
 from svdpp.driver.resolve import check_memory, resolve_config
 from svdpp.driver.supervisor import Observer, OpenObserver, Supervisor, no_observer
 from svdpp.errors import RequestError
 from svdpp.launch import process_group
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.launch.worker_group import LaunchContext, start_ranks
+from svdpp.launch.world import find_world
 from svdpp.models.base import LATENTS, PREDICTION, Tensors
+from svdpp.plan.parallel import LayoutName
 from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.verification.result import (
     Check,
@@ -45,6 +48,7 @@ def verify(
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
+    layout: LayoutName | None = None,
     fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
     open_observer: OpenObserver = no_observer,
@@ -61,6 +65,7 @@ def verify(
         atol: allowed absolute difference: of latents in their own units, of frames and sound as a
             share of the highest level.
         rtol: allowed difference relative to the reference's element.
+        layout: as for `Pipeline`; `auto` chooses the best one for these requests.
         fault: function that tests call in each rank, with its number, to damage it.
         observers: callables that get (rank, event) for each event of the ranks.
         open_observer: function that opens an observer for each of the two runs, "pipelined" and
@@ -84,6 +89,11 @@ def verify(
         True
     """
     tolerance = Tolerance(atol=atol, rtol=rtol)
+    if layout is not None:
+        request = PipelineRequest.of(
+            config, layout=layout, num_clips=len(requests), launched=find_world()
+        )
+        config = request.resolve()[0]
     with temp_folder("svdpp-verify-") as folder:
         pipelined, sequential = folder / "pipelined", folder / "sequential"
         for kept in (pipelined, sequential):
@@ -186,7 +196,7 @@ def run_reference(
         requests=tuple(requests),
         steps=frozenset(steps),
         folder=tensor_folder,
-        predictions=config.cfg_parallel > 1,
+        predictions=config.parallel.cfg_parallel_size > 1,
     )
     hashes: dict[int, dict[str, Any]] = {}
 
@@ -258,7 +268,9 @@ class _Comparison:
 
     def _predictions(self, clip: int) -> Iterator[Check]:
         """Compare what the ranks of a pair and the reference have predicted in each step."""
-        if self.config.cfg_parallel == 1 or not self.theirs.has(clip, "step0_branch0"):
+        if self.config.parallel.cfg_parallel_size == 1 or not self.theirs.has(
+            clip, "step0_branch0"
+        ):
             return
         axes, parts = _latent_axes(self.config), self.config.layout.route(clip).ranges
         steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))

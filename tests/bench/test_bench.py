@@ -14,11 +14,11 @@ import yaml
 
 from svdpp.bench import results as module
 from svdpp.bench.compare import compare, ratio
-from svdpp.bench.config import BenchConfig, read_config, shipped
+from svdpp.bench.config import BenchConfig, pipeline_config, read_config, shipped
 from svdpp.bench.results import ROUNDS, Results
 from svdpp.bench.runner import Bench, Round, cases_of, differing
 from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE
-from svdpp.cli.bench import pipeline_config
+from svdpp.config import ParallelConfig
 from svdpp.config.cost_files import read_costs
 from svdpp.errors import InputError, OutOfMemoryError, RequestError
 from tests.support.made_up_runs import EVEN, bench_of, config_of, replayed, round_of
@@ -120,12 +120,15 @@ def test_a_configuration_shows_no_home(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_pipeline_has_two_yardsticks_on_the_same_devices() -> None:
-    cases = cases_of(config_of(split="alternating", checksum=True))
+    cases = cases_of(config_of(parallel=ParallelConfig(split="alternating"), checksum=True))
     assert list(cases) == [PIPELINE, DATA_PARALLEL, ONE_DEVICE]
     assert str(cases[DATA_PARALLEL].layout) == "data parallel"
     assert (cases[DATA_PARALLEL].world_size, cases[DATA_PARALLEL].checksum) == (2, True)
     assert cases[ONE_DEVICE].world_size == 1
-    assert list(cases_of(config_of(replicas=2))) == [PIPELINE, ONE_DEVICE]
+    assert list(cases_of(config_of(parallel=ParallelConfig(data_parallel_size=2)))) == [
+        PIPELINE,
+        ONE_DEVICE,
+    ]
 
 
 def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:

@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from svdpp.cli.options.request import PipelineRequest
-from svdpp.config import SAMPLING_CLASSES, ModelConfig, OutputConfig, PipelineConfig, WanSampling
+from svdpp.config import (
+    SAMPLING_CLASSES,
+    ModelConfig,
+    OutputConfig,
+    ParallelConfig,
+    PipelineConfig,
+    WanSampling,
+)
 from svdpp.config.cost_files import read_costs
 from svdpp.diagnostics.machine import measured_config
 from svdpp.driver.resolve import resolve_config
@@ -89,8 +95,7 @@ def test_auto_chooses_pairs_whose_bits_are_equal(line: str, layout: str) -> None
     serves = command == "serve"
     steps = "" if serves else "--steps 6"
     asked = f"--model {name} {ON_CPU} {SIZES[name]} --world 4 {steps} {options}"
-    request = PipelineRequest(
-        options=parsed(f"svdpp {command} {asked}")["options"],
+    request = parsed(f"svdpp {command} {asked}")["options"].request(
         num_clips=1000 if serves else 1,
         device="cpu",
         from_image=False,
@@ -119,7 +124,7 @@ def test_a_profile_gives_each_rank_a_step_of_its_expert(world_size: int) -> None
         world_size=world_size,
         model=ModelConfig(name="wan"),
         sampling=WanSampling(height=32, width=32, num_frames=5, flow_shift=8.0),
-        split="balanced",
+        parallel=ParallelConfig(split="balanced"),
     )
     layout = resolve_config(measured_config(config))[0].layout
     assert all(rank.denoise for rank in layout.roles)

@@ -17,13 +17,13 @@ import torch
 from svdpp.cli.options.files import PromptOptions
 from svdpp.cli.options.model import ModelOptions, parse_params, parse_seeds
 from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.cli.options.request import PipelineRequest
 from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling
 from svdpp.config.cost_files import read_costs
 from svdpp.driver import resolve
 from svdpp.errors import InputError, RequestError
 from svdpp.launch import worker_group as fork_server
 from svdpp.plan.forecast import forecast_layout
+from svdpp.plan.parallel import layout_options
 from svdpp.worker.device import MemoryPressure
 from tests.support.shell import (
     DEMO,
@@ -170,6 +170,7 @@ def test_env_shows_what_is_set_without_passwords() -> None:
 # --- what plan prints is what run does ----------------------------------------------------------
 
 
+LAYOUT_NAMES = {option.name for option in layout_options().values()}
 SHAPES = [
     "--gpus 7",
     "--gpus 8 --split alternating --decoders 2",
@@ -185,7 +186,7 @@ SHAPES = [
 def test_what_plan_prints_is_what_run_does(options: str) -> None:
     printed = json.loads(svdpp_here("plan", *options.split(), "--clips", "20", "--json").out)
     asked = parsed(f"svdpp run photo.jpg --model demo --device cpu {options}")["options"]
-    layout = PipelineRequest(options=asked, num_clips=20, from_image=True).resolve()[0].layout
+    layout = asked.request(num_clips=20, from_image=True).resolve()[0].layout
 
     assert printed["costs"] == layout.costs.to_json()
     assert printed["layout"]["description"] == str(layout)
@@ -231,10 +232,11 @@ def test_by_default_all_gpus_or_two_ranks(
     remark: str,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    options = PipelineOptions(model="dummy", threads=1, **given)
-    request = PipelineRequest(options=options, num_clips=4, device=device)
-    config, why = request.resolve()
-    assert (config.world_size, config.split) == (world_size, split)
+    parallel = {name: each for name, each in given.items() if name in LAYOUT_NAMES}
+    others = {name: each for name, each in given.items() if name not in parallel}
+    options = PipelineOptions(model="dummy", threads=1, parallel=parallel, **others)
+    config, why = options.request(num_clips=4, device=device).resolve()
+    assert (config.world_size, config.parallel.split) == (world_size, split)
     assert why.startswith(remark) or remark in why
     assert bool(why) == bool(remark)
 

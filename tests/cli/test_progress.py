@@ -27,7 +27,7 @@ from svdpp.cli.console import Console
 from svdpp.cli.options.files import LogOptions
 from svdpp.cli.progress import EventLog, Progress, open_log
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 from svdpp.worker.messages import (
     CheckpointLost,
     ClipDone,
@@ -59,7 +59,7 @@ def watch(
         _environ={"TERM": term},
         **how,
     )
-    layout = ParallelConfig(num_steps=28, world_size=2, decodes=decodes)
+    layout = Layout(num_steps=28, world_size=2, decodes=decodes)
     with Progress(console, "run", layout.schedule(2), **about) as progress:
         for rank, event in events:
             progress(rank, event)
@@ -248,7 +248,7 @@ def test_v_shows_ranges_and_transfers_and_vv_the_steps() -> None:
     for verbosity in (0, 1, 2):
         lines: list[str] = []
         open_log(verbosity=verbosity, log_file=None, write=lines.append)
-        log = EventLog(ParallelConfig(num_steps=4, world_size=2))
+        log = EventLog(Layout(num_steps=4, world_size=2))
         joined = Joined(device="cpu", load_seconds=0.1)
         transfer = TransferDone(
             direction="recv", clip=0, peer=0, next_step=2, num_bytes=8, seconds=0.1, end=1.0

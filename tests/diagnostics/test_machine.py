@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from svdpp import __version__
+from svdpp import ParallelConfig, __version__
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.diagnostics import machine
 from svdpp.diagnostics.machine import cpu_model, environment, median_costs
@@ -142,7 +142,7 @@ def test_ranks_and_transfers_of_several_hosts_are_told_apart() -> None:
 
 
 def test_a_step_of_a_pair_and_a_part_of_a_decode_count_as_whole_ones() -> None:
-    config = replace(_config(2), cfg_parallel=2)
+    config = replace(_config(2), parallel=ParallelConfig(cfg_parallel_size=2))
     trace = _note(Trace(2), {0: 1.0, 1: 1.0}, {(0, 1): 0.1})
     trace(1, ActionDone(action="DECODE c0 @2 8:16/16", start=5.0, end=6.0, waited=0.0))
     costs = median_costs(config, None, [trace], source="")

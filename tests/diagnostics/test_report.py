@@ -25,7 +25,7 @@ from svdpp.driver.trace import Trace
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout
-from svdpp.plan.layout import ParallelConfig, layout_fields
+from svdpp.plan.layout import Layout
 from svdpp.worker.messages import ActionDone, ClipDone, Joined, StepDone, TransferDone
 from tests.support.made_up_runs import EVEN, delayed, leave, replayed, with_rank
 from tests.support.processes import allowing_for_others
@@ -210,10 +210,9 @@ def test_the_known_bottleneck_comes_first_and_its_advice_holds(kind: str, tmp_pa
     asked = parsed(f"svdpp run photo.jpg {advice.options}")["options"]
     names: dict[str, Any] = {"data_parallel_size": metrics.world_size}
     if asked.layout is None:
-        names = {name: getattr(asked, name) for name in ("split", "replicas", "decoders")}
-        names = layout_fields(names)
+        names = asked.parallel_fields
     counts = {"num_steps": metrics.num_steps, "world_size": metrics.world_size}
-    layout = ParallelConfig(**counts, **names, costs=metrics.costs)
+    layout = Layout(**counts, **names, costs=metrics.costs)
     assert (layout.split, layout.data_parallel_size) != ("uniform", 1), (
         "the layout of each made-up run"
     )

@@ -18,6 +18,7 @@ from svdpp.config import (
     ClipRequest,
     ModelConfig,
     OutputConfig,
+    ParallelConfig,
     PipelineConfig,
     SvdSampling,
     VideoFormat,
@@ -85,7 +86,7 @@ def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
         ClipInput(replace(media_file, path=tmp_path / f"{index}.jpg", width=size, height=4000))
         for index, size in enumerate(sizes)
     ]
-    config = replace(CONFIG, replicas=replicas)
+    config = replace(CONFIG, parallel=ParallelConfig(data_parallel_size=replicas))
     policy = OutputPolicy(folder=tmp_path)
     plan = plan_clips(inputs, [0], policy, config, find_checkpoint(config.model))
     rest = [index for index in range(len(sizes)) if index not in first]

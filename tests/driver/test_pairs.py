@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, LtxSampling, ModelConfig, PipelineConfig, WanSampling
+from svdpp.config import (
+    ClipRequest,
+    LtxSampling,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    WanSampling,
+)
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import resolve_config
@@ -19,6 +26,7 @@ from svdpp.media.inputs import example_images
 from svdpp.models.base import DTYPES
 from svdpp.plan.actions import Kind
 from svdpp.plan.costs import CostModel
+from svdpp.plan.parallel import layout_fields
 from svdpp.verification.verify import verify
 from tests.support.builders import small_svd
 from tests.support.damage import Damage
@@ -50,13 +58,20 @@ MODELS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-def config_of(name: str, folder: Path, dtype: Any = "fp32", **changes: Any) -> PipelineConfig:
+PAIRED = ParallelConfig(cfg_parallel_size=2)
+
+
+def config_of(
+    name: str, folder: Path, dtype: Any = "fp32", world_size: int = 2, **options: Any
+) -> PipelineConfig:
+    """Pairs, unless the options of the layout say otherwise."""
     saved, from_image = MODELS[name]
     save_tiny_wan(folder, **saved, dtype=DTYPES[dtype])
     return PipelineConfig(
         model=ModelConfig(name=str(folder), dtype=dtype),
         sampling=WanSampling(**WAN, from_image=from_image),
-        **{"world_size": 2, "cfg_parallel": 2, **changes},
+        world_size=world_size,
+        parallel=ParallelConfig(**layout_fields({"cfg_parallel": 2, **options})),
     )
 
 
@@ -125,14 +140,24 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
     if lost == "the decode":
         whole, request = svd(1), ClipRequest(seed=1, image=PHOTO)
         costs = CostModel(step_seconds=1, decode_seconds=100)
-        first, again = svd(2, split="balanced", costs=costs), svd(2, cfg_parallel=2)
+        first, again = (
+            svd(2, parallel=ParallelConfig(split="balanced"), costs=costs),
+            svd(2, parallel=PAIRED),
+        )
         until = str(tmp_path / f"latents/{KEY}_step4.safetensors")
         fault = Damage("raise", 1, 0, place="decode", until=until)
     else:
         size = 1 if lost == "half of one rank" else 2
-        whole = config_of("t2v-two-experts", tmp_path / "model", world_size=1, cfg_parallel=1)
-        first = replace(whole, world_size=2 * size, cfg_parallel=size)
-        again = replace(whole, world_size=3 - size, cfg_parallel=3 - size)
+        whole = config_of(
+            "t2v-two-experts",
+            tmp_path / "model",
+            world_size=1,
+            parallel=ParallelConfig(),
+        )
+        first = replace(whole, world_size=2 * size, parallel=ParallelConfig(cfg_parallel_size=size))
+        again = replace(
+            whole, world_size=3 - size, parallel=ParallelConfig(cfg_parallel_size=3 - size)
+        )
         request, fault = REQUESTS[0], Damage("nan", size, 0)
     latents = tmp_path / "latents"
     latents.mkdir()
@@ -155,7 +180,10 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["svd", pytest.param("svd in bf16", marks=MORE), "ltx"])
 def test_the_halves_of_a_batch_are_close_but_not_exact(tmp_path: Path, model: str) -> None:
-    config, request = small_svd(2, cfg_parallel=2), replace(REQUESTS[0], image=PHOTO, prompt=None)
+    config, request = (
+        small_svd(2, parallel=PAIRED),
+        replace(REQUESTS[0], image=PHOTO, prompt=None),
+    )
     if model == "svd in bf16":
         config = replace(config, model=replace(config.model, dtype="bf16"))
     elif model == "ltx":
@@ -200,7 +228,7 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("options", "words"),
     [
         ({"world_size": 3}, "needs pairs of ranks, got 3"),
         ({"cfg_parallel": 3}, "must be 1 or 2, got 3"),
@@ -214,9 +242,27 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
         ),
     ],
 )
-def test_what_cannot_be_shared_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_shared_is_refused(options: dict[str, Any], words: str) -> None:
+    others = {
+        name: options[name] for name in ("world_size", "allow_mixed_devices") if name in options
+    }
+    chosen = {name: value for name, value in options.items() if name not in others}
     with pytest.raises(RequestError, match=words):
-        replace(dummy(2, steps=6), **{"cfg_parallel": 2, **changes})
+        replace(
+            dummy(2, steps=6),
+            parallel=ParallelConfig(**layout_fields({"cfg_parallel": 2, **chosen})),
+            **others,
+        )
+
+
+def test_old_names_of_a_layouts_fields_are_taken_with_a_warning() -> None:
+    """Arguments and attributes of `PipelineConfig` until 0.3."""
+    config = dummy(4, steps=8)
+    with pytest.warns(DeprecationWarning, match="in place of replicas, cfg_parallel"):
+        old = replace(config, replicas=2, cfg_parallel=2)
+    chosen = ParallelConfig(data_parallel_size=2, cfg_parallel_size=2)
+    assert old == replace(config, parallel=chosen)
+    assert (old.replicas, old.cfg_parallel, old.decode_ranks) == (2, 2, None)  # type: ignore[attr-defined]
 
 
 def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
@@ -225,17 +271,19 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="the guidance is off: each step has one branch"):
         resolve_config(replace(config, sampling=unguided))
     with pytest.raises(RequestError, match="`decode_ranks` 2 cannot divide the decode of"):
-        resolve_config(replace(config, decode_ranks=2))
+        resolve_config(replace(config, parallel=replace(PAIRED, decode_parallel_size=2)))
     with pytest.raises(RequestError, match="started for clips from text alone"):
         RequestScheduler(*resolve_config(config)).resolve_request(
             replace(REQUESTS[0], sampling=replace(text, from_image=True))
         )
-    chunks = svd(2, cfg_parallel=2)
+    chunks = svd(2, parallel=PAIRED)
     whole = replace(chunks, sampling=replace(chunks.sampling, decode_chunk_size=None))
     with pytest.raises(RequestError, match="a clip of 5 frames is decoded in 1") as caught:
-        resolve_config(replace(whole, decode_ranks=2))
+        resolve_config(replace(whole, parallel=replace(PAIRED, decode_parallel_size=2)))
     assert "`decode_ranks` 1 or fewer, or a smaller `decode_chunk_size`" in caught.value.hint
-    assert [resolve_config(each)[0].decode_ranks for each in (config, whole, chunks)] == [1, 1, 2]
+    assert [
+        resolve_config(each)[0].parallel.decode_parallel_size for each in (config, whole, chunks)
+    ] == [1, 1, 2]
 
 
 # --- one decode by several ranks ----------------------------------------------------------------
@@ -250,22 +298,26 @@ def svd(world_size: int, **changes: Any) -> PipelineConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "decodes"),
+    ("world_size", "parallel", "decodes"),
     [
-        ({"world_size": 2, "cfg_parallel": 2}, {0: 2, 1: 2, 2: 1}),
+        (2, PAIRED, {0: 2, 1: 2, 2: 1}),
         pytest.param(
-            {"world_size": 4, "replicas": 2, "decode_ranks": 2}, {0: 2, 1: 2, 2: 1}, marks=MORE
+            4,
+            ParallelConfig(data_parallel_size=2, decode_parallel_size=2),
+            {0: 2, 1: 2, 2: 1},
+            marks=MORE,
         ),
-        ({"world_size": 3, "split": "balanced", "decode_ranks": 3}, {0: 3, 1: 2, 2: 1}),
+        (3, ParallelConfig(split="balanced", decode_parallel_size=3), {0: 3, 1: 2, 2: 1}),
     ],
 )
 def test_as_many_ranks_as_a_clip_has_chunks_decode_the_bits_of_one(
-    layout: dict[str, Any], decodes: dict[int, int]
+    world_size: int, parallel: ParallelConfig, decodes: dict[int, int]
 ) -> None:
-    config, found = svd(**layout), list[list[str]]()
+    config, found = svd(world_size, parallel=parallel), list[list[str]]()
     own = [replace(config.sampling, num_frames=frames) for frames in (5, 3, 2)]
     requests = [ClipRequest(seed=1, image=PHOTO, sampling=sampling) for sampling in own]
-    for one_or_several in (replace(config, decode_ranks=1), config):
+    alone = replace(config.parallel, decode_parallel_size=1)
+    for one_or_several in (replace(config, parallel=alone), config):
         with Pipeline(one_or_several) as pipeline:
             found.append([result.metadata["frames_sha256"] for result in pipeline.run(requests)])
     assert found[0] == found[1]
@@ -275,7 +327,9 @@ def test_as_many_ranks_as_a_clip_has_chunks_decode_the_bits_of_one(
 
 @pytest.mark.slow
 def test_verify_compares_a_decode_by_several_ranks() -> None:
-    config, _ = resolve_config(svd(3, split="alternating", decode_ranks=3))
+    config, _ = resolve_config(
+        svd(3, parallel=ParallelConfig(split="alternating", decode_parallel_size=3))
+    )
     result = verify(config, [ClipRequest(seed=seed, image=PHOTO) for seed in (1, 2, 3, 4)])
     assert result.bitwise
     assert {check.what for check in result.checks} == {"latent", "final_latent", "frames"}

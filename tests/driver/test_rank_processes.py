@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from svdpp.comm.packet import Packet
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest, ModelConfig, ParallelConfig, PipelineConfig, SvdSampling
 from svdpp.driver import ranks
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.ranks import have_mixed_conditions, shared_settings
@@ -110,7 +110,9 @@ def _row(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
     image = PHOTO if case.image or is_svd else None
     videos = dict.fromkeys(case.config().videos, image or "")
     request = ClipRequest(seed=3, prompt=None if is_svd else "the sea", image=image, videos=videos)
-    config = PipelineConfig(world_size=3, model=model, sampling=case.config(), split="balanced")
+    config = PipelineConfig(
+        world_size=3, model=model, sampling=case.config(), parallel=ParallelConfig(split="balanced")
+    )
     return config, request
 
 
@@ -200,7 +202,7 @@ def test_terms_are_what_bits_and_lists_depend_on() -> None:
     assert json.loads(json.dumps(ours)) == ours
     for other in (
         replace(CONFIG, num_threads=2),
-        replace(CONFIG, split="alternating"),
+        replace(CONFIG, parallel=ParallelConfig(split="alternating")),
         replace(CONFIG, model=ModelConfig(name="demo", dtype="fp16")),
         replace(CONFIG, sampling=replace(CONFIG.sampling, fps=8)),
     ):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, OutputConfig, SvdSampling
+from svdpp.config import ClipRequest, OutputConfig, ParallelConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import resolve_config
@@ -207,7 +207,7 @@ _CHANGES: list[dict[str, Any]] = [
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 def test_each_clip_has_the_bits_of_diffusers(tmp_path: Path) -> None:
-    pipeline_config = small_svd(3, split="alternating")
+    pipeline_config = small_svd(3, parallel=ParallelConfig(split="alternating"))
     sampling = pipeline_config.sampling
     requests = [
         ClipRequest(
@@ -262,3 +262,28 @@ def test_a_prompt_whose_bytes_are_no_text_is_refused_at_once(
     assert done.returncode == 2, done.stderr
     assert "--prompt is not UTF-8" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel", "expected"),
+    [
+        ("auto", ParallelConfig(), "data parallel of pairs"),
+        ("auto", ParallelConfig(cfg_parallel_size=2), "data parallel of pairs"),
+        ("data-parallel", ParallelConfig(), "data parallel"),
+        ("pipeline", ParallelConfig(split="balanced"), "1 replica of 4 ranks, balanced"),
+    ],
+)
+def test_python_programs_ask_for_a_layout_by_name(
+    layout: Any, parallel: ParallelConfig, expected: str
+) -> None:
+    pipeline = Pipeline(config(4, steps=8, parallel=parallel), layout=layout, num_clips=1)
+    assert str(pipeline.config.layout) == expected
+    assert bool(pipeline.layout_reason) == (layout == "auto")
+
+
+def test_a_layout_by_name_refuses_what_it_chooses_and_needs_the_number_of_clips() -> None:
+    balanced = config(4, steps=8, parallel=ParallelConfig(split="balanced"))
+    with pytest.raises(RequestError, match="`layout` auto chooses the layout: leave out `split`"):
+        Pipeline(balanced, layout="auto", num_clips=1)
+    with pytest.raises(RequestError, match="auto needs the number of clips"):
+        Pipeline(config(4, steps=8), layout="auto")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import ClipRequest, ModelConfig, ParallelConfig, PipelineConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.plan.costs import CostModel
@@ -105,9 +105,11 @@ DECODING = replace(
     model=replace(DUMMY.model, dummy_sleeps=True, dummy_latent_shape=(1, 4, 3, 8, 8)),
     sampling=replace(DUMMY.sampling, decode_chunk_size=1),
     costs=CostModel(step_seconds=0.005, decode_seconds=0.03),
-    decode_ranks=WORLD_SIZE,
+    parallel=ParallelConfig(decode_parallel_size=WORLD_SIZE),
 )
-PAIRS = replace(DECODING, world_size=4, cfg_parallel=2, decode_ranks=2)
+PAIRS = replace(
+    DECODING, world_size=4, parallel=ParallelConfig(cfg_parallel_size=2, decode_parallel_size=2)
+)
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 STRUCK = [
     *((DEMO, MIDDLE, "start", KILLED), (DEMO, LAST, "load", KILLED)),
@@ -212,7 +214,9 @@ def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int
 
 @functools.cache
 def _of_one_rank() -> list[str]:
-    with Pipeline(replace(DECODING, world_size=1, decode_ranks=1)) as alone:
+    with Pipeline(
+        replace(DECODING, world_size=1, parallel=ParallelConfig(decode_parallel_size=1))
+    ) as alone:
         return [result.metadata["latents_sha256"] for result in alone.run(_clips())]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig
+from svdpp.config import ClipRequest, ModelConfig, ParallelConfig, PipelineConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.verification.verify import run_pipelined
 from tests.gpu.inside_ranks import Counted, HostWaits
@@ -47,7 +47,7 @@ def _config(family: Case, machine: Machine, folder: Path, world_size: int) -> Pi
         model=ModelConfig(name=str(folder), dtype="fp32"),
         sampling=family.config(num_inference_steps=STEPS),
         device=machine.shared,
-        split="alternating" if world_size > 1 else "uniform",
+        parallel=ParallelConfig(split="alternating" if world_size > 1 else "uniform"),
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from svdpp.comm import streams
 from svdpp.comm.packet import Packet
 from svdpp.comm.transport import Transport
+from svdpp.config import ParallelConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.errors import OutOfMemoryError, RankError
 from svdpp.launch.worker_group import LaunchContext, start_ranks
@@ -41,7 +42,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def test_three_ranks_on_one_gpu_are_exact(
     machine: Machine, report: Report, deterministic: bool
 ) -> None:
-    config = machine.config(3, split="alternating", deterministic=deterministic)
+    config = machine.config(
+        3, parallel=ParallelConfig(split="alternating"), deterministic=deterministic
+    )
     name = f"demo model, 3 ranks on {machine.shared}, deterministic {deterministic}"
     report.prove(name, config, machine.requests(6))
 

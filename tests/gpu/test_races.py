@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from svdpp.config import ParallelConfig
 from svdpp.verification.verify import run_pipelined
 from tests.gpu.inside_ranks import Watched
 from tests.gpu.machine import Machine, Report
@@ -23,7 +24,7 @@ def _found(machine: Machine, folder: Path, *, planted: bool) -> tuple[set[str], 
     watched.mkdir()
     tensors.mkdir()
     fault = Watched("hang", 0, 0, folder=str(watched), planted=planted)
-    config = machine.all_devices(split="alternating", checksum=True)
+    config = machine.all_devices(parallel=ParallelConfig(split="alternating"), checksum=True)
     run_pipelined(config, machine.requests(3), tensors, fault=fault)
     assert len(list(watched.iterdir())) == config.world_size
     lines = [line for file in watched.iterdir() for line in file.read_text().splitlines()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import PipelineConfig
+from svdpp.config import ParallelConfig, PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.plan.forecast import summarise
 from svdpp.worker.messages import StepDone, TransferDone
@@ -59,7 +59,7 @@ def test_all_cards_at_full_size_are_exact(
 def test_twenty_runs_of_the_demo_have_the_same_bits(machine: Machine, report: Report) -> None:
     found = set()
     for _ in range(2 if machine.is_small else 20):
-        with Pipeline(_config(machine, split="alternating")) as pipeline:
+        with Pipeline(_config(machine, parallel=ParallelConfig(split="alternating"))) as pipeline:
             results = pipeline.run(machine.requests(machine.world_size + 1))
         found.add(tuple(result.metadata["latents_sha256"] for result in results))
     report.add("demo model twenty times over", different_results=len(found))
@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_and_nobody_hangs(
 def test_the_makespan_is_what_the_forecast_says(
     machine: Machine, report: Report, full_size: Path
 ) -> None:
-    config = machine.full_size(full_size, split="alternating")
+    config = machine.full_size(full_size, parallel=ParallelConfig(split="alternating"))
     with Pipeline(config) as pipeline:
         requests = machine.requests(machine.world_size * 3)
         pipeline.run(requests)

@@ -14,7 +14,14 @@ from typing import ClassVar
 import huggingface_hub
 import pytest
 
-from svdpp.config import LtxSampling, ModelConfig, PipelineConfig, SvdSampling, WanSampling
+from svdpp.config import (
+    LtxSampling,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    SvdSampling,
+    WanSampling,
+)
 from svdpp.driver.resolve import check_memory, resolve_config
 from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
@@ -188,7 +195,7 @@ PARTS = ("text_encoder", "transformer", "transformer_2", "vae")
 #: Four ranks; the first two steps are those of the first expert.
 CONFIG = PipelineConfig(
     world_size=4,
-    split="balanced",
+    parallel=ParallelConfig(split="balanced"),
     model=ModelConfig(name="org/tiny"),
     sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
 )

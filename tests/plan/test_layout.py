@@ -16,7 +16,7 @@ from svdpp.plan.actions import SENDS, Action, Kind, Schedule, build_schedule
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule
-from svdpp.plan.layout import ParallelConfig, assign_replicas
+from svdpp.plan.layout import Layout, assign_replicas
 from svdpp.plan.roles import Roles
 from svdpp.plan.split import (
     Stage,
@@ -43,7 +43,7 @@ num_clips = st.integers(1, 20)
 @given(layouts(pairs=True), num_clips, st.data())
 @settings(max_examples=200)
 def test_any_layout_can_be_performed(
-    is_resumed: bool, layout: ParallelConfig, clips: int, data: st.DataObject
+    is_resumed: bool, layout: Layout, clips: int, data: st.DataObject
 ) -> None:
     """Each step is done once and in order, without deadlock, with at most two packets in flight.
 
@@ -82,7 +82,7 @@ def talking(schedule: Schedule, *, decode: bool = False) -> set[tuple[int, int]]
     }
 
 
-def used_roles(layout: ParallelConfig, actions: Sequence[Action]) -> Roles:
+def used_roles(layout: Layout, actions: Sequence[Action]) -> Roles:
     kinds = {action.kind for action in actions}
     boundary = layout.expert_boundary or layout.num_steps
     steps = [
@@ -101,7 +101,7 @@ def used_roles(layout: ParallelConfig, actions: Sequence[Action]) -> Roles:
 
 @pytest.mark.slow
 @given(layouts(pairs=True))
-def test_links_and_roles_are_those_that_come_to_be_used(layout: ParallelConfig) -> None:
+def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
     """Many clips use no other links or roles; rare alternating cuts may not occur among them."""
     schedule = layout.schedule(60 * layout.data_parallel_size * layout.num_decoders)
     used = [used_roles(layout, actions) for actions in schedule]
@@ -115,9 +115,7 @@ def test_links_and_roles_are_those_that_come_to_be_used(layout: ParallelConfig) 
 
 
 @given(layouts(pairs=True), num_clips)
-def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(
-    layout: ParallelConfig, clips: int
-) -> None:
+def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips: int) -> None:
     """It skips ranks without steps, except the first and the last."""
     shares = {share.rank: share for share in layout.all_shares}
     assert sorted(shares) == list(range(layout.world_size))
@@ -142,9 +140,9 @@ def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(
 def test_peak_memory_follows_the_roles() -> None:
     costs = CostModel(decode_seconds=4, **memory((1, 3, 0.5), (1, 5, 9)))
     options: dict[str, Any] = {"num_steps": 12, "world_size": 4, "costs": costs}
-    assert ParallelConfig(**options, split="balanced").peak_gib == (9, 8, 8, 9.5)
-    assert ParallelConfig(**options, data_parallel_size=4).peak_gib == (13.5,) * 4
-    assert ParallelConfig(num_steps=12, world_size=4).peak_gib == (None,) * 4
+    assert Layout(**options, split="balanced").peak_gib == (9, 8, 8, 9.5)
+    assert Layout(**options, data_parallel_size=4).peak_gib == (13.5,) * 4
+    assert Layout(num_steps=12, world_size=4).peak_gib == (None,) * 4
 
 
 @pytest.mark.parametrize(
@@ -230,7 +228,7 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
 def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
     options = {"num_steps": 24, "world_size": 8, **options}
     with pytest.raises(RequestError) as caught:
-        ParallelConfig(**options)
+        Layout(**options)
 
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
@@ -292,7 +290,7 @@ def test_alternating_ranges_are_in_order_and_near_their_means(
 
 
 @given(layouts())
-def test_no_division_of_the_steps_and_ranks_is_faster(layout: ParallelConfig) -> None:
+def test_no_division_of_the_steps_and_ranks_is_faster(layout: Layout) -> None:
     """Of fixed cuts the slowest stage is as fast as possible, of alternating ones up to 0.5%."""
     shares = {share.rank: share.mean_steps for share in layout.all_shares}
     for replica in range(layout.data_parallel_size):
@@ -320,7 +318,7 @@ def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
     )
 
 
-def divisions(layout: ParallelConfig, stages: list[Stage]) -> list[tuple[StageGroup, ...]]:
+def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[StageGroup, ...]]:
     """All divisions of the stages between separate experts, at least one each."""
     if layout.expert_boundary is None or not layout.separates_experts:
         return [(StageGroup(layout.num_steps, stages),)]
@@ -333,9 +331,7 @@ def divisions(layout: ParallelConfig, stages: list[Stage]) -> list[tuple[StageGr
 
 def test_a_rank_that_only_decodes_holds_no_expert() -> None:
     costs = CostModel(decode_seconds=9)
-    layout = ParallelConfig(
-        num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6
-    )
+    layout = Layout(num_steps=12, world_size=4, split="alternating", costs=costs, expert_boundary=6)
     assert layout.roles[3] == Roles(encode=False, denoise=False, decode=True)
     assert [set(role.experts) for role in layout.roles] == [{0}, {1}, {1}, set()]
 
@@ -345,7 +341,7 @@ def test_a_rank_that_only_decodes_holds_no_expert() -> None:
 A100 = PRESETS["svd-xt-a100"]
 
 
-def choose(**options: Any) -> tuple[ParallelConfig, str]:
+def choose(**options: Any) -> tuple[Layout, str]:
     choice = choose_layout(
         **{"num_steps": 25, "world_size": 8, "num_clips": 80, "costs": A100, **options}
     )
@@ -363,7 +359,7 @@ def test_nothing_simple_is_better(
     makespan = forecast_layout(chosen, num_clips).makespan
     for replicas in divisors(world_size):
         for split in ("balanced", "alternating"):
-            other = ParallelConfig(**counts, data_parallel_size=replicas, split=split)  # type: ignore[arg-type]
+            other = Layout(**counts, data_parallel_size=replicas, split=split)  # type: ignore[arg-type]
             if other.replica_size <= num_steps + 2:
                 assert makespan <= forecast_layout(other, num_clips).makespan * 1.002
     assert "\n" not in reason

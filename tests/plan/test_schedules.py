@@ -28,17 +28,17 @@ from svdpp.plan.forecast import (
     simulate_schedule,
     summarise,
 )
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 from tests.support.plans import check_schedule, costs, layouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def layout(num_steps: int, world_size: int, **options: Any) -> ParallelConfig:
-    return ParallelConfig(num_steps=num_steps, world_size=world_size, **options)
+def layout(num_steps: int, world_size: int, **options: Any) -> Layout:
+    return Layout(num_steps=num_steps, world_size=world_size, **options)
 
 
-def last_resumed(layout: ParallelConfig, num_clips: int, at: int) -> Schedule:
+def last_resumed(layout: Layout, num_clips: int, at: int) -> Schedule:
     *routes, last = map(layout.route, range(num_clips))
     return build_schedule([*routes, last.resumed(at)], layout.world_size)
 
@@ -131,7 +131,7 @@ def test_makespan_with_all_costs(
 
 @given(layouts(pairs=True), st.integers(1, 12))
 def test_a_rank_does_one_thing_at_a_time_in_the_order_of_its_list(
-    layout: ParallelConfig, num_clips: int
+    layout: Layout, num_clips: int
 ) -> None:
     schedule = layout.schedule(num_clips)
     spans = simulate_schedule(schedule, layout.costs)
@@ -236,7 +236,7 @@ def test_measured_times_may_begin_anywhere() -> None:
     5,
 )
 @given(layouts(pairs=True), st.integers(1, 20))
-def test_a_layouts_forecast_is_that_of_its_replay(layout: ParallelConfig, num_clips: int) -> None:
+def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int) -> None:
     layout = replace(layout, decodes=True)
     schedule = layout.schedule(num_clips)
     simulated = summarise(simulate_schedule(schedule, layout.costs), layout.world_size)

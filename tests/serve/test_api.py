@@ -435,6 +435,14 @@ def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
 def test_the_server_describes_itself(server: HttpServer) -> None:
     models = server.client.get("/v1/models").json()
     engine = server.client.get("/v1/engine").json()
+    layout = {
+        "split": "uniform",
+        "replicas": 1,
+        "decoders": 1,
+        "cfg_parallel": 1,
+        "decode_ranks": 1,
+    }
+    assert engine["layout"].items() >= layout.items()
     document = server.client.get("/openapi.json").json()
 
     (model,) = models["data"]

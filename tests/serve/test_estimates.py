@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from svdpp.config import ClipRequest, WanSampling
+from svdpp.config import ClipRequest, ParallelConfig, WanSampling
 from svdpp.driver import resolve as memory
 from svdpp.driver.clips import ClipProgress
 from svdpp.driver.resolve import resolve_config
@@ -21,7 +21,7 @@ from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.plan.actions import Action
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule, steady_seconds_per_clip
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 from svdpp.serve.clips import Admission, RunningClip
 from svdpp.serve.engine import RankMonitor, RankSnapshot
 from svdpp.serve.fleet import Estimate, EtaEstimator
@@ -50,11 +50,15 @@ from tests.support.engines import (
 def test_steps_that_need_a_rank_without_weights() -> None:
     few, many = (replace(SAMPLING, num_inference_steps=steps) for steps in (2, 25))
     with pytest.raises(RequestError, match="started with `num_inference_steps` 2") as caught:
-        Admission(dummy_config(4, split="alternating", sampling=few), None).check(many)
+        Admission(
+            dummy_config(4, parallel=ParallelConfig(split="alternating"), sampling=few), None
+        ).check(many)
     error = to_api_error(caught.value)
     assert error.hint == "use 2 steps"
     assert error.details["field"] == "steps"
-    Admission(dummy_config(4, split="alternating", sampling=many), None).check(many)
+    Admission(
+        dummy_config(4, parallel=ParallelConfig(split="alternating"), sampling=many), None
+    ).check(many)
 
 
 @pytest.mark.slow
@@ -140,7 +144,7 @@ def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
             num_free_slots=2,
             recent_jobs={0: dummy_job(0)},
         )
-        config = SimpleNamespace(world_size=ranks, cfg_parallel=1)
+        config = SimpleNamespace(world_size=ranks, parallel=ParallelConfig())
         engine: Any = SimpleNamespace(dispatcher=dispatcher, config=config)
         found = EtaEstimator(store, engine, lambda: servers)
         for seconds in (9.0, 2.0, 2.0):  # the rank warms up
@@ -177,7 +181,7 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
         store.add(dummy_job(seed), max_open=None)
     made = estimates(ranks=2)
     made._recent_work.clear()
-    layout = ParallelConfig(
+    layout = Layout(
         num_steps=STEPS, world_size=2, costs=CostModel(step_seconds=2, decode_seconds=4)
     )
     for rank, action, start, end in simulate_schedule(layout.schedule(3), layout.costs):

@@ -66,7 +66,7 @@ def test_its_options_reach_ranks_and_queue(tmp_path: Path) -> None:
     config = settings.config
     assert config.heartbeat_timeout_seconds == 7
     assert (config.timeout_seconds, config.start_timeout_seconds) == (90, 80)
-    assert config.split == "alternating"
+    assert config.parallel.split == "alternating"
     assert (settings.max_open, settings.upload_bytes) == (3, 4 * 2**20)
     assert (settings.max_steps, settings.max_frames) == (40, 30)
     assert (settings.keep_seconds, settings.keep_bytes) == (2 * 86400, 1_500_000_000)

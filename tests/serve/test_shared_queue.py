@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from svdpp.config import ParallelConfig
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.clock import uptime
 from svdpp.serve.fleet import Fleet
@@ -83,7 +84,9 @@ def recovered(queue: JobQueue) -> list[Job]:
 def fleet_of(queue: JobQueue) -> Fleet:
     """A server of the fleet, whose ranks have nothing to do."""
     dispatcher = Mock(num_free_slots=1, clips=list)
-    engine = Mock(dispatcher=dispatcher, state="ready", config=Mock(world_size=2, cfg_parallel=1))
+    engine = Mock(
+        dispatcher=dispatcher, state="ready", config=Mock(world_size=2, parallel=ParallelConfig())
+    )
     queue.model_key = "demo"
     return Fleet(queue, engine, Capabilities(model="demo", sampling=SAMPLING, sizes=()))
 

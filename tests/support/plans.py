@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from svdpp.plan.actions import SENDS, Action, FrameRange, Kind, Schedule
 from svdpp.plan.costs import CostModel
-from svdpp.plan.layout import SPLITS, ParallelConfig
+from svdpp.plan.layout import Layout
+from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import StageGroup
 
 # Binary fractions have exact sums in any order, so times can be compared with ==.
@@ -47,7 +48,7 @@ WAN: dict[str, Any] = {
 
 
 @st.composite
-def layouts(draw: st.DrawFn, *, pairs: bool = False) -> ParallelConfig:
+def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
     """Any layout that can be built, on one host or several, of single ranks or also of pairs."""
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     cfg_parallel = draw(st.integers(1, 1 + pairs))
@@ -69,7 +70,7 @@ def layouts(draw: st.DrawFn, *, pairs: bool = False) -> ParallelConfig:
         num_steps = draw(st.integers(1 + has_two, 12))
     if has_two and boundary is None:
         boundary = draw(st.integers(1, num_steps - 1))
-    return ParallelConfig(
+    return Layout(
         num_steps=num_steps,
         world_size=world_size,
         split=split,

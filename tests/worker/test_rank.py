@@ -17,6 +17,7 @@ from svdpp.config import (
     SAMPLING_CLASSES,
     ClipRequest,
     ModelConfig,
+    ParallelConfig,
     PipelineConfig,
     WanSampling,
     extra_params,
@@ -27,7 +28,7 @@ from svdpp.launch.world import World
 from svdpp.plan.actions import Schedule, build_schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule
-from svdpp.plan.layout import ParallelConfig
+from svdpp.plan.layout import Layout
 from svdpp.worker import rank as module
 from svdpp.worker.messages import ActionBatch, Cancel, ClipJob, Failed, Finished, Stop, parse
 from svdpp.worker.rank import ActionQueue, CommandReceiver
@@ -36,12 +37,12 @@ from tests.support.plans import check_receives, check_schedule, layouts
 from tests.support.tiny_families import save_tiny_wan
 
 
-def _one_by_one(layout: ParallelConfig, clips: int) -> list[Schedule]:
+def _one_by_one(layout: Layout, clips: int) -> list[Schedule]:
     return [build_schedule([layout.route(clip)], layout.world_size) for clip in range(clips)]
 
 
 @given(layouts().map(lambda layout: replace(layout, decode_parallel_size=1)), st.integers(1, 8))
-def test_lists_that_wait_join_to_the_list_of_all_clips(layout: ParallelConfig, clips: int) -> None:
+def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: int) -> None:
     together = layout.schedule(clips)
     alone = _one_by_one(layout, clips)
     for rank in range(layout.world_size):
@@ -53,7 +54,7 @@ def test_lists_that_wait_join_to_the_list_of_all_clips(layout: ParallelConfig, c
 
 def test_clips_that_two_ranks_decode_together_overlap_also_one_at_a_time() -> None:
     """A service submits them so: the first rank decodes its part after the next clip's steps."""
-    layout = ParallelConfig(num_steps=4, world_size=2, decode_parallel_size=2, chunks=(1, 1))
+    layout = Layout(num_steps=4, world_size=2, decode_parallel_size=2, chunks=(1, 1))
     together, alone = layout.schedule(6), _one_by_one(layout, 6)
     joined = []
     for rank in range(2):
@@ -74,7 +75,7 @@ def test_clips_that_two_ranks_decode_together_overlap_also_one_at_a_time() -> No
 
 @given(layouts(pairs=True), st.integers(1, 8), st.data())
 def test_lists_that_come_at_any_time_can_be_performed(
-    layout: ParallelConfig, clips: int, data: st.DataObject
+    layout: Layout, clips: int, data: st.DataObject
 ) -> None:
     performed = []
     for rank in range(layout.world_size):
@@ -177,7 +178,7 @@ def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
     folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875, dtype=torch.bfloat16, width=8)
     config = PipelineConfig(
         world_size=4,
-        split="balanced",
+        parallel=ParallelConfig(split="balanced"),
         model=ModelConfig(name=str(folder), dtype="bf16"),
         sampling=WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5),
     )

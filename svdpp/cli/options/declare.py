@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import Field, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,27 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
         more: further arguments of `typer.Option`.
     """
     return option(*names, panel=panel, metavar="", help=help, common=common, **more)
+
+
+def options_field(options: Mapping[str, Any]) -> Any:
+    """Return a field of an option group that collects several options, whose defaults are None.
+
+    Its value is a mapping of the given ones.
+
+    Args:
+        options: annotation of each, by the name of its parameter.
+    """
+    return field(default_factory=dict, metadata={"options": options})
+
+
+def collected_options(each: Field[Any]) -> Mapping[str, Any]:
+    """Return the options that a field of an option group collects; empty for most fields.
+
+    Args:
+        each: field of a dataclass.
+    """
+    options: Mapping[str, Any] = each.metadata.get("options", {})
+    return options
 
 
 def path_option(*names: str, **about: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp.cli.options import complete
@@ -13,37 +14,31 @@ from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODEL,
     DUMMY_MODEL,
+    OPTION_PARAMS,
     SAMPLING_CLASSES,
     Dtype,
     Fit,
     Lora,
     ModelConfig,
-    PromptedSampling,
     SamplingConfig,
-    SvdSampling,
     extra_params,
-    params_of,
-    sampling_defaults,
+    sampling_of_model,
 )
 from svdpp.config.limits import MAX_SEED, check_int, require
+from svdpp.driver.request import default_dtype
 from svdpp.errors import RequestError, nearest
 
 if TYPE_CHECKING:
-    from svdpp.models.checkpoint import InputUse
+    from svdpp.models.checkpoint import Checkpoint, InputUse
 
 _MAX_SEEDS = 100_000
-# Frames that --memory-opt decodes at a time: from diffusers' low-memory recipe for SVD.
-_LOW_MEMORY_CHUNK = 2
-
-#: Every parameter with an option of its own, by the name of its field.
-_SHARED = {**params_of(PromptedSampling), **params_of(SvdSampling)}
 #: The parameters that only families with prompts take.
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
 
 
 def _param_option(name: str, metavar: str = "", *, default: str = "", **more: Any) -> Any:
     """Return the option of the parameter `name`, as its `Param` describes it."""
-    param = _SHARED[name]
+    param = OPTION_PARAMS[name]
     if not default and param.default is not None and name not in PROMPT_FIELDS:
         default = f"{param.default} for SVD"
     return option(
@@ -209,21 +204,29 @@ class ModelOptions:
 
     @property
     def family(self) -> str:
-        """Family of the model; reads its `model_index.json`, and may download it."""
-        if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
-            return "svd"
-        from svdpp.models.checkpoint import family_of_model  # light commands need it rarely
+        """Family of the model; reads its configs, and may download them."""
+        return "svd" if self.checkpoint is None else self.checkpoint.family
 
-        return family_of_model(self.model_config("cpu"))
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """Checkpoint of the model, of which only the configs are read, once for each command.
+
+        None for models that are known without a look: the default, the demo and the dummy one.
+
+        Raises:
+            ModelError: there is no such model, or svdpp does not run it.
+            RequestError: the options contradict the checkpoint.
+        """
+        if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
+            return None
+        from svdpp.models.checkpoint import find_checkpoint  # light commands need it rarely
+
+        return find_checkpoint(self.model_config("cpu"), weights=False)
 
     @property
     def image_use(self) -> InputUse:
-        """Use of an image by clips; reads the model's configs only if it takes prompts."""
-        if self.family == "svd":
-            return "needed"
-        from svdpp.models.checkpoint import find_checkpoint
-
-        return find_checkpoint(self.model_config("cpu"), weights=False).image_use
+        """Use of an image by clips."""
+        return "needed" if self.checkpoint is None else self.checkpoint.image_use
 
     @property
     def needs_image(self) -> bool:
@@ -241,14 +244,14 @@ class ModelOptions:
         Raises:
             RequestError: a field is wrong, or the dummy model is given what it does not take.
         """
-        default: Dtype = "fp32"
-        if self.dtype is None and device.startswith("cuda"):
-            default = "fp16" if (family or self.family) == "svd" else "bf16"
+        dtype = self.dtype
+        if dtype is None:
+            dtype = default_dtype(device, family or self.family) if device != "cpu" else "fp32"
         names = ("revision", "variant", "local_files_only", "memory_opt", "channels_last")
         return ModelConfig(
             name=self.model,
             family=self.as_family,
-            dtype=self.dtype or default,
+            dtype=dtype,
             loras=tuple(map(_parse_lora, self.lora or ())),
             dummy_latent_shape=self.latent_shape,
             **{name: getattr(self, name) for name in names},
@@ -264,23 +267,12 @@ class ModelOptions:
         Raises:
             RequestError: a parameter is not of the model's family, or out of range.
         """
-        family = self.family
-        kind = SAMPLING_CLASSES[family]
-        field_names = {field.name for field in fields(kind)}
         values = {**vars(self), "num_inference_steps": self.steps}
-        if self.memory_opt and self.decode_chunk_size is None:
-            values["decode_chunk_size"] = _LOW_MEMORY_CHUNK
-        arguments = {name: values[name] for name in (*_SHARED, "fit") if values[name] is not None}
-        arguments |= parse_params(self.param or (), family)
-        for name in arguments.keys() - field_names:
-            option = _SHARED[name].option
-            wrong = f"`{name}` is not for {self.model}, a model of the family {family}"
-            details = {"option": option, "model": self.model, "family": family}
-            raise RequestError(wrong, f"leave `{name}` out", details=details)
-        if "from_image" in field_names:
-            arguments["from_image"] = from_image
-        sampling: SamplingConfig = kind(**{**sampling_defaults(self.model), **arguments})
-        return sampling
+        values = {name: values[name] for name in (*OPTION_PARAMS, "fit")}
+        values |= parse_params(self.param or (), self.family)
+        return sampling_of_model(
+            self.model, self.family, values, from_image=from_image, memory_opt=self.memory_opt
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

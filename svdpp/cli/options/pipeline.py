@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from svdpp.cli.options import complete
-from svdpp.cli.options.declare import DIAGNOSTICS, LAYOUT, RECOVERY, flag, option
+from svdpp.cli.options.declare import (
+    DIAGNOSTICS,
+    LAYOUT,
+    RECOVERY,
+    flag,
+    option,
+    options_field,
+)
 from svdpp.cli.options.model import ModelOptions
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL
+from svdpp.config import ParallelConfig
 from svdpp.config.cost_files import find_costs
-from svdpp.config.limits import require
-from svdpp.errors import RequestError
-from svdpp.plan.costs import PRESETS, CostModel
-from svdpp.plan.layout import Split
+from svdpp.driver.request import ASSUMED_COSTS, PipelineRequest, find_device
+from svdpp.plan.costs import PRESETS
+from svdpp.plan.parallel import (
+    LayoutName,
+    LayoutOption,
+    check_choices,
+    layout_fields,
+    layout_options,
+)
 
 if TYPE_CHECKING:
-    pass
+    from svdpp.launch.world import World
 
-#: The options that the choice of a layout replaces.
-LAYOUT_FIELDS = ("layout", "split", "replicas", "decoders", "cfg_parallel", "decode_ranks")
-#: The default costs; a layout depends mainly on the ratio of a decode to a step.
-ASSUMED_COSTS = "svd-xt-a100"
-SPLIT_HELP = (
-    "How a pipeline divides the steps. uniform: equally; balanced: so that the slowest rank is as "
-    "fast as possible; alternating: differently from clip to clip, for equal work."
+
+def layout_options_field(**shown_defaults: str) -> Any:
+    """Return a field of an option group that collects the options of a `ParallelConfig`.
+
+    Args:
+        shown_defaults: defaults in words, by option, where a command has others.
+    """
+    kinds = get_type_hints(ParallelConfig)
+    options = {}
+    for name, about in layout_options().items():
+        default = shown_defaults.get(about.name, about.shown_default)
+        options[about.name] = _layout_option(kinds[name], about, default)
+    return options_field(options)
+
+
+def _layout_option(kind: Any, about: LayoutOption, shown_default: str) -> Any:
+    """Return the annotation of one option of a layout."""
+    if kind is bool:
+        return Annotated[bool | None, flag(about.flag, panel=LAYOUT, help=about.help)]
+    choices: Any = Literal[about.choices] if about.choices else kind
+    described = option(
+        panel=LAYOUT, metavar=about.metavar, help=about.help, show_default=shown_default
+    )
+    return Annotated[choices | None, described]
+
+
+#: Options that `plan --compare` replaces, by the names of their parameters.
+COMPARED = (
+    "layout",
+    *(about.name for about in layout_options().values() if "compare" in about.chosen_by),
 )
 
 
@@ -137,7 +172,7 @@ class PipelineOptions(ModelOptions):
         ),
     ] = False
     layout: Annotated[
-        Literal["auto", "pipeline", "data-parallel"] | None,
+        LayoutName | None,
         option(
             panel=LAYOUT,
             metavar="NAME",
@@ -146,110 +181,20 @@ class PipelineOptions(ModelOptions):
             common=True,
         ),
     ] = None
-    split: Annotated[
-        Split | None,
-        option(
-            panel=LAYOUT,
-            metavar="NAME",
-            help=SPLIT_HELP,
-            show_default="uniform",
-        ),
-    ] = None
-    replicas: Annotated[
-        int | None,
-        option(
-            panel=LAYOUT,
-            metavar="R",
-            help="Independent pipelines of W/R ranks; R divides W.",
-            show_default="1",
-        ),
-    ] = None
-    decoders: Annotated[
-        int | None,
-        option(
-            panel=LAYOUT,
-            metavar="K",
-            help="Ranks at the end of each pipeline that decode clips in turn.",
-            show_default="1",
-        ),
-    ] = None
-    cfg_parallel: Annotated[
-        Literal["auto", "1", "2"] | None,
-        option(
-            panel=LAYOUT,
-            metavar="N",
-            help="Ranks that do each step of a clip together: auto, 1 or 2. 2: pairs of ranks, "
-            "each for one branch of the guidance; a clip takes about half as long. auto: by "
-            "forecast, if the bits are equal.",
-            show_default="1; with --layout auto auto",
-        ),
-    ] = None
-    decode_ranks: Annotated[
-        int | None,
-        option(
-            panel=LAYOUT,
-            metavar="N",
-            help="Ranks that decode each clip of SVD together, each some of its "
-            "--decode-chunk-size chunks.",
-            show_default="both ranks of a pair, if there are several chunks, else 1",
-        ),
-    ] = None
+    parallel: Mapping[str, Any] = layout_options_field()
     costs: Annotated[str | None, costs_option(ASSUMED_COSTS)] = None
-    share_experts: Annotated[
-        bool,
-        flag(
-            "--share-experts",
-            panel=LAYOUT,
-            help="Let one rank hold both experts, so that the steps can be cut anywhere.",
-        ),
-    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.layout_overrides if self.layout in ("auto", "data-parallel") else ():
-            raise RequestError(
-                f"--layout {self.layout} chooses the layout: leave out --{name}",
-                details={"layout": self.layout, "option": f"--{name}"},
-            )
-        is_twice = self.uses_auto and self.decode_ranks is not None
-        require(not is_twice, "auto chooses the layout: leave out --decode-ranks")
+        check_choices(self.layout, self.parallel_fields)
 
     @property
-    def layout_overrides(self) -> dict[str, Any]:
-        """Given refinements of a layout, as fields of a `PipelineConfig`."""
-        names = "split", "replicas", "decoders"
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    @property
-    def cfg_parallel_size(self) -> int:
-        """Ranks that do each step together; 1 where that is left to `auto`."""
-        return 2 if self.cfg_parallel == "2" else 1
-
-    @property
-    def uses_auto(self) -> bool:
-        """Whether the forecast decides something."""
-        return "auto" in (self.layout, self.cfg_parallel)
-
-    @property
-    def requires_even_steps(self) -> bool:
-        """Whether the number of ranks must divide the steps."""
-        is_pipeline = self.layout in (None, "pipeline") and self.replicas is None
-        return is_pipeline and self.split in (None, "uniform")
-
-    def assumed_costs(self, *, decodes: bool = True, family: str = "svd") -> CostModel:
-        """Return the costs of `--costs`, or else published ones if clips of SVD are decoded.
-
-        Args:
-            decodes: whether the model decodes; the dummy does not, unless it sleeps.
-            family: of the model.
-
-        Raises:
-            RequestError: `--costs` is neither a file nor a preset.
-            InputError: the file cannot be read.
-        """
-        if self.costs is None and not (decodes and family == "svd"):
-            return CostModel()
-        return find_costs(self.costs or ASSUMED_COSTS)
+    def parallel_fields(self) -> dict[str, Any]:
+        """The given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`."""
+        given = layout_fields(self.parallel)
+        if (size := given.get("cfg_parallel_size", "auto")) != "auto":
+            given["cfg_parallel_size"] = int(size)
+        return given
 
     def device_name(self, *, any_on_cpu: bool = False) -> str:
         """Return the device; `auto` is decided by the GPUs of this machine and the model.
@@ -260,45 +205,62 @@ class PipelineOptions(ModelOptions):
         Raises:
             RequestError: there is no GPU, and the model is too slow for a CPU.
         """
-        if self.device != "auto":
-            return self.device
-        from svdpp.launch.gpus import visible_gpus
+        return find_device(self.device, self.model, any_on_cpu=any_on_cpu)
 
-        if visible_gpus():
-            import torch
-
-            if torch.cuda.is_available():  # False for a CPU build of torch
-                return "cuda"
-        if any_on_cpu or self.model in (DEMO_MODEL, DUMMY_MODEL):
-            return "cpu"
-        raise RequestError(
-            "there is no GPU, and this model takes minutes for each step on a CPU",
-            "--device cpu runs it there anyway; --model demo is small enough for a CPU",
-        )
-
-    def threads_on(self, device: str, num_local: int) -> int:
-        """Return the CPU threads of each rank.
+    def request(
+        self,
+        *,
+        device: str = "",
+        from_image: bool | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> PipelineRequest:
+        """Return the request for a pipeline with these options.
 
         Args:
-            device: `cpu`, `cuda` or `cuda:N`; on CUDA one thread, so that bits do not depend on it.
-            num_local: ranks on this machine, which share its cores.
+            device: type of the device, `cuda` or `cpu`, if it is decided; "": decide it here.
+            from_image: whether clips start from an image; None: if the model needs one.
+            settings: further fields of the `PipelineConfig`.
+            more: further fields of the request.
+
+        Raises:
+            RequestError: the options contradict each other, or the model.
         """
-        if self.threads is not None:
-            return self.threads
-        if device.startswith("cuda"):  # bits then do not depend on the number of ranks
-            return 1
-        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
+        sampling = self.sampling_config(
+            from_image=self.needs_image if from_image is None else from_image
+        )
+        device = device or self.device_name()
+        if self.costs is not None and "costs" not in more:
+            launched: World | None = more.get("launched")
+            # The launcher, not the costs, knows which ranks share a host.
+            per_host = None if launched is None else launched.ranks_per_host
+            more["costs"] = replace(find_costs(self.costs), ranks_per_host=per_host)
+        sleeps = more.get("time_scale") is not None
+        return PipelineRequest(
+            model=self.model_config(device, sampling.family, dummy_sleeps=sleeps),
+            sampling=sampling,
+            device=device,
+            layout=self.layout,
+            parallel=self.parallel_fields,
+            num_ranks=self.world,
+            num_threads=self.threads,
+            settings={
+                "timeout_seconds": self.timeout,
+                "start_timeout_seconds": self.start_timeout,
+                "checksum": self.checksum,
+                "deterministic": self.deterministic,
+                "allow_mixed_devices": self.allow_mixed_devices,
+                **(settings or {}),
+            },
+            checkpoint=self.checkpoint,
+            **more,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutLayout(PipelineOptions):
     """Pipeline options of commands for which each rank does the same."""
 
-    layout: Literal["auto", "pipeline", "data-parallel"] | None = None
-    split: Split | None = None
-    replicas: int | None = None
-    decoders: int | None = None
-    cfg_parallel: Literal["auto", "1", "2"] | None = None
-    decode_ranks: int | None = None
+    layout: LayoutName | None = None
+    parallel: Mapping[str, Any] = field(default_factory=dict)
     costs: str | None = None
-    share_experts: bool = False

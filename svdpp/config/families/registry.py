@@ -23,9 +23,7 @@ from svdpp.config.families import (
 )
 from svdpp.config.families.spec import FamilySpec
 from svdpp.config.limits import check_choice, require, shown
-
-if TYPE_CHECKING:
-    from svdpp.config.sampling import PromptedSampling
+from svdpp.config.sampling import PromptedSampling, params_of
 
 #: Specs of all families, in the order in which `svdpp models` lists them.
 _SPECS: tuple[FamilySpec, ...] = (
@@ -63,6 +61,10 @@ if TYPE_CHECKING:
     SamplingConfig = svd.SvdSampling | PromptedSampling
 else:  # by this, pydantic finds the class of a message's parameters
     SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
+
+
+#: Every parameter with an option of its own, by the name of its field.
+OPTION_PARAMS = {**params_of(PromptedSampling), **params_of(svd.SvdSampling)}
 
 
 def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:

@@ -1,0 +1,476 @@
+"""Requests of pipelines: from what a user asks for to one configuration of ranks, layout, costs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from svdpp.config import (
+    DEMO_MODEL,
+    DUMMY_MODEL,
+    Dtype,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    SamplingConfig,
+)
+from svdpp.config.cost_files import find_costs
+from svdpp.config.limits import is_number, require
+from svdpp.errors import RequestError
+from svdpp.launch.world import World
+from svdpp.plan.costs import CostModel
+from svdpp.plan.parallel import LayoutName, check_choices, layout_options
+from svdpp.plan.split import largest_world
+
+if TYPE_CHECKING:
+    from svdpp.models.checkpoint import Checkpoint
+    from svdpp.plan.choose import Choice
+
+#: The default costs; a layout depends mainly on the ratio of a decode to a step.
+ASSUMED_COSTS = "svd-xt-a100"
+
+
+def assumed_costs(*, decodes: bool, family: str) -> CostModel:
+    """Return the costs to assume: published ones if clips of SVD are decoded, else a step is 1.
+
+    Args:
+        decodes: Whether the model decodes; the dummy does not, unless it sleeps.
+        family: Family of the model.
+    """
+    return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else CostModel()
+
+
+def describe_assumed_costs(costs: CostModel) -> str:
+    """Return a remark on costs that the user did not give.
+
+    Args:
+        costs: Costs that are assumed instead.
+    """
+    if costs.device:
+        of = f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
+        return f"{of}; svdpp profile measures yours"
+    return "no times are known: a step counts as 1 s, and all else as 0 s; --costs gives them all"
+
+
+def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> str:
+    """Return the device; `auto` is decided by the GPUs of this machine and the model.
+
+    Args:
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        model_name: Name of the model.
+        any_on_cpu: Whether the CPU is acceptable for every model, as it is for a check.
+
+    Raises:
+        RequestError: There is no GPU, and the model is too slow for a CPU.
+    """
+    if device != "auto":
+        return device
+    from svdpp.launch.gpus import visible_gpus
+
+    if visible_gpus():
+        import torch
+
+        if torch.cuda.is_available():  # False for a CPU build of torch
+            return "cuda"
+    if any_on_cpu or model_name in (DEMO_MODEL, DUMMY_MODEL):
+        return "cpu"
+    raise RequestError(
+        "there is no GPU, and this model takes minutes for each step on a CPU",
+        "`device` cpu runs it there anyway; `model` demo is small enough for a CPU",
+    )
+
+
+def default_dtype(device: str, family: str) -> Dtype:
+    """Return the precision that diffusers' examples use.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
+        family: Family of the model.
+    """
+    if not device.startswith("cuda"):
+        return "fp32"
+    return "fp16" if family == "svd" else "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRequest:
+    """Pipeline that a user asks for; `resolve` makes the choices that are left open.
+
+    The command line, benches and `Pipeline(config, layout=...)` make one each.
+
+    Raises:
+        RequestError: `layout` chooses a field of `parallel`.
+    """
+
+    model: ModelConfig
+    sampling: SamplingConfig
+    device: str
+    """`cpu`, `cuda` or `cuda:N`."""
+    layout: LayoutName | None = None
+    """None: `pipeline`, or what suits a server."""
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    """Given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`."""
+    num_ranks: int | None = None
+    """Number of ranks W; None: see `default_world`."""
+    num_threads: int | None = None
+    """CPU threads of each rank; None: the cores divided by the ranks, on CUDA 1."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the `PipelineConfig`, such as `timeout_seconds`."""
+    num_clips: int | None = None
+    """Number of clips of the run; None: only another process knows it."""
+    launched: World | None = None
+    """The launcher's world; None: this process starts the ranks."""
+    serves: bool = False
+    """Whether the clips are those of a server: its users wait for each, and choose its steps."""
+    time_scale: float | None = None
+    """The dummy model sleeps for the time of the costs times this; None: it does not."""
+    costs: CostModel | None = None
+    """Costs to plan by, with the ranks on each host; None: assumed ones."""
+    expert_boundary: int | None = None
+    """Number of steps of the first expert, if no configs are at hand; None: read them."""
+    memory_gib: tuple[float, ...] | None = None
+    """Memory of each device in GiB, to choose a layout by; None: that of this machine's devices."""
+    default_world: int | None = None
+    """Ranks if nobody gives their number; None: one for each GPU of this machine, or 2 on the
+    CPU."""
+    checkpoint: Checkpoint | None = None
+    """Checkpoint of the model, if its configs have been read; None: they are read if needed."""
+
+    @staticmethod
+    def of(config: PipelineConfig, **more: Any) -> PipelineRequest:
+        """Return the request for a configuration, whose layout can then be left open.
+
+        Args:
+            config: What a user of the Python API gives. Its default costs stand for assumed ones.
+            more: Further fields, such as `layout` and `num_clips`.
+        """
+        given = {
+            each.name: value
+            for each in fields(ParallelConfig)
+            if (value := getattr(config.parallel, each.name)) != each.default
+        }
+        own = {each.name for each in fields(PipelineRequest)} | {"world_size"}
+        settings = {each.name: getattr(config, each.name) for each in fields(PipelineConfig)}
+        return PipelineRequest(
+            model=config.model,
+            sampling=config.sampling,
+            device=config.device,
+            parallel=given,
+            num_ranks=config.world_size,
+            num_threads=config.num_threads,
+            settings={name: value for name, value in settings.items() if name not in own},
+            costs=None if config.costs == CostModel() else config.costs,
+            expert_boundary=config.expert_boundary,
+            **more,
+        )
+
+    def __post_init__(self) -> None:
+        check_choices(self.layout, self.parallel)
+
+    def resolve(self) -> tuple[PipelineConfig, str]:
+        """Return the configuration, and a remark on the choice of ranks and layout.
+
+        Returns:
+            The configuration, and the remark; "" if nothing was chosen.
+
+        Raises:
+            RequestError: The fields contradict each other, the model or the machine.
+            OutOfMemoryError: No layout fits the devices' memory.
+        """
+        self._check_time_scale()
+        parallel, costs, reason = self._chosen()
+        why = "; ".join(filter(None, (self._note, reason)))
+        if self.time_scale is not None:  # transfers and files take their real time
+            costs = costs.scaled(self.time_scale)
+        config = PipelineConfig(
+            world_size=self.world_size,
+            model=self.model,
+            sampling=self.sampling,
+            device=self.device,
+            num_threads=self._threads,
+            parallel=parallel,
+            costs=costs,
+            expert_boundary=self._boundary,
+            **self.settings,
+        )
+        return config, why
+
+    def _check_time_scale(self) -> None:
+        scale = self.time_scale
+        if scale is None:
+            return
+        only = "--time-scale works only with the dummy model"
+        require(self.model.is_dummy, only, "leave --model out")
+        is_scale = is_number(scale) and scale > 0
+        wrong = f"--time-scale must be a finite number above 0, got {scale}"
+        require(is_scale, wrong, above=0, value=scale)
+
+    def with_one_step_per_rank(self) -> PipelineRequest:
+        """Return the same request with a step for each rank, two at least for some schedulers."""
+        world_size = self.world_size
+        sampling = replace(self.sampling, num_inference_steps=max(world_size, 2))
+        return replace(self, sampling=sampling, num_ranks=world_size)
+
+    @property
+    def _threads(self) -> int:
+        if self.num_threads is not None:
+            return self.num_threads
+        if self.device.startswith("cuda"):  # bits then do not depend on the number of ranks
+            return 1
+        num_local = self.world_size if self.launched is None else self.launched.local_size
+        return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
+
+    # --- the model ------------------------------------------------------------------------------
+
+    @property
+    def _decodes(self) -> bool:
+        return self.model.dummy_sleeps or not self.model.is_dummy
+
+    @cached_property
+    def _read_checkpoint(self) -> Checkpoint:
+        if self.checkpoint is not None:
+            return self.checkpoint
+        from svdpp.models.checkpoint import find_checkpoint
+
+        return find_checkpoint(self.model, weights=False)
+
+    @cached_property
+    def _checkpoint_and_sampling(self) -> tuple[Checkpoint | None, SamplingConfig]:
+        """The model's configs and the parameters with its values; of SVD none, and as they are."""
+        if self.sampling.family == "svd":
+            return None, self.sampling
+        return self._read_checkpoint, self._read_checkpoint.resolve_sampling(self.sampling)
+
+    @cached_property
+    def _boundary(self) -> int | None:
+        """Steps of the first of two experts; None: the model has one."""
+        boundary = self.expert_boundary
+        if boundary is None:
+            checkpoint, sampling = self._checkpoint_and_sampling
+            boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
+        is_shared = bool(self.parallel.get("share_experts"))
+        only = "`share_experts` is for models with two experts"
+        require(boundary is not None or not is_shared, only, "leave it out")
+        return boundary
+
+    # --- the number of ranks, and the split -------------------------------------------------------
+
+    @property
+    def uses_auto(self) -> bool:
+        """Whether the forecast decides something."""
+        return "auto" in (self.layout, self.parallel.get("cfg_parallel_size"))
+
+    @property
+    def _pair_size(self) -> int:
+        """Ranks that do each step together; 1 where that is left to `auto`."""
+        size = self.parallel.get("cfg_parallel_size", 1)
+        return 1 if size == "auto" else int(size)
+
+    def _overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the given fields that `auto` chooses if they are not given."""
+        options = layout_options()
+        return {name: each for name, each in given.items() if "auto" in options[name].chosen_by}
+
+    def _requires_even_steps(self, given: Mapping[str, Any]) -> bool:
+        """Whether the number of ranks must divide the steps."""
+        is_pipeline = self.layout in (None, "pipeline") and "data_parallel_size" not in given
+        return is_pipeline and given.get("split", "uniform") == "uniform"
+
+    @cached_property
+    def _given(self) -> Mapping[str, Any]:
+        """The given fields, with a split if the uniform one, the default, cannot be meant."""
+        split = self._default_split
+        return self.parallel if split is None else {**self.parallel, "split": split}
+
+    @property
+    def _default_split(self) -> str | None:
+        """Split that is used although nobody asks for it; None: no other than the default."""
+        given = self.parallel
+        can_be_balanced = self._requires_even_steps(given) and "split" not in given
+        if self._boundary is not None:  # such models rarely have equal steps
+            if can_be_balanced and self.expert_boundary is None:
+                return "balanced"
+        elif self.serves and not self.layout and not self._overrides(given):
+            return "alternating"
+        if can_be_balanced and self._uses_all_devices and self._has_remainder:
+            return "balanced"
+        return None
+
+    @property
+    def _uses_all_devices(self) -> bool:
+        """Whether nobody says how many ranks there are, so that all devices are used."""
+        return self.launched is None and self.num_ranks is None
+
+    @cached_property
+    def _devices(self) -> int:
+        """The number of ranks for which there are devices."""
+        if self.default_world is not None:
+            return self.default_world
+        if self.device != "cuda":
+            return 2
+        import torch
+
+        return torch.cuda.device_count()
+
+    @property
+    def _has_remainder(self) -> bool:
+        """Whether the stages of all devices do not divide the steps."""
+        num_decoders = int(self.parallel.get("num_decoders", 1))
+        stages = max(1, self._devices // self._pair_size - num_decoders + 1)
+        return self.sampling.num_inference_steps % stages > 0
+
+    @cached_property
+    def _note(self) -> str:
+        """Remark on the number of ranks, or the split, where all devices are to be used."""
+        if not self._uses_all_devices or self.uses_auto:
+            return ""
+        count, used, steps = self._devices, self.world_size, self.sampling.num_inference_steps
+        kind = "GPUs" if self.device.startswith("cuda") else "ranks"
+        if used < count:
+            asked_for_uniform = self._given.get("split") == "uniform"
+            problem = "pairs need an even number"
+            if asked_for_uniform:
+                problem = f"{count} do not divide {steps} steps"
+            return f"{used} of {count} {kind}: {problem}"
+        was_uniform = self._requires_even_steps(self.parallel) and "split" not in self.parallel
+        is_odd = was_uniform and self._boundary is None
+        if is_odd and self._given.get("split") == "balanced":
+            best = self._pair_size * largest_world(steps, count // self._pair_size)
+            return (
+                f"--split balanced: {count} {kind} do not divide {steps} steps; --gpus {best} does"
+            )
+        return ""
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks.
+
+        Raises:
+            RequestError: `num_ranks` disagrees with the launcher.
+        """
+        launched, requested = self.launched, self.num_ranks
+        if launched is not None:
+            require(
+                requested in (None, launched.size),
+                f"`world_size` {requested} disagrees with the launcher's world of {launched.size}",
+                "leave it out",
+                gpus=requested,
+                world_size=launched.size,
+            )
+            return launched.size
+        if requested is not None:
+            return requested
+        stages = max(1, self._devices // self._pair_size)
+        # The user asks for a uniform split.
+        if self._requires_even_steps(self._given) and "split" in self._given:
+            stages = largest_world(self.sampling.num_inference_steps, stages)
+        return self._pair_size * stages
+
+    # --- the layout -----------------------------------------------------------------------------
+
+    @cached_property
+    def _planned_costs(self) -> CostModel:
+        if self.costs is not None:
+            return self.costs
+        costs = assumed_costs(decodes=self._decodes, family=self.sampling.family)
+        # The launcher, not the costs, knows which ranks share a host.
+        per_host = None if self.launched is None else self.launched.ranks_per_host
+        return replace(costs, ranks_per_host=per_host)
+
+    @cached_property
+    def pairs(self) -> bool:
+        """Whether `auto` may choose pairs of ranks: if their bits are equal."""
+        if self.expert_boundary is not None:  # such a model has two calls in each step
+            return True
+        if self.settings.get("allow_mixed_devices"):
+            return False
+        if self.model.is_dummy:
+            return True
+        checkpoint, sampling = self._checkpoint_and_sampling
+        is_in_calls = checkpoint is not None and checkpoint.spec.branches == "calls"
+        return bool(is_in_calls and sampling.uses_guidance)
+
+    @cached_property
+    def counts(self) -> dict[str, Any]:
+        """Arguments of `choose_layout` and `compare_layouts` besides the layout itself.
+
+        Raises:
+            RequestError: The number of clips is not known.
+        """
+        world_size, clips, given = self.world_size, self.num_clips, self._given
+        if clips is None:
+            raise RequestError(
+                "auto needs the number of clips, and under a launcher only rank 0 knows it",
+                "svdpp plan --layout auto --clips M shows which options to give",
+                details={"rank": 0},
+            )
+        needs, limits = self._memory()
+        # A server without pairs also takes clips without guidance: only the user gives that up.
+        size = given.get("cfg_parallel_size")
+        may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
+        # Fields that nobody chooses are the same in all layouts.
+        kept = {name for name, option in layout_options().items() if not option.chosen_by}
+        return {
+            **{name: value for name, value in given.items() if name in kept},
+            "expert_boundary": self._boundary,
+            "costs": replace(self._planned_costs, **needs),
+            "num_steps": self.sampling.num_inference_steps,
+            "world_size": world_size,
+            "num_clips": clips,
+            "memory_gib": limits,
+            "pairs": may_pair and self.pairs,
+            "minimize_latency": self.serves or clips < world_size,
+        }
+
+    def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
+        """Memory that the model's parts need, as fields of `CostModel`, and GiB of each device."""
+        if self.memory_gib is not None:
+            return {}, self.memory_gib
+        if self.device == "cpu" or self.model.is_dummy:
+            return {}, ()
+        from svdpp.driver.resolve import memory_of_devices  # diffusers: seconds
+
+        return memory_of_devices(
+            self.model, self.sampling, self.device, self.world_size, checkpoint=self.checkpoint
+        )
+
+    @cached_property
+    def choice(self) -> Choice | None:
+        """Layout that `auto` chooses; None if the request gives the layout.
+
+        Raises:
+            OutOfMemoryError: No layout fits the devices' memory.
+        """
+        from svdpp.plan.choose import choose_layout
+
+        if not self.uses_auto:
+            return None
+        fixed = None
+        if self.layout == "data-parallel":
+            fixed = {}
+        elif self.layout != "auto":
+            fixed = {"data_parallel_size": 1, **self._overrides(self._given)}
+        return choose_layout(
+            **self.counts,
+            cfg_parallel_size=self._pair_size,
+            fixed=fixed,
+            decodes=self._decodes,
+        )
+
+    def _chosen(self) -> tuple[ParallelConfig, CostModel, str]:
+        """The layout's configuration, its costs, and a remark."""
+        choice = self.choice
+        if choice is None:
+            given = dict(self._given)
+            if self.layout == "data-parallel":
+                given["data_parallel_size"] = max(1, self.world_size // self._pair_size)
+            return ParallelConfig(**given), self._planned_costs, ""
+        # The number of ranks that decode follows from the model.
+        parallel = replace(choice.layout.parallel, decode_parallel_size=None)
+        why = f"layout: {choice.reason}"
+        if self.costs is None:
+            why += f"; {describe_assumed_costs(self._planned_costs)}"
+        return parallel, choice.layout.costs, why
