@@ -40,8 +40,9 @@ _LISTEN_SECONDS = 0.5
 _MAX_WOKEN = 16
 # Servers of a large fleet that look at the others and their claims in each turn, on average.
 _MAX_REFRESHING = 64
-# Latest samples of each kind of work, few enough that ETAs follow ranks that become slower.
-_MAX_SAMPLES = 128
+# Latest samples of a clip's parts, and of its steps; few, so that ETAs follow ranks that become
+# slower.
+_MAX_CLIP_SAMPLES, _MAX_STEP_SAMPLES = 9, 32
 _MAX_AGE = 0.5
 # Advice to clients while no ETA is known.
 _RETRY_SECONDS = 5.0
@@ -99,7 +100,10 @@ class EtaEstimator:
         self._num_ranks = engine.config.world_size // self._cfg_parallel
         self._num_servers = num_servers
         kinds = (Kind.ENCODE, "step", Kind.DECODE, "write")
-        self._samples = {kind: deque[float](maxlen=_MAX_SAMPLES) for kind in kinds}
+        self._samples = {
+            kind: deque[float](maxlen=_MAX_STEP_SAMPLES if kind == "step" else _MAX_CLIP_SAMPLES)
+            for kind in kinds
+        }
         # Ranks and seconds of the latest actions; a clip has about one on each rank.
         self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
         self._lock = threading.Lock()

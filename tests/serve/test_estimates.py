@@ -196,6 +196,27 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
     assert first.eta_seconds == pytest.approx(work + 3)
 
 
+def test_the_etas_follow_ranks_that_become_slower_within_few_clips(
+    store: JobQueue, estimates: Callable[..., EtaEstimator]
+) -> None:
+    """As when others load the machine, after hours without them."""
+    job = store.add(dummy_job(0), max_open=None)
+    made = estimates()
+
+    def finish(num_clips: int, speed: float) -> None:
+        for _ in range(num_clips):
+            for kind, seconds in (("ENCODE c0 @0", 1.0), ("DECODE c0 @8", 4.0)):
+                action = Action.parse(kind)
+                made(0, ActionDone(action=action, start=0.0, end=seconds / speed, waited=0.0))
+            for step in range(STEPS):
+                made(0, StepDone(clip=0, step=step, seconds=2.0 / speed))
+
+    finish(200, 1.0)
+    finish(5, 0.5)
+    found = made.estimate_all(max_age=-1)[job.id]
+    assert found.eta_seconds == pytest.approx(2 * WHOLE)
+
+
 @pytest.mark.parametrize(
     ("steps_done", "passed", "left"),
     [(0, 0.5, WHOLE - 0.5), (0, 99, WHOLE - 3), (5, 1, 9), (5, 99, 8), (STEPS, 3, 1)],
