@@ -71,11 +71,11 @@ ENCODE, DENOISE, DECODE = map(Action.parse, ("ENCODE c0 @0", "DENOISE c0 0:4", "
 @pytest.mark.parametrize(
     ("error", "doing", "words", "knob"),
     [
-        (CUDA, ENCODE, "encoding the image", "--height"),
-        (CUDA, DENOISE, "a denoising step", "--memory-opt"),
-        (CUDA, DECODE, "decoding the frames", "--decode-chunk-size"),
+        (CUDA, ENCODE, "encoding the image", "`height`"),
+        (CUDA, DENOISE, "a denoising step", "`memory_opt`"),
+        (CUDA, DECODE, "decoding the frames", "`decode_chunk_size`"),
         (CUDA, None, "loading the model", "fewer ranks"),
-        (MemoryError(), "reference", "computing a clip in one process", "--frames"),
+        (MemoryError(), "reference", "computing a clip in one process", "`num_frames`"),
         *((error, DENOISE, "a denoising step", "") for error in (PINNED, CUBLAS, CUDNN)),
     ],
 )
