@@ -21,7 +21,7 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.model import load_engine_model, resize_for_clip, to_uint8
 from svdpp.plan.roles import Roles
 from svdpp.verification.reference import stack_frames
-from tests.models.test_memory import allocated_peak
+from tests.support.allocations import allocated_peak
 from tests.support.builders import save_tiny_checkpoint
 from tests.support.range_checks import check_every_cut, nothing, ranks, whole_clip
 

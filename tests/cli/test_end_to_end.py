@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
 from tests.support.builders import edit_json, save_tiny_checkpoint
 from tests.support.damage import Damage
-from tests.support.shell import PHOTO, assert_error, python, svdpp_alone, svdpp_here
+from tests.support.shell import PHOTO, Answer, assert_error, python, svdpp_alone, svdpp_here
 from tests.support.trace_format import check_trace
 
 #: What a clip's JSON says of its request.
@@ -32,6 +33,8 @@ RECORDED = {
     **{"num_inference_steps": 4, "num_frames": 3, "decode_chunk_size": 3, "height": 64},
     **{"width": 64, "fps": 7, "fit": "stretch", "format": "mp4", "crf": 18},
 }
+PHOTOS = example_images()[:2]
+NAMES = [(photo.stem, seed) for photo in PHOTOS for seed in (3, 4)]
 KNOBS = ["--steps", "4", "--height", "64", "--width", "64", "--frames", "3", "--threads", "1"]
 
 
@@ -65,38 +68,57 @@ def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
     return hashlib.sha256(latent).hexdigest(), hashlib.sha256(pixels).hexdigest()
 
 
-def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> None:
-    photos = example_images()[:2]
-    out = tmp_path / "out"
-    command = ["run", *photos, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
-    done = svdpp_alone(*map(str, command), "--seeds", "3-4", "--out", str(out), "--json", "-q")
+@pytest.fixture(scope="module")
+def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Answer]:
+    """A command that makes two clips of each of two photographs, its folder, and its answer."""
+    out = tmp_path_factory.mktemp("made") / "out"
+    command = ["run", *PHOTOS, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
+    whole = [*map(str, command), "--seeds", "3-4"]
+    return whole, out, svdpp_alone(*whole, "--out", str(out), "--json", "-q")
+
+
+def test_run_makes_clips_that_are_diffusers_own(
+    made: tuple[list[str], Path, Answer], tiny: Path
+) -> None:
+    _, out, done = made
     assert (done.code, done.err) == (0, "")
     records = json.loads(done.out)
     assert {name: records[0][name] for name in RECORDED} == RECORDED
-    names = [(photo.stem, seed) for photo in photos for seed in (3, 4)]
-    assert [record["output"] for record in records] == [f"{n}_{seed}.mp4" for n, seed in names]
+    assert [record["output"] for record in records] == [f"{n}_{seed}.mp4" for n, seed in NAMES]
     pipe = StableVideoDiffusionPipeline.from_pretrained(tiny, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    for record, (stem, seed) in zip(records, names, strict=True):
+    for record, (stem, seed) in zip(records, NAMES, strict=True):
         clip = out / f"{stem}_{seed}.mp4"
         frames = read_frames(clip, "mp4")
         assert frames.shape == (3, 64, 64, 3)
         assert json.loads(clip.with_suffix(".mp4.json").read_text()) == record
         assert {**read_metadata(clip), "file_sha256": file_sha256(clip)} == record
-        photo = next(p for p in photos if p.stem == stem)
+        photo = next(p for p in PHOTOS if p.stem == stem)
         assert record["input_sha256"] == hashlib.sha256(photo.read_bytes()).hexdigest()
         assert (record["seed"], record["input"]) == (seed, recorded_path(photo, out))
         assert 0 < record["compute_seconds"] <= record["wall_seconds"] + 0.01
         latents, pixels = _diffusers_sha256(pipe, photo, seed)
         assert record["latents_sha256"] == latents
         assert record["frames_sha256"] == pixels
+
+
+def test_a_run_leaves_its_clips_their_json_and_a_manifest(
+    made: tuple[list[str], Path, Answer],
+) -> None:
+    _, out, _ = made
     suffixes = ("mp4", "mp4.json")
-    clip_files = [f"{stem}_{seed}.{suffix}" for stem, seed in names for suffix in suffixes]
+    clip_files = [f"{stem}_{seed}.{suffix}" for stem, seed in NAMES for suffix in suffixes]
     assert sorted(p.name for p in out.iterdir()) == sorted([*clip_files, "run.json"])
     manifest = json.loads((out / "run.json").read_text())
     assert [clip["output"] for clip in manifest["clips"]] == clip_files[::2]
     assert {clip["state"] for clip in manifest["clips"]} == {"done"}
+    assert (out / "run.json").stat().st_size < 10_000
 
+
+def test_the_report_of_a_run_has_the_figures_of_its_ranks(
+    made: tuple[list[str], Path, Answer],
+) -> None:
+    _, out, _ = made
     report = json.loads(svdpp_here("report", str(out), "--json").out)
     assert report["clips"] == {"done": 4}
     assert report["findings"]
@@ -104,13 +126,18 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     assert (first["step"]["count"], last["step"]["count"]) == (8, 8)
     assert (last["decode"]["count"], last["write"]["count"]) == (4, 4)
     assert first["peak_bytes"] > 2**20
-    assert (out / "run.json").stat().st_size < 10_000
 
-    # The same command again: it is refused, then skips all clips, then makes only the missing one.
-    before = {path: path.read_bytes() for path in out.iterdir()}
-    whole = (*map(str, command), "--seeds", "3-4", "--out", str(out))
+
+def test_the_same_run_again_makes_only_what_is_missing(
+    made: tuple[list[str], Path, Answer], tmp_path: Path
+) -> None:
+    """It is refused, then skips the finished clips; with another setting it is refused again."""
+    command, out, _ = made
+    again = Path(shutil.copytree(out, tmp_path / "out"))
+    before = {path: path.read_bytes() for path in again.iterdir()}
+    whole = (*command, "--out", str(again))
     assert_error(svdpp_here(*whole), 2, "--resume")
-    missing = out / f"{photos[0].stem}_4.mp4"
+    missing = again / f"{PHOTOS[0].stem}_4.mp4"
     missing.unlink()
     skipping = svdpp_here(*whole, "--resume")
     assert skipping.code == 0, skipping
@@ -119,10 +146,10 @@ def test_run_makes_clips_that_are_diffusers_own(tiny: Path, tmp_path: Path) -> N
     for path, content in before.items():
         if path.name.partition(".")[0] not in (missing.stem, "run"):
             assert path.read_bytes() == content, path
-    other = svdpp_here(
-        *whole, "--resume", "--crf", "30", "--quiet"
-    )  # no remark on the photos' shape
-    assert_error(other, 2, "another crf: 18, now 30")
+    quiet = ("--quiet",)  # no remark on the photos' shape
+    assert_error(
+        svdpp_here(*whole, "--resume", "--crf", "30", *quiet), 2, "another crf: 18, now 30"
+    )
 
 
 def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:

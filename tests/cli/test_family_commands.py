@@ -24,19 +24,13 @@ from svdpp.driver.resolve import resolve_config
 from svdpp.media.video import read_audio, read_frames, write_clip
 from svdpp.plan.roles import Roles
 from tests.support.builders import save_tiny_lora
+from tests.support.pictures import save_video
 from tests.support.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
 from tests.support.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
 
 ON_CPU = "--device cpu --threads 1"
 SMALL = "--frames 5 --height 32 --width 32 --max-prompt-tokens 8"
 SIZES = {"wan": SMALL, "ltx": "--frames 9 --height 64 --width 96 --max-prompt-tokens 8"}
-
-
-def save_video(path: Path, seed: int = 0) -> str:
-    """Seven frames of 64 x 48."""
-    frames = np.random.default_rng(seed).integers(0, 256, (7, 48, 64, 3), dtype=np.uint8)
-    write_clip(frames, OutputConfig(path=str(path)), fps=16, metadata={})
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from svdpp.cli import bench
 from svdpp.cli.console import Console
 from svdpp.config import DEFAULT_MODEL
 from tests.support.made_up_runs import EVEN, leave, replayed, round_of
-from tests.support.shell import assert_error, svdpp_here
+from tests.support.shell import Answer, assert_error, svdpp_here
 
 #: The first line of `doctor`, before its imports.
 BEGIN = "importing PyTorch and diffusers, then trying one thing after the other"
@@ -141,21 +141,28 @@ def test_different_bits_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert_error(answer, 3, "bits differ")
 
 
-@pytest.mark.slow
-def test_a_bench_and_its_comparison_with_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = ("bench", "smoke", *BENCH, "--measure.repeats=4", "--profile=true")
-    answer = svdpp_here(*asked, "--json")
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
+    """The folder where a bench was run, and its answer."""
+    place = tmp_path_factory.mktemp("benched")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        options = ("--measure.repeats=4", "--profile=true", "--json")
+        return place, svdpp_here("bench", "smoke", *BENCH, *options)
 
+
+@pytest.mark.slow
+def test_a_bench_measures_every_case_and_its_costs_make_a_plan(
+    benched: tuple[Path, Answer],
+) -> None:
+    place, answer = benched
     assert answer.code == 0, answer
     assert "nothing of SVD" in answer.err
     (found,) = json.loads(answer.out)
     assert list(found["cases"]) == ["pipeline", "data parallel", "diffusers"]
     assert found["same_bits"] is True
     assert len(found["latents_sha256"]) == 2
-    folder = tmp_path / found["folder"]
+    folder = place / found["folder"]
     kernels = json.loads((folder / "profile.json").read_text())["traceEvents"]
     assert "aten::conv3d" in {event["name"] for event in kernels}
     (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
@@ -169,7 +176,12 @@ def test_a_bench_and_its_comparison_with_itself(
     assert counts == [4] * 12, "without the warm-up"
     assert all(rank["peak_bytes"] > 0 for ranks in measured for rank in ranks)
 
-    compare = ("bench", "--compare", str(folder), str(folder))
+
+@pytest.mark.slow
+def test_a_bench_equals_itself(benched: tuple[Path, Answer]) -> None:
+    place, answer = benched
+    (found,) = json.loads(answer.out)
+    compare = ("bench", "--compare", *[str(place / found["folder"])] * 2)
     compared = json.loads(svdpp_here(*compare, "--json").out)
     assert (compared["equal"], compared["same_bits"]) == (True, True)
     answer = svdpp_here(*compare)

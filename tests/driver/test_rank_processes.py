@@ -28,12 +28,11 @@ from svdpp.plan.roles import Roles
 from svdpp.worker.device import conditions_of
 from svdpp.worker.messages import ActionDone, Event, Started, StepDone, TransferDone
 from svdpp.worker.tensor_files import LatentCheckpoints, audio_hashes, tensor_sha256
-from tests.models.test_registry import KINDS, chosen
 from tests.support.dummies import clips, config, hashes, pids, plain_hashes
 from tests.support.processes import is_there
 from tests.support.range_checks import nothing, whole_clip
 from tests.support.shell import PHOTO
-from tests.support.tiny_families import CASES, save_tiny
+from tests.support.tiny_families import CASES, KINDS, chosen, save_tiny
 
 UNLIKE_RANKS = CostModel(step_seconds=(1.0, 3.0, 2.0), encode_seconds=0.5)
 

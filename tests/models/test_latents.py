@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from svdpp.models.base import DTYPES, LATENTS, STRUCTURE
-from tests.models.test_registry import chosen
 from tests.support.family_case import Case, size
 from tests.support.range_checks import TinyModel, nothing
-from tests.support.tiny_families import CASES
+from tests.support.tiny_families import CASES, chosen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

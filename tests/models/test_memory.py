@@ -7,7 +7,7 @@ decode, and what the rank has received.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 
 from svdpp.config import ModelConfig, SvdSampling
 from svdpp.errors import ModelError
@@ -29,25 +28,12 @@ from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import _convolution_backend, _FakeModel, _FlopCounter, estimate
 from svdpp.plan.roles import Roles
 from tests.models.test_registry import TinyModels
+from tests.support.allocations import allocated_peak
 from tests.support.builders import edit_json
 from tests.support.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source
 from tests.support.tiny_families import CASES, FIRST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def allocated_peak(work: Callable[[], object]) -> int:
-    """Peak of the bytes that torch's CPU allocator allocates during `work`."""
-    with torch.no_grad():
-        work()  # oneDNN creates its kernels in the first run
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            work()
-    live = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 def num_bytes(modules: Iterable[torch.nn.Module]) -> int:

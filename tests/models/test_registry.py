@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,29 +32,14 @@ from tests.support.range_checks import (
     nothing,
     whole_clip,
 )
-from tests.support.tiny_families import CASES, FIRST, save_tiny
+from tests.support.tiny_families import CASES, FIRST, chosen, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TinyModels = Callable[[str], TinyModel]
 
 EULER = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
-FULL = (pytest.mark.slow, pytest.mark.full)
 
-
-def chosen(
-    quick: Collection[str], in_ci: Collection[str] = (), every: Iterable[str] = CASES
-) -> list[Any]:
-    """The cases as parameters: these, those that only CI runs, and the others in full grids."""
-
-    def marks(name: str) -> tuple[Any, ...]:
-        return () if name in quick else FULL[:1] if name in in_ci else FULL
-
-    return [pytest.param(name, marks=marks(name)) for name in every]
-
-
-#: One of each kind: halves of a batch, two experts, further videos, sound.
-KINDS = ("svd", "wan", "wan-animate", "ltx2")
 #: Families of which another case is cut in `make test`.
 AGAIN = {
     *(

@@ -23,10 +23,10 @@ from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.schemas import FIELDS, ApiError
 from svdpp.serve.uploads import UploadStore
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.cli.test_family_commands import save_video
 from tests.serve.test_page import driver, opened
 from tests.support.builders import save_tiny_lora
 from tests.support.http_server import PHOTO, HttpServer, ServerHere, error_of, wait
+from tests.support.pictures import save_video
 from tests.support.range_checks import whole_clip
 from tests.support.tiny_families import save_tiny, save_tiny_wan
 
@@ -169,47 +169,85 @@ def test_clips_are_made_from_videos(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.slow
-def test_further_videos_are_kept_beside_the_image(driver: Any, tmp_path: Path) -> None:
-    file = Path(save_video(tmp_path / "a.mp4"))
-    folder = str(save_tiny("wan_animate", tmp_path / "animate"))
-    pose, face = ("pose.mp4", file.read_bytes()), ("face.jpg", PHOTO)
-    with ServerHere(tmp_path / "data", *WAN, "--model", folder) as server:
+@pytest.fixture(scope="module")
+def animate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """A server of Wan Animate, which takes an image and the videos of a pose and of a face."""
+    folder = str(save_tiny("wan_animate", tmp_path_factory.mktemp("animate")))
+    with ServerHere(tmp_path_factory.mktemp("data"), *WAN, "--model", folder) as server:
         server.wait_ready()
-        inputs = server.client.get("/v1/models").json()["data"][0]["inputs"]
-        assert inputs["pose_video"] == inputs["face_video"] == "needed"
-        missing = server.request(prompt="the sea", pose_video=pose)
-        faults = error_of(missing, 422, "invalid_request")["details"]["faults"]
-        assert [fault["field"] for fault in faults] == ["face_video"]
-        strange = server.request(prompt="the sea", pose_video=pose, mask_video=face)
-        assert "mask_video" in error_of(strange, 422, "invalid_request")["message"]
-        few = server.request(prompt="the sea", pose_video=face, face_video=pose, frames=9)
-        assert error_of(few, 422, "invalid_image")["details"]["field"] == "face_video"
-        assert not list((tmp_path / "data" / "photos").iterdir())
-        given = {"prompt": "the sea", "pose_video": pose, "face_video": face, "key": "a"}
-        (id,) = server.add(**given)
-        video = server.wait_for(id, "completed")
-        assert video["videos"].keys() == {"pose_video", "face_video"}
-        uploads = f"/v1/videos/{video['id']}/input?field="
-        assert server.client.get(f"{uploads}pose_video").content == pose[1]
-        error_of(server.client.get(f"{uploads}mask_video"), 404, "no_input")
-        assert server.request(**given).json()["id"] == video["id"]
-        other = server.request(**{**given, "face_video": pose})
-        assert "with another video" in error_of(other, 422, "invalid_request")["message"]
-        with contextmanager(opened)(driver, server) as page:
-            page.fill("prompt", "the sea")
-            page.choose(*example_images()[:1])
-            page.one("[name=pose_video]").send_keys(str(file))
-            page.one("#make").click()
-            page.wait_text("#error-face_video", "Choose a file.")
-            page.one("[name=face_video]").send_keys(str(example_images()[0]))
-            page.one("#make").click()
-            page.wait(lambda: len(page.all(".card")) == 2)
-        (newest,) = server.client.get("/v1/videos?limit=1").json()["data"]
-        assert newest["videos"] == video["videos"]
-        for id in (newest["id"], video["id"]):
-            assert server.client.delete(f"/v1/videos/{id}").status_code == 200
-        assert not list((tmp_path / "data" / "photos").iterdir())
+        yield server
+
+
+@pytest.fixture(scope="module")
+def uploads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A file of a pose, and the uploads of a request for Wan Animate."""
+    file = Path(save_video(tmp_path_factory.mktemp("video") / "a.mp4"))
+    pose, face = ("pose.mp4", file.read_bytes()), ("face.jpg", PHOTO)
+    return file, {"pose_video": pose, "face_video": face}
+
+
+def _delete(server: HttpServer, *ids: str) -> None:
+    """Delete clips, and check that none of their uploads stays."""
+    for id in ids:
+        assert server.client.delete(f"/v1/videos/{id}").status_code == 200
+    assert not list((server.folder / "photos").iterdir())
+
+
+@pytest.mark.slow
+def test_further_videos_are_checked(
+    animate: HttpServer, uploads: tuple[Path, dict[str, Any]]
+) -> None:
+    _, videos = uploads
+    pose, face = videos["pose_video"], videos["face_video"]
+    inputs = animate.client.get("/v1/models").json()["data"][0]["inputs"]
+    assert inputs["pose_video"] == inputs["face_video"] == "needed"
+    missing = animate.request(prompt="the sea", pose_video=pose)
+    faults = error_of(missing, 422, "invalid_request")["details"]["faults"]
+    assert [fault["field"] for fault in faults] == ["face_video"]
+    strange = animate.request(prompt="the sea", pose_video=pose, mask_video=face)
+    assert "mask_video" in error_of(strange, 422, "invalid_request")["message"]
+    few = animate.request(prompt="the sea", pose_video=face, face_video=pose, frames=9)
+    assert error_of(few, 422, "invalid_image")["details"]["field"] == "face_video"
+    assert not list((animate.folder / "photos").iterdir())
+
+
+@pytest.mark.slow
+def test_further_videos_are_kept_beside_the_image(
+    animate: HttpServer, uploads: tuple[Path, dict[str, Any]]
+) -> None:
+    _, videos = uploads
+    request = {"prompt": "the sea", **videos, "key": "a"}
+    (id,) = animate.add(**request)
+    video = animate.wait_for(id, "completed")
+    assert video["videos"].keys() == {"pose_video", "face_video"}
+    url = f"/v1/videos/{id}/input?field="
+    assert animate.client.get(f"{url}pose_video").content == videos["pose_video"][1]
+    error_of(animate.client.get(f"{url}mask_video"), 404, "no_input")
+    assert animate.request(**request).json()["id"] == id
+    other = animate.request(**{**request, "face_video": videos["pose_video"]})
+    assert "with another video" in error_of(other, 422, "invalid_request")["message"]
+    _delete(animate, id)
+
+
+@pytest.mark.slow
+def test_the_page_asks_for_further_videos(
+    driver: Any, animate: HttpServer, uploads: tuple[Path, dict[str, Any]]
+) -> None:
+    file, videos = uploads
+    with contextmanager(opened)(driver, animate) as page:
+        page.fill("prompt", "the sea")
+        page.choose(*example_images()[:1])
+        page.one("[name=pose_video]").send_keys(str(file))
+        page.one("#make").click()
+        page.wait_text("#error-face_video", "Choose a file.")
+        page.one("[name=face_video]").send_keys(str(example_images()[0]))
+        page.one("#make").click()
+        page.wait(lambda: len(page.all(".card")) == 1)
+    (newest,) = animate.client.get("/v1/videos?limit=1").json()["data"]
+    sha256 = {name: hashlib.sha256(content).hexdigest() for name, (_, content) in videos.items()}
+    assert newest["videos"] == {name: {"sha256": value} for name, value in sha256.items()}
+    animate.wait_for(newest["id"], "completed")
+    _delete(animate, newest["id"])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Test pictures: plain ones, and PNG files with any header."""
+"""Test pictures: plain ones, PNG files with any header, and a small video."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from svdpp.config import OutputConfig
 from svdpp.media.ffmpeg import find_ffmpeg
+from svdpp.media.video import write_clip
 
 
 def gradient(width: int = 48, height: int = 32) -> Image.Image:
@@ -40,3 +42,10 @@ def png(width: int, height: int, depth: int, colour_type: int, rows: bytes) -> b
 def ffmpeg(*arguments: str | Path) -> None:
     command = [find_ffmpeg(), "-loglevel", "error", "-y", *map(str, arguments)]
     subprocess.run(command, check=True, timeout=60)
+
+
+def save_video(path: Path, seed: int = 0) -> str:
+    """Seven frames of 64 x 48."""
+    frames = np.random.default_rng(seed).integers(0, 256, (7, 48, 64, 3), dtype=np.uint8)
+    write_clip(frames, OutputConfig(path=str(path)), fps=16, metadata={})
+    return str(path)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 
 from svdpp.config.families.registry import FAMILY_SPECS
@@ -34,7 +35,22 @@ CASES: Mapping[str, Case] = {
 #: The first case of each family.
 FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
+#: One of each kind: halves of a batch, two experts, further videos, sound.
+KINDS = ("svd", "wan", "wan-animate", "ltx2")
+
+_FULL = (pytest.mark.slow, pytest.mark.full)
 _OPTIONS = {"max_shard_size", "variant"}
+
+
+def chosen(
+    quick: Collection[str], in_ci: Collection[str] = (), every: Iterable[str] = CASES
+) -> list[Any]:
+    """The cases as parameters: these, those that only CI runs, and the others in full grids."""
+
+    def marks(name: str) -> tuple[Any, ...]:
+        return () if name in quick else _FULL[:1] if name in in_ci else _FULL
+
+    return [pytest.param(name, marks=marks(name)) for name in every]
 
 
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
