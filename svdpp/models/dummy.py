@@ -153,7 +153,7 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """One of two halves of equal length, which share the middle one of an odd number."""
+        """Evaluate a step and keep this branch's half; an odd number's middle is in both."""
         with self._lasting(CostModel.step_on, 0.5):
             flat = self._unet(latent, step).view(-1)
             size = (flat.numel() + 1) // 2
@@ -180,7 +180,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleeps at the end of the block until a share of the part's seconds have passed."""
+        """Sleep at the end of the block until a share of the part's seconds have passed."""
         start = time.monotonic()
         yield
         if self.costs is not None:

@@ -133,7 +133,7 @@ CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _at
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Counts FLOPs by torch's formulas.
+    """Counter of FLOPs by torch's formulas.
 
     `FlopCounterMode` counts by modules, too, and for that registers hooks which also run in the
     modules of other threads.
@@ -159,11 +159,12 @@ class _FlopCounter(TorchDispatchMode):
 
 
 class _ConstructionMode(TorchFunctionMode):
-    """Makes modules of fake tensors in another default dtype, in this thread alone.
+    """Default dtype of this thread alone, in which modules of fake tensors are made.
 
-    `torch.set_default_dtype` is of all threads. A result in the process's default dtype gets this
-    one, if neither an argument is in that dtype nor the call names one: new tensors, and quotients
-    of integers. A condition on weights that have no data is false: it would draw them again.
+    `torch.set_default_dtype` changes that of all threads. A result in the process's default dtype
+    gets this one, if neither an argument is in that dtype nor the call names one: new tensors, and
+    quotients of integers. A condition on weights that have no data is false: it would draw them
+    again.
     """
 
     _CONVERSIONS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
@@ -327,7 +328,7 @@ class _FakeModel:
         return result, PartMemory(weights, self._tracker.peak_above_start)
 
     def _call(self, part: str, real: Any, *args: Any, **kwargs: Any) -> Any:
-        """Zeros in real memory, in place of the result of a component's method."""
+        """Return zeros in real memory in place of the result of a component's method."""
         if self._inside:
             return real(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -363,7 +364,7 @@ class _FakeModel:
             self._inside = False
 
     def _cast(self, weights: Sequence[torch.Tensor], module: Any, *, dtype: torch.dtype) -> Any:
-        """`module.to`, which cannot swap fake weights."""
+        """Stand in for `module.to`, which cannot swap fake weights."""
         with self._fake, self._tracker:
             for tensor in filter(torch.is_floating_point, weights):
                 tensor.data = tensor.data.to(dtype)
@@ -371,14 +372,14 @@ class _FakeModel:
 
 
 def _on(device: str, value: Any) -> Any:
-    """Zeros on a device in place of a result's tensors; other objects, such as caches, are None."""
+    """Return zeros in place of a result's tensors; None for other objects, such as caches."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks the storages of `known` tensors and of those created in its context.
+    """Tracker of the storages of `known` tensors and of those created in its context.
 
     `peak` is their highest sum in bytes.
 
@@ -433,8 +434,8 @@ class MemoryTracker(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
 
 
-# Fake tensors have no data. Where an operation's result depends on it, all elements are taken, and
-# a condition holds and a length is longer than any tensor.
+# Fake tensors have no data. Where a result depends on data, the largest one counts: all elements
+# are selected, a condition is true, and a length exceeds that of any tensor.
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

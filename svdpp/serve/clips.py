@@ -40,7 +40,7 @@ class Admission:
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        # At the start, because the ranks take it.
+        # Read before the ranks start, because they take the memory.
         self._free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in visible_gpus()}
         self._memory_error = functools.lru_cache(_MAX_SHAPES)(self._find_memory_error)
         self._route_error = functools.lru_cache(_MAX_SHAPES)(self._find_route_error)
@@ -137,7 +137,7 @@ _SHAPE = ("height", "width", "num_frames", "decode_chunk_size", "max_sequence_le
 
 
 def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
-    """`sampling` with only what memory depends on, so that few sizes are estimated."""
+    """Return only the parameters that memory depends on, so that few sizes are estimated."""
     names = {field.name for field in fields(sampling)}
     shape: dict[str, Any] = {name: getattr(sampling, name) for name in _SHAPE if name in names}
     scale = "guidance_scale" if "guidance_scale" in names else "max_guidance_scale"
@@ -151,7 +151,7 @@ class RunningClip:
 
     job: Job
     request: ClipRequest
-    """As the ranks get it."""
+    """Request that the ranks get."""
     metadata: dict[str, Any]
     handle: ClipHandle | None = None
     """Handle of the clip in the pipeline; None until the pipeline has it."""
@@ -162,7 +162,7 @@ class RunningClip:
     ranks_left: int = 0
     """Number of ranks that have not prepared its image yet."""
     prepared_at: float = 0.0
-    """Monotonic time at which its image will be prepared, by the latest one."""
+    """Monotonic time at which its image will be prepared, estimated from the latest image."""
 
     @property
     def is_prepared(self) -> bool:
@@ -270,7 +270,7 @@ class RequestBuilder:
         return OutputConfig(path=str(job.clip_path(self.folder)))
 
     def _metadata_and_key(self, job: Job) -> tuple[dict[str, Any], str]:
-        """The clip's metadata, and the key of its latent checkpoints.
+        """Return the clip's metadata, and the key of its latent checkpoints.
 
         The key holds the job's id: two jobs for the same clip must not remove each other's.
         """

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from svdpp.serve.job import Job
 from svdpp.serve.schemas import ApiError, error_response
 
-# Longer numbers are of no file.
+# No file is so long that its ranges need longer numbers.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
 _NAME_CHARACTERS = 60
 

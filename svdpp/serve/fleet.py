@@ -237,7 +237,7 @@ class Fleet:
         )
         """Queue positions and ETAs of the open jobs."""
         engine.observe(self.estimates)
-        # After an outage all leases may have ended: those who hold them are to renew them first.
+        # After an outage all leases may have ended: their holders first get the time to renew them.
         self._requeue_expired_at = time.monotonic() + queue.lease_seconds
         error_message = "the server cannot look after its claims"
         self.thread = PeriodicThread(
@@ -305,7 +305,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Report once that this machine's clock is not the database's, by which all ages count."""
+        """Report once that this machine's clock differs from the database's, the one for ages."""
         try:
             self._queue.check_clock()
         except ClockError as error:

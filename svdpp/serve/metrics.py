@@ -34,7 +34,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "verifications": ("Clips compared with one device.", "result"),
     "http_requests": ("Answered requests.", "method", "route", "status"),
 }
-#: The same of each histogram, with its buckets.
+#: Buckets, meaning and labels of each histogram.
 _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
     "clip_seconds": (
         (0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 3600),
@@ -66,7 +66,7 @@ _RANK_GAUGES: dict[str, tuple[str, str]] = {
     "gpu_memory_bytes": ("rank_gpu_memory_bytes", "In use on each rank's GPU, by all processes."),
     "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU."),
 }
-# The newest ratios of which the page shows the median.
+# Latest ratios, of which the page shows the median.
 _KEPT_ERRORS = 1000
 
 
@@ -112,7 +112,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Takes an event of `rank`; the pipeline's thread alone calls it."""
+        """Take an event of `rank`; only the pipeline's thread calls it."""
         match event:
             case Joined():
                 self._last_end.pop(rank, None)
@@ -179,7 +179,7 @@ class Metrics(Collector):
         return {"clips": len(ratios), "median": median}
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield what is read at each scrape."""
+        """Yield the metrics that are computed at each scrape."""
         engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
         num_ranks = engine.config.world_size if engine.state == "ready" else 0
         age = 0.0 if oldest is None else max(0.0, self._queue.now() - oldest)
@@ -208,7 +208,7 @@ class Metrics(Collector):
         yield from self._collect_ranks(num_ranks)
 
     def _collect_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """The last samples of the ranks; no gauges while they start."""
+        """Yield the last samples of the ranks; no gauges while they start."""
         stats = self._stats
         moved = CounterMetricFamily(
             "svdpp_rank_moved_bytes",

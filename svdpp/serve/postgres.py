@@ -108,7 +108,7 @@ class PostgresBackend:
     clock_name = "the database's"
     """Name of the clock that `now` reads, for messages."""
     is_there = True
-    """Whether it was not removed: each commit says so itself."""
+    """Whether the database exists: True, because each commit fails without it."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._address = address_of(url)

@@ -107,7 +107,7 @@ def remove_orphans(
     those of the jobs `in_use` by this server.
     """
     store = queue.store
-    # Listed before the queue is asked: what is begun meanwhile is not among them.
+    # Listed before the queue is read, so that the files of newer jobs are not among them.
     files = store.files()
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
@@ -117,7 +117,7 @@ def remove_orphans(
     unused: FileSnapshot = {
         copy
         for copy in copies.items()
-        # What the store lacks is no copy: the folder may have had it before there was a store.
+        # Only files that the store has are copies: the folder may be older than the store.
         if (copy[0] in files and FILE_NAME.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
         or _is_orphan(copy, clips, oldest, is_copy=True)
         if not any(id in copy[0] for id in in_use)

@@ -39,7 +39,7 @@ MAX_STREAMS = 1000
 MAX_STREAMS_OF_KEY = 200
 
 _MAX_IDEMPOTENCY_KEY = 255
-# Calls what may wait for long, for a decoder or the ranks, in a thread beside the pool's.
+# Runs a call that may wait long, for a decoder or the ranks, in a thread outside the pool.
 _in_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
@@ -408,7 +408,7 @@ def _deleted_event(id: str, status: JobState) -> ServerSentEvent:
 
 
 def _event(video: Video) -> ServerSentEvent:
-    """The event's id is a hash of all but the ETA, which changes all the time."""
+    """Return an event; its id is a hash of all fields but the ETA, which changes all the time."""
     state = video.model_copy(update={"eta_seconds": None}).model_dump_json()
     id = hashlib.sha256(state.encode()).hexdigest()[:16]
     return ServerSentEvent(event="video", data=video, id=id)

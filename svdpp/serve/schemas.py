@@ -59,7 +59,7 @@ _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (DecoderBusyError, 503, "decoder_busy"),
     (SvdppError, 500, "internal_error"),
 )
-#: Answers that are no faults: a client that tries again must not fill the log.
+#: Errors that are not logged: a client that tries again must not fill the log.
 _EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
 #: Parameters that requests name in another way, or not at all.

@@ -44,14 +44,14 @@ from svdpp.serve.store import FileStore
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
-# For answers that are being sent when the last clip is finished; a thousand clients that follow
-# clips notice it within five seconds.
+# Seconds for responses that are being sent when the last clip is finished; a thousand clients that
+# follow clips notice the end within five seconds.
 _SHUTDOWN_SECONDS = 6
 _SWEEP_SECONDS = 60.0
-# For each thread; what it does may not answer, such as a store.
+# Seconds for each thread, which may be waiting for a store that does not answer.
 _END_SECONDS = 30.0
-# A request changes threads several times, and each time waits so long for a thread that computes,
-# such as the ETAs of a long queue.
+# Seconds after which a computing thread, such as that of the ETAs, gives way. A request changes
+# threads several times, and waits that long each time.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -180,7 +180,7 @@ class Server:
         self._ending.set()
 
     def _watch(self) -> None:
-        """Waits for a signal or for the end of the engine, then ends what makes clips."""
+        """Wait for a signal or for the end of the engine, then end what makes clips."""
         was_ready = False
         while not self._ending.wait(0.5) and self._service.engine.fatal is None:
             is_ready = self._service.engine.state == "ready"
@@ -208,7 +208,7 @@ class Server:
                 logger.error("the readiness of the ranks could not be reported: {}", error)
 
     def _enforce_retention(self) -> None:
-        """Removes jobs that are too old or too large."""
+        """Remove jobs that are too old or too large."""
         self._service.queue.backend.maintain()
         limits = (self._service.settings.keep_seconds, self._service.settings.keep_bytes)
         if limits != (None, None):
