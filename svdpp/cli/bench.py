@@ -128,7 +128,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     rows = [
         {
             **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
-            "range": None if one.low is None else f"{one.low:.3g}..{one.high:.3g}",
+            "range": None if one.low is None or one.high is None else _range(one.low, one.high),
             "verdict": "drift" if one.is_baseline else words[one.is_noise],
         }
         for one in found.ratios
@@ -144,6 +144,12 @@ def _compare(console: Console, a: Path, b: Path) -> None:
             "verdict": found.verdict,
         }
     )
+
+
+def _range(low: float, high: float) -> str:
+    """Return a range of ratios as text, short enough for a row of 80 characters."""
+    bounds = (f"{bound:.3g}" if 0.01 <= bound < 100 else f"{bound:.0e}" for bound in (low, high))
+    return "..".join(bounds)
 
 
 def _split_words(words: list[str]) -> tuple[list[str], list[str]]:

@@ -141,6 +141,11 @@ def test_different_bits_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert_error(answer, 3, "bits differ")
 
 
+def test_a_wild_range_is_as_short_as_another() -> None:
+    assert bench._range(0.9123, 1.128) == "0.912..1.13"
+    assert bench._range(0.000555, 1834.0) == "6e-04..2e+03"
+
+
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
     """The folder where a bench was run, and its answer."""
