@@ -16,7 +16,7 @@ from svdpp.errors import ClosedError, Interrupted, SvdppError, reraisable
 from svdpp.launch.world import is_secondary_rank
 from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, simulate_schedule
-from svdpp.worker.messages import ActionBatch, ClipJob
+from svdpp.worker.messages import PrepareImage
 
 #: Fields of the request for each clip's JSON, one mapping for each clip; empty: none.
 Metadata = Sequence[Mapping[str, Any]]
@@ -136,7 +136,7 @@ class Pipeline(PipelineRanks):
         self._check_open()
         resolved = self._scheduler.resolve_requests(requests)
         num_steps = [
-            self._scheduler.config_of(each).sampling.num_inference_steps for each in resolved
+            self._scheduler.router.config_of(each).sampling.num_inference_steps for each in resolved
         ]
         metadata = metadata or [{}] * len(resolved)
         what = f"got {len(metadata)} metadata for {len(resolved)} clips: give one for each clip"
@@ -175,8 +175,7 @@ class Pipeline(PipelineRanks):
             ClosedError: the pipeline is not open.
         """
         supervisor = self._check_open()
-        job = ClipJob(clip=-1, request=self._scheduler.resolve_request(request))
-        message = ActionBatch(actions=(), jobs=(job,)).to_bytes()
+        message = PrepareImage(request=self._scheduler.resolve_request(request)).to_bytes()
         for rank, roles in enumerate(self.config.layout.roles):
             if roles.encode:
                 supervisor.send(rank, message)
@@ -189,7 +188,9 @@ class Pipeline(PipelineRanks):
         Args:
             requests: requests of the clips, from clip 0.
         """
-        return self._scheduler.schedule(list(map(self._scheduler.resolve_request, requests)), 0)
+        return self._scheduler.router.schedule(
+            list(map(self._scheduler.resolve_request, requests)), 0
+        )
 
     def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
         """Return the times of each rank's actions for the first clips, at the measured costs.

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, Literal
 
 from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
-from svdpp.config.limits import require
 from svdpp.driver.memory_process import estimate_memory
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.gpus import available_bytes, format_gib, free_bytes
@@ -17,6 +16,7 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint, with_weights
 from svdpp.plan.costs import MemoryEstimate, PartMemory
 from svdpp.plan.layout import check_chunks
 from svdpp.plan.roles import Roles
+from svdpp.worker.routes import resolve_clip_config
 
 #: The components whose weights must be present: none, those of the ranks on this host, or all.
 Weights = Literal["none", "host", "all"]
@@ -90,35 +90,6 @@ def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) 
     return replace(config, parallel=replace(config.parallel, decode_parallel_size=count))
 
 
-def resolve_clip_config(
-    sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
-) -> PipelineConfig:
-    """Return the configuration of a clip with its own sampling parameters.
-
-    Args:
-        sampling: sampling parameters of the clip.
-        config: configuration of the pipeline.
-        checkpoint: checkpoint of its model; None for the dummy model.
-
-    Raises:
-        RequestError: the model cannot make such clips.
-    """
-    if checkpoint is None:
-        frames = config.model.dummy_latent.shape[2]
-        return replace(config, sampling=sampling.with_model_defaults(model_frames=frames))
-    sampling = checkpoint.resolve_sampling(sampling)
-    if config.parallel.cfg_parallel_size > 1:
-        _check_branches(sampling, checkpoint)
-    boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
-    if boundary is not None and not 0 < boundary < num_steps:
-        raise RequestError(
-            f"the model has two experts, and one of them would do all {num_steps} steps",
-            "use more `num_inference_steps`, or another `flow_shift`",
-            details={"steps": num_steps, "expert_boundary": boundary},
-        )
-    return replace(config, sampling=sampling, expert_boundary=boundary)
-
-
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
     """Return the number of ranks that decode each clip; by default both of a pair, if it helps."""
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks
@@ -135,24 +106,6 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
         )
     check_chunks(count, chunks)
     return count
-
-
-def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
-    leave_out = "leave `cfg_parallel` out"
-    require(
-        sampling.uses_guidance,
-        "`cfg_parallel` 2 gives each rank of a pair one branch of the guidance, and with these "
-        "parameters the guidance is off: each step has one branch",
-        leave_out,
-        cfg_parallel=2,
-    )
-    require(
-        checkpoint.spec.branches is not None,
-        f"`cfg_parallel` 2 cannot divide the steps of {checkpoint.label}: they have more than two "
-        "evaluations, or use the first at once",
-        leave_out,
-        cfg_parallel=2,
-    )
 
 
 # --- memory -------------------------------------------------------------------------------------

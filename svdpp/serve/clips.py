@@ -15,7 +15,7 @@ from svdpp.config.pipeline import latents_key
 from svdpp.driver.clip_metadata import clip_metadata, weights_identity
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.request_scheduler import RequestScheduler
-from svdpp.driver.resolve import check_memory, memory_of_devices, resolve_clip_config
+from svdpp.driver.resolve import check_memory, memory_of_devices
 from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.media.inputs import ClipInput, MediaFile
@@ -24,6 +24,7 @@ from svdpp.plan.costs import CostModel
 from svdpp.serve.job import LATENTS_FOLDER, Job
 from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
+from svdpp.worker.routes import resolve_clip_config
 
 _MAX_SHAPES = 256
 _ROUTES = 4
@@ -77,7 +78,7 @@ class Admission:
             return error
         try:
             for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
-                scheduler.route(clip, request)
+                scheduler.router.route(clip, request)
         except RequestError as error:
             default_steps = self._config.sampling.num_inference_steps
             field, hint = "num_inference_steps", f"use {default_steps} steps"

@@ -28,7 +28,6 @@ from starlette.types import ASGIApp
 from svdpp import __version__
 from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
-from svdpp.driver.resolve import resolve_clip_config
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.serve import routes
@@ -41,6 +40,7 @@ from svdpp.serve.routes import OwnerDep, ServiceDep
 from svdpp.serve.schemas import ErrorResponse, install_error_handlers
 from svdpp.serve.service import ServerSettings, Service
 from svdpp.serve.store import FileStore
+from svdpp.worker.routes import resolve_clip_config
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15

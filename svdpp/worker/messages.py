@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import Base64Bytes, BaseModel, BeforeValidator, ConfigDict, Field
 
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
@@ -17,12 +17,12 @@ from svdpp.plan.actions import Action
 WaitCause = Literal["image", "packet", "send", "writer"]
 
 
-def _action(value: Action | str) -> Action:
-    return value if isinstance(value, Action) else Action.parse(value)
+def _parse_text(value: object) -> object:
+    return Action.parse(value) if isinstance(value, str) else value
 
 
-#: An action, which JSON has as text.
-ActionField = Annotated[Action, PlainValidator(_action), PlainSerializer(str)]
+#: An action, in JSON a list of its fields; tests also write it as text.
+ActionField = Annotated[Action, BeforeValidator(_parse_text)]
 
 
 class _Message(BaseModel):
@@ -46,14 +46,20 @@ class ClipJob(_Message):
     """Request as the clip's JSON records it; only the rank that finishes the clip gets it."""
 
 
-class ActionBatch(_Message):
-    """Message from the parent: further actions, and the jobs of their clips.
+class ClipBatch(_Message):
+    """Message from the parent: further clips, with consecutive indices.
 
-    A batch without actions asks the rank to prepare the images of jobs that come later.
+    Each rank gets all of them, also those that it does not visit, and finds its own actions
+    (`worker.routes`): the actions of a rank depend on the routes of the clips around.
     """
 
-    actions: tuple[ActionField, ...]
     jobs: tuple[ClipJob, ...]
+
+
+class PrepareImage(_Message):
+    """Message from the parent: prepare the images of a clip that comes later, in a `ClipBatch`."""
+
+    request: ClipRequest
 
 
 class Stop(_Message):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from svdpp.comm.transport import Transport
-from svdpp.config import PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.launch import process_group
 from svdpp.launch.worker_group import ControlChannel, LaunchContext
 from svdpp.launch.world import is_secondary_rank
@@ -31,15 +31,17 @@ from svdpp.worker.device import (
     take_device,
 )
 from svdpp.worker.messages import (
-    ActionBatch,
     Cancel,
+    ClipBatch,
     Finished,
     Joined,
+    PrepareImage,
     Started,
     Stop,
     parse,
 )
 from svdpp.worker.rank_context import RankContext
+from svdpp.worker.routes import Router
 from svdpp.worker.stage import PipelineStage
 from svdpp.worker.stats import StatsSampler
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore
@@ -73,8 +75,16 @@ def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
 
     def run_actions(device: torch.device, reporter: Reporter) -> None:
         commands = CommandReceiver(launch.channel)
+        router = Router(setup.config, setup.checkpoint)
         stage = _prepared_stage(launch, setup, reporter, device, commands)
-        for action in commands.actions(stage.enqueue, stage.idle):
+
+        def take(batch: ClipBatch) -> Sequence[Action]:
+            requests = [job.request for job in batch.jobs]
+            actions = router.schedule(requests, batch.jobs[0].clip)[launch.world.rank]
+            stage.enqueue(actions, batch.jobs)
+            return actions
+
+        for action in commands.actions(take, stage.idle, stage.prepare_image):
             stage.run(action)
         stage.finish()
 
@@ -289,21 +299,26 @@ class CommandReceiver:
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
         self._queue = ActionQueue()
-        self._on_batch: Callable[[ActionBatch], None] = lambda _: None
+        self._take_batch: Callable[[ClipBatch], Sequence[Action]] = lambda _: ()
+        self._prepare_image: Callable[[ClipRequest], None] = lambda _: None
         self._current_clip: int | None = None
         self._cancelled: set[int] = set()
         self._is_stopped = False
 
     def actions(
-        self, on_batch: Callable[[ActionBatch], None], on_idle: Callable[[], None]
+        self,
+        take_batch: Callable[[ClipBatch], Sequence[Action]],
+        on_idle: Callable[[], None],
+        prepare_image: Callable[[ClipRequest], None] = lambda _: None,
     ) -> Iterator[Action]:
         """Yield this rank's actions until the parent says stop and none is left.
 
         Args:
-            on_batch: callback that gets each batch on arrival.
+            take_batch: callback that gets each batch on arrival, and returns this rank's actions.
             on_idle: callback for each time that no action is left.
+            prepare_image: callback that gets requests whose images are prepared early.
         """
-        self._on_batch = on_batch
+        self._take_batch, self._prepare_image = take_batch, prepare_image
         while True:
             self._receive_all()
             if self._queue:
@@ -333,9 +348,10 @@ class CommandReceiver:
         if message is None:
             return False
         match parse(message):
-            case ActionBatch() as batch:
-                self._queue.add(batch.actions)
-                self._on_batch(batch)
+            case ClipBatch() as batch:
+                self._queue.add(self._take_batch(batch))
+            case PrepareImage(request=request):
+                self._prepare_image(request)
             case Cancel(clip=clip) if clip == self._current_clip or self._queue.holds(clip):
                 self._cancelled.add(clip)
             case Stop():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -32,7 +32,6 @@ from svdpp.worker.background import ImageReader
 from svdpp.worker.denoising import Denoising
 from svdpp.worker.device import out_of_memory_named
 from svdpp.worker.messages import (
-    ActionBatch,
     ActionDone,
     ClipDropped,
     ClipJob,
@@ -92,25 +91,30 @@ class PipelineStage:
             Kind.FINISH: self._finish_clip,
         }
 
-    def enqueue(self, batch: ActionBatch) -> None:
-        """Prepare for actions that `run` gets later: take their jobs, begin to read images."""
-        jobs = {job.clip: self._with_sampling(job) for job in batch.jobs}
-        if not batch.actions:
-            for job in jobs.values():
-                self._images.prepare_early(job.request, partial(self._image_ready, job.request))
-            return
-        self._jobs.update(jobs)
-        self._helps.update(
-            action.clip for action in batch.actions if action.kind is Kind.SEND_FRAMES
-        )
-        for action in batch.actions:
+    def enqueue(self, actions: Sequence[Action], jobs: Iterable[ClipJob]) -> None:
+        """Prepare for actions that `run` gets later: take their jobs, begin to read images.
+
+        Args:
+            actions: this rank's actions for further clips.
+            jobs: jobs of these clips, and perhaps of others.
+        """
+        own = {action.clip for action in actions}
+        taken = {job.clip: self._with_sampling(job) for job in jobs if job.clip in own}
+        self._jobs.update(taken)
+        self._helps.update(action.clip for action in actions if action.kind is Kind.SEND_FRAMES)
+        for action in actions:
             if action.kind in SENDS:
                 ends = action.peer, _channel_of(action)
                 self._sends[ends].append((action.clip, action.start))
-        encoded = [action.clip for action in batch.actions if action.kind is Kind.ENCODE]
-        self._images.enqueue((clip, jobs[clip].request) for clip in encoded)
+        encoded = [action.clip for action in actions if action.kind is Kind.ENCODE]
+        self._images.enqueue((clip, taken[clip].request) for clip in encoded)
         if self._context.profiler is not None:
-            self._context.profiler.select_clip(batch.actions)
+            self._context.profiler.select_clip(actions)
+
+    def prepare_image(self, request: ClipRequest) -> None:
+        """Prepare the images of a clip that comes later; does not wait."""
+        whole = replace(request, sampling=request.sampling or self._sampling)
+        self._images.prepare_early(whole, partial(self._image_ready, whole))
 
     def run(self, action: Action) -> None:
         """Run one action.

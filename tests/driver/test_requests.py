@@ -21,7 +21,10 @@ from svdpp.driver.resolve import resolve_config
 from svdpp.errors import ClosedError, NotFiniteError, RequestError
 from svdpp.media.inputs import example_images, fit_image, read_image
 from svdpp.media.video import frames_sha256, read_frames
+from svdpp.plan.actions import Kind
 from svdpp.verification.verify import run_reference
+from svdpp.worker.messages import parse
+from svdpp.worker.routes import Router
 from svdpp.worker.tensor_files import tensor_sha256
 from tests.support.builders import small_svd
 from tests.support.damage import Damage
@@ -287,3 +290,24 @@ def test_a_layout_by_name_refuses_what_it_chooses_and_needs_the_number_of_clips(
         Pipeline(balanced, layout="auto", num_clips=1)
     with pytest.raises(RequestError, match="auto needs the number of clips"):
         Pipeline(config(4, steps=8), layout="auto")
+
+
+def test_ranks_find_the_actions_that_the_plan_prints_from_clips_and_requests() -> None:
+    """Only these travel: each rank has the routes of all clips of a message."""
+    pipeline_config, checkpoint = resolve_config(
+        config(3, steps=8, parallel=ParallelConfig(split="alternating"))
+    )
+    scheduler = RequestScheduler(pipeline_config, checkpoint)
+    own = replace(pipeline_config.sampling, num_inference_steps=5)
+    requests = scheduler.resolve_requests(
+        [ClipRequest(seed=1), ClipRequest(seed=2, sampling=own), ClipRequest(seed=3)]
+    )
+    schedule = scheduler.router.schedule(requests, 4)
+    for rank, message in scheduler.messages(requests, [{"a": 1}] * 3, 4).items():
+        jobs = parse(message).jobs
+        assert [(job.clip, job.request) for job in jobs] == [*enumerate(requests, 4)]
+        finished = {action.clip for action in schedule[rank] if action.kind is Kind.FINISH}
+        assert {job.clip for job in jobs if job.metadata} == finished
+        assert b"DENOISE" not in message
+        router = Router(pipeline_config, checkpoint)
+        assert router.schedule([job.request for job in jobs], jobs[0].clip) == schedule

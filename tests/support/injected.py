@@ -37,9 +37,13 @@ def _injected(plan: dict[str, Any]) -> type:
             if "stop" in plan:
                 options["fault"] = Damage(**plan["stop"])
             super().__init__(config, **options)
-            self.observe(
-                lambda rank, event: note(rank=rank, kind=type(event).__name__, **event.model_dump())
-            )
+            self.observe(self._note)
+
+        def _note(self, rank: int, event: Any) -> None:
+            fields = event.model_dump()
+            if fields.get("action") is not None:
+                fields["action"] = str(fields["action"])
+            note(rank=rank, kind=type(event).__name__, **fields)
 
         def __exit__(self, *error: Any) -> None:
             if "leaving_seconds" in plan:

@@ -26,7 +26,7 @@ from svdpp.verification import reference
 from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.worker import background, stage, tensor_files
 from svdpp.worker.background import ClipWriter, LatentCheckpointWriter
-from svdpp.worker.messages import ActionBatch, CheckpointLost, ClipJob
+from svdpp.worker.messages import CheckpointLost, ClipJob
 from svdpp.worker.rank_context import RankContext
 from svdpp.worker.tensor_files import LatentCheckpoints, TensorStore, tensor_sha256
 from tests.support.dummies import config
@@ -129,9 +129,10 @@ def test_a_rank(tmp_path: Path) -> None:
     sent = "ENCODE c1 @0", "DENOISE c1 0:1", "SEND c1 @1 >1"
     requests = ClipRequest(seed=0), ClipRequest(seed=0, latents_key="0" * 64)
     jobs = tuple(ClipJob(clip=clip, request=request) for clip, request in enumerate(requests))
-    rank.enqueue(ActionBatch(actions=texts + sent, jobs=jobs))
-    for text in texts + sent:
-        rank.run(Action.parse(text))
+    actions = [*map(Action.parse, texts + sent)]
+    rank.enqueue(actions, jobs)
+    for action in actions:
+        rank.run(action)
     rank.finish()
     for bad in (written.report_clip_failure, written.report_failure, reporter.report_failure):
         assert not bad.called, bad.call_args

@@ -25,12 +25,12 @@ from svdpp.config import (
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch.worker_group import ControlChannel, LaunchContext
 from svdpp.launch.world import World
-from svdpp.plan.actions import Schedule, build_schedule
+from svdpp.plan.actions import Action, Kind, Schedule, build_schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import simulate_schedule
 from svdpp.plan.layout import Layout
 from svdpp.worker import rank as module
-from svdpp.worker.messages import ActionBatch, Cancel, ClipJob, Failed, Finished, Stop, parse
+from svdpp.worker.messages import Cancel, ClipBatch, ClipJob, Failed, Finished, Stop, parse
 from svdpp.worker.rank import ActionQueue, CommandReceiver
 from tests.support.dummies import config, pids
 from tests.support.plans import check_receives, check_schedule, layouts
@@ -97,12 +97,17 @@ def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() 
     ours, theirs = multiprocessing.Pipe()
     parent, commands = ControlChannel(ours), CommandReceiver(ControlChannel(theirs))
     work = [
-        ActionBatch(actions=(f"ENCODE c{clip} @0", f"FINISH c{clip} @0"), jobs=())
-        for clip in (0, 1)
+        ClipBatch(jobs=(ClipJob(clip=clip, request=ClipRequest(seed=clip)),)) for clip in (0, 1)
     ]
-    expected: list[ActionBatch] = []
+    expected: list[ClipBatch] = []
     idles: list[int] = []
-    actions = map(str, commands.actions(expected.append, lambda: idles.append(len(expected))))
+
+    def take(batch: ClipBatch) -> list[Action]:
+        expected.append(batch)
+        clip = batch.jobs[0].clip
+        return [Action.at(kind, clip, 0) for kind in (Kind.ENCODE, Kind.FINISH)]
+
+    actions = map(str, commands.actions(take, lambda: idles.append(len(expected))))
     for command in work:
         parent.send(command.to_bytes())
     assert next(actions) == "ENCODE c0 @0"
@@ -128,7 +133,7 @@ def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
     own |= {"guidance_scale_2": 3.0, "flow_shift": 5.0} if family == "wan" else {}
     sampling = kind(**own, num_inference_steps=7)
     job = ClipJob(clip=0, request=ClipRequest(seed=0, sampling=sampling))
-    back = parse(ActionBatch(actions=(), jobs=(job,)).to_bytes()).jobs[0].request.sampling
+    back = parse(ClipBatch(jobs=(job,)).to_bytes()).jobs[0].request.sampling
     assert back == sampling
     assert type(back) is kind
 

@@ -22,7 +22,7 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker import stage
 from svdpp.worker.denoising import Denoising
-from svdpp.worker.messages import ActionBatch, ActionDone, ClipDropped, ClipJob, Event
+from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, Event
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
 from svdpp.worker.tensor_files import LatentCheckpoints
 
@@ -57,9 +57,9 @@ def _stage(clock: Any, is_cancelled: Callable[[int], bool]) -> stage.PipelineSta
     return stage.PipelineStage(context, model, SvdSampling())
 
 
-def _batch(clip: int, *, seed: int = 0) -> ActionBatch:
+def _work(clip: int, *, seed: int = 0) -> tuple[list[Action], list[ClipJob]]:
     texts = f"ENCODE c{clip} @0", f"DENOISE c{clip} 0:1", f"DECODE c{clip} @1", f"FINISH c{clip} @1"
-    return ActionBatch(actions=texts, jobs=(ClipJob(clip=clip, request=ClipRequest(seed=seed)),))
+    return [*map(Action.parse, texts)], [ClipJob(clip=clip, request=ClipRequest(seed=seed))]
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +68,9 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     times = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
     monkeypatch.setattr(stage, "time", times)
     alone = _stage(clock, lambda _: False)
-    for batch in (_batch(0), _batch(1)):
-        alone.enqueue(batch)
-        for action in batch.actions:
+    for actions, jobs in (_work(0), _work(1)):
+        alone.enqueue(actions, jobs)
+        for action in actions:
             alone.run(action)
         alone.idle()
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
@@ -81,9 +81,9 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
 def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
     clock, cancelled = _Clock(), set[int]()
     alone = _stage(clock, cancelled.__contains__)
-    batch = _batch(0)
-    alone.enqueue(batch)
-    for action in batch.actions:
+    actions, jobs = _work(0)
+    alone.enqueue(actions, jobs)
+    for action in actions:
         if action.kind is Kind.FINISH:
             assert alone._frames.keys() == {0}
             cancelled.add(0)
@@ -112,11 +112,11 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
 
     monkeypatch.setattr(DummyModel, "encode", encode)
     clock = _Clock()
-    alone, batches = _stage(clock, lambda _: False), (_batch(0), _batch(1, seed=1))
+    alone, batches = _stage(clock, lambda _: False), (_work(0), _work(1, seed=1))
     with nullcontext() if is_of_clip else pytest.raises(Exception, match=r"CUDA|memory|checkpoint"):
-        for batch in batches:
-            alone.enqueue(batch)
-            for action in batch.actions:
+        for actions, jobs in batches:
+            alone.enqueue(actions, jobs)
+            for action in actions:
                 alone.run(action)
     assert [(clip, type(error)) for clip, error in clock.failed] == [(0, InputError)] * is_of_clip
     assert clock.now == (50.0 if is_of_clip else 0.0), "the other clip is written"
@@ -129,10 +129,9 @@ def test_a_checkpoint_of_other_tensors_names_its_clip_and_its_file(tmp_path: Pat
     alone = _stage(clock, lambda _: False)
     alone._context.checkpoint_writer = Mock(folder=checkpoints)
     request = ClipRequest(seed=0, output=output, latents_key=key, done_steps=1)
-    jobs = (ClipJob(clip=0, request=request),)
-    batch = ActionBatch(actions=("LOAD_CHECKPOINT c0 @1",), jobs=jobs)
-    alone.enqueue(batch)
-    alone.run(batch.actions[0])
+    action = Action.parse("LOAD_CHECKPOINT c0 @1")
+    alone.enqueue([action], [ClipJob(clip=0, request=request)])
+    alone.run(action)
     ((_, error),) = clock.failed
     assert isinstance(error, InputError)
     start = "'present_0.mp4' cannot go on after step 1: its latent checkpoint has other tensors"

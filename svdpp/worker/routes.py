@@ -1,0 +1,148 @@
+"""Routes of clips through the ranks, and each rank's actions, from (clip, request) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config.limits import require
+from svdpp.errors import RequestError
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.plan.actions import Route, Schedule, build_schedule
+from svdpp.plan.layout import Layout
+
+_CONFIGS_KEPT = 64
+
+
+class Router:
+    """Routes of the clips of one pipeline.
+
+    The parent and each rank have one, and find the same actions: only clips and requests travel
+    between them. The ranks load their parts of the model and open their links at the start, so a
+    clip can take only the routes that these allow.
+
+    Args:
+        config: resolved configuration.
+        checkpoint: checkpoint of its model; None for the dummy model.
+    """
+
+    def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._links = frozenset(config.layout.links)
+        #: Return the configuration of a clip with these sampling parameters.
+        self.config_with = lru_cache(_CONFIGS_KEPT)(self._new_config)
+
+    def config_of(self, request: ClipRequest) -> PipelineConfig:
+        """Return the configuration of a resolved request's clip."""
+        return self._config if request.sampling is None else self.config_with(request.sampling)
+
+    def route(self, clip: int, request: ClipRequest) -> Route:
+        """Return the route of a resolved request's clip; it starts after the steps that are done.
+
+        Args:
+            clip: index of the clip.
+            request: resolved request.
+
+        Raises:
+            RequestError: some ranks have not loaded what the clip needs.
+        """
+        layout = self.config_of(request).layout
+        route = layout.route(clip)
+        if request.sampling is not None and not self._can_take(layout, route):
+            route = layout.route(clip, all_stages=True)
+            if not self._can_take(layout, route):
+                planned = self._config.sampling.num_inference_steps
+                if layout.num_steps == planned:
+                    raise RequestError(
+                        "with these parameters the model changes its expert at another step, and "
+                        "some ranks have not loaded the expert that they would need",
+                        "use the pipeline's `flow_shift`",
+                        details={"clip": clip},
+                    )
+                raise RequestError(
+                    f"the ranks were started with `num_inference_steps` {planned}, and some have "
+                    f"not loaded what clips of {layout.num_steps} steps need",
+                    f"use {planned} steps, or start the ranks with `num_inference_steps` "
+                    f"{layout.num_steps}",
+                    details={
+                        "clip": clip,
+                        "steps": layout.num_steps,
+                        "pipeline_steps": planned,
+                    },
+                )
+        return route.resumed(request.done_steps) if request.done_steps else route
+
+    def _new_config(self, sampling: SamplingConfig) -> PipelineConfig:
+        config = resolve_clip_config(sampling, self._config, self._checkpoint)
+        if config.sampling.from_image and not self._config.sampling.from_image:
+            raise RequestError(
+                "the ranks were started for clips from text alone",
+                "set from_image in the pipeline's sampling parameters: such ranks make both",
+            )
+        return config
+
+    def _can_take(self, layout: Layout, route: Route) -> bool:
+        roles = self._config.layout.roles
+        return route.links <= self._links and all(
+            layout.experts_of(part) <= roles[part.rank].experts for part in route.ranges
+        )
+
+    def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
+        """Return each rank's actions for resolved requests.
+
+        Args:
+            requests: resolved requests of the clips.
+            first: index of the first clip.
+        """
+        routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
+        return build_schedule(routes, self._config.world_size)
+
+
+def resolve_clip_config(
+    sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
+) -> PipelineConfig:
+    """Return the configuration of a clip with its own sampling parameters.
+
+    Args:
+        sampling: sampling parameters of the clip.
+        config: configuration of the pipeline.
+        checkpoint: checkpoint of its model; None for the dummy model.
+
+    Raises:
+        RequestError: the model cannot make such clips.
+    """
+    if checkpoint is None:
+        frames = config.model.dummy_latent.shape[2]
+        return replace(config, sampling=sampling.with_model_defaults(model_frames=frames))
+    sampling = checkpoint.resolve_sampling(sampling)
+    if config.parallel.cfg_parallel_size > 1:
+        _check_branches(sampling, checkpoint)
+    boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
+    if boundary is not None and not 0 < boundary < num_steps:
+        raise RequestError(
+            f"the model has two experts, and one of them would do all {num_steps} steps",
+            "use more `num_inference_steps`, or another `flow_shift`",
+            details={"steps": num_steps, "expert_boundary": boundary},
+        )
+    return replace(config, sampling=sampling, expert_boundary=boundary)
+
+
+def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
+    leave_out = "leave `cfg_parallel` out"
+    require(
+        sampling.uses_guidance,
+        "`cfg_parallel` 2 gives each rank of a pair one branch of the guidance, and with these "
+        "parameters the guidance is off: each step has one branch",
+        leave_out,
+        cfg_parallel=2,
+    )
+    require(
+        checkpoint.spec.branches is not None,
+        f"`cfg_parallel` 2 cannot divide the steps of {checkpoint.label}: they have more than two "
+        "evaluations, or use the first at once",
+        leave_out,
+        cfg_parallel=2,
+    )
