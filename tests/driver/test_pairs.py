@@ -152,7 +152,7 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
             "t2v-two-experts",
             tmp_path / "model",
             world_size=1,
-            parallel=ParallelConfig(),
+            cfg_parallel=1,
         )
         first = replace(whole, world_size=2 * size, parallel=ParallelConfig(cfg_parallel_size=size))
         again = replace(
