@@ -342,7 +342,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
             "forecast": {
                 "clips": num_clips,
                 **ours,
-                "data_parallel": {t: theirs[t] for t in times},
+                "data_parallel": {name: theirs[name] for name in times},
             },
         }
     )

@@ -150,7 +150,9 @@ class RunCommand:
             RequestError: the request cannot succeed.
         """
         self.options.check_prompts()
-        assert all((self.policy, self._sampling, self.seeds))  # are checked when they are made
+        # The values are computed here, so that wrong options are refused now and not at first use.
+        for name in ("policy", "_sampling", "seeds"):
+            getattr(self, name)
         options = self.options
         require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")
         is_dry = options.dry_run and self.launched is not None

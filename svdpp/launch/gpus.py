@@ -45,7 +45,8 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     with open_nvml() as nvml:
         if nvml is None:
             return []
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        indices = range(nvml.nvmlDeviceGetCount())
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
         uuids = list(map(nvml.nvmlDeviceGetUUID, handles))
         names = list(map(nvml.nvmlDeviceGetName, handles))
         gpus = []
@@ -114,7 +115,7 @@ def _visible_order(
     unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
-    entries = [str(i) for i in range(len(uuids))] if listed is None else listed.split(",")
+    entries = [str(index) for index in range(len(uuids))] if listed is None else listed.split(",")
     by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     order: list[int] = []
     for entry in map(str.strip, entries):

@@ -388,7 +388,7 @@ def _accept_all(
     deadline = time.monotonic() + config.start_timeout
     hellos: dict[int, RankHello] = {}
     try:
-        while missing := [r for r in range(1, config.world.size) if r not in joined]:
+        while missing := [rank for rank in range(1, config.world.size) if rank not in joined]:
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank {missing[0]} never started within {config.start_timeout:.0f} s",

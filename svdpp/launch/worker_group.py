@@ -271,7 +271,8 @@ class WorkerGroup:
         Args:
             error: reason that a launcher's ranks get; None: all work is done.
         """
-        process_lifetime.kill_with_children([p.pid for p in self._processes() if p.is_alive()])
+        alive = [process.pid for process in self._processes() if process.is_alive()]
+        process_lifetime.kill_with_children(alive)
         for worker in self.workers:
             if worker.process is None:
                 worker.channel.send(_end_message(error))
@@ -286,7 +287,9 @@ class WorkerGroup:
         _groups.discard(self)
 
     def _processes(self) -> list[Any]:
-        return [m.process for m in self.workers if getattr(m.process, "pid", None) is not None]
+        processes = [worker.process for worker in self.workers]
+        # None on another host; without a process id if it could not be started.
+        return [process for process in processes if getattr(process, "pid", None) is not None]
 
 
 def _output_file(folder: Path, rank: int) -> Path:
