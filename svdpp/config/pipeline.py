@@ -281,7 +281,7 @@ class PipelineConfig:
     heartbeat_timeout_seconds: float = 15.0
     """A rank that sends no heartbeat for this long counts as stalled."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the ranks share the work."""
+    """Layout of the ranks: how they share the work."""
     costs: CostModel = field(default_factory=CostModel)
     """The costs by which splits other than `uniform` cut."""
     expert_boundary: int | None = None

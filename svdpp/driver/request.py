@@ -110,7 +110,7 @@ class PipelineRequest:
     device: str
     """`cpu`, `cuda` or `cuda:N`."""
     layout: LayoutName | None = None
-    """None: `pipeline`, or what suits a server."""
+    """Name of the layout. None: `pipeline`, or what suits a server."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     """Given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`."""
     num_ranks: int | None = None
