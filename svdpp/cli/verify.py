@@ -280,14 +280,17 @@ def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
         is_bitwise = all(proof.verdict != "within tolerance" for proof in proofs)
         word = "bitwise equal" if is_bitwise else "bitwise equal or within tolerance"
         console.result(f"{num_equal} of {len(proofs)} clips are {word}")
-    many = f"{len(different or errors)} of {len(proofs)} clips"
+    num_wrong = len(different or errors)
+    many = f"{num_wrong} of {len(proofs)} clips"
     if different:
         first = different[0]
         words = f"{first.path.name!r} is not as recorded: {first.differences}"
         # Bits may differ for another reason; a damaged file does not.
         recomputed = any(check.what != "file" for proof in different for check in proof.different)
         raise VerificationError(
-            words if is_single else f"{many} differ: {words}", _CONDITIONS if recomputed else ""
+            words if is_single else f"{many} differ: {words}",
+            _CONDITIONS if recomputed else "",
+            details={"num_different": num_wrong, "num_clips": len(proofs)},
         )
     if errors:
         raise worst_of(errors, f"{many} not verified")

@@ -436,7 +436,7 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     models = server.client.get("/v1/models").json()
     engine = server.client.get("/v1/engine").json()
     layout = {
-        "split": "uniform",
+        "split": "alternating",
         "replicas": 1,
         "decoders": 1,
         "cfg_parallel": 1,

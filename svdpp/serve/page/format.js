@@ -59,7 +59,8 @@ export function proofText(video) {
 
 /** A line with what becomes of a clip's input that a person may not expect; hidden if there is nothing. */
 export function remarksOf({ remarks = [] }) {
-  return make("span", { className: "note", textContent: remarks.map(sentence).join(" "), hidden: !remarks.length });
+  const text = remarks.map(sentence).join(" ");
+  return make("span", { className: "note remarks", textContent: text, title: text, hidden: !text });
 }
 
 /** `index` of a clip among the waiting ones of this page, whose places may be of different moments. */
