@@ -290,7 +290,11 @@ def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
         raise VerificationError(
             words if is_single else f"{many} differ: {words}",
             _CONDITIONS if recomputed else "",
-            details={"num_different": num_wrong, "num_clips": len(proofs)},
+            details={
+                "num_different": num_wrong,
+                "num_clips": len(proofs),
+                "differences": str(first.differences),
+            },
         )
     if errors:
         raise worst_of(errors, f"{many} not verified")

@@ -94,6 +94,8 @@ class RequestScheduler:
     ) -> dict[int, bytes]:
         """Return the message for each rank: the clips, of which it finds its own actions.
 
+        Without requests there is no message.
+
         Args:
             requests: resolved and checked requests.
             metadata: metadata of each request.
@@ -102,6 +104,8 @@ class RequestScheduler:
         Raises:
             RequestError: a request or its metadata cannot be sent as JSON.
         """
+        if not requests:
+            return {}
         finishers = [
             self.router.route(clip, request).ranges[-1].rank
             for clip, request in enumerate(requests, first)

@@ -41,8 +41,8 @@ def _injected(plan: dict[str, Any]) -> type:
 
         def _note(self, rank: int, event: Any) -> None:
             fields = event.model_dump()
-            if fields.get("action") is not None:
-                fields["action"] = str(fields["action"])
+            if getattr(event, "action", None) is not None:
+                fields["action"] = str(event.action)
             note(rank=rank, kind=type(event).__name__, **fields)
 
         def __exit__(self, *error: Any) -> None:
