@@ -161,7 +161,7 @@ def test_what_is_no_clip_is_refused_and_nothing_of_it_is_sent(tmp_path: Path) ->
         assert (handle.clip, handle.request) == (0, ClipRequest(seed=8)), "an index was taken"
         assert handle.result(HANG_SECONDS).metadata["note"] == "first"
         assert (handle.done(), handle.exception()) == (True, None)
-        with pytest.raises(RequestError, match="image must be str"):
+        with pytest.raises(RequestError, match="`image` must be str"):
             ClipRequest(seed=8, image=tmp_path / "a photo")  # type: ignore[arg-type]
         assert {span.action.clip for span in pipeline.trace.spans} == {0}
         assert pipeline.run(clips(1))[0].request.seed == 1
