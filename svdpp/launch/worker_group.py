@@ -243,13 +243,13 @@ class WorkerGroup:
         if self._folder is None:
             return ""
         path = _output_file(self._folder, rank)
-        try:
-            latest = _tail(path)
-        except FileNotFoundError:  # the rank makes the file as soon as it has imported the script
+        parts = []
+        for each in (_earlier_output(path), path):  # either may be missing while they are exchanged
+            with contextlib.suppress(FileNotFoundError):
+                parts.append(_tail(each))
+        if not parts:  # the rank makes the file as soon as it has imported the script
             return None
-        with contextlib.suppress(FileNotFoundError):
-            latest = _tail(_earlier_output(path)) + latest
-        return latest[-_TAIL_CHARS:]
+        return "".join(parts)[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
         """Wait for ranks that were commanded to stop.
