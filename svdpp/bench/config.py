@@ -34,7 +34,7 @@ from svdpp.config import (
 from svdpp.config.cost_files import find_costs
 from svdpp.config.limits import MAX_CLIPS, MAX_SEED, read_small_file
 from svdpp.config.pipeline import amp_error
-from svdpp.driver.request import PipelineRequest, default_dtype, find_device
+from svdpp.driver.request import PipelineRequest, default_dtype, find_device, with_hosts_of
 from svdpp.errors import (
     InputError,
     RequestError,
@@ -286,10 +286,7 @@ def pipeline_config(asked: BenchConfig, launched: World | None = None) -> Pipeli
     )
     device = find_device(ranks.device, model.name)
     given = ranks.model_dump(exclude_defaults=True, include=set(_Layout.model_fields))
-    costs = None
-    if ranks.costs is not None:
-        per_host = None if launched is None else launched.ranks_per_host
-        costs = replace(find_costs(ranks.costs), ranks_per_host=per_host)
+    costs = None if ranks.costs is None else with_hosts_of(find_costs(ranks.costs), launched)
     request = PipelineRequest(
         model=replace(model, dtype=asked.precision or default_dtype(device, family)),
         sampling=sampling,

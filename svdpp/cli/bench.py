@@ -12,6 +12,7 @@ import typer
 
 from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
+from svdpp.cli.option_names import OPTION_OF_FIELD
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
 from svdpp.cli.options.pipeline import PeakTflops
@@ -174,12 +175,8 @@ def _names_in_configuration() -> dict[str, str]:
         for section, model in sections.items()
         for field in model.model_fields
     }
-    own_names = {
-        **{"world": "world_size", "threads": "num_threads", "timeout": "timeout_seconds"},
-        **{"start_timeout": "start_timeout_seconds", "steps": "num_inference_steps"},
-        **{"frames": "num_frames", "max_prompt_tokens": "max_sequence_length", "lora": "loras"},
-        **{"latent_shape": "dummy_latent_shape", "name": "model"},
-    }
+    own_names = {option.replace("-", "_"): field for field, option in OPTION_OF_FIELD.items()}
+    own_names |= {"world": "world_size", "name": "model"}
     return {
         **{own_names.get(field, field): name for field, name in names.items()},
         "dtype": "--precision",

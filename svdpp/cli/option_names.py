@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 #: Options whose names are not those of their fields in configurations.
-_OPTION_OF_FIELD = {
+OPTION_OF_FIELD = {
     "world_size": "gpus",
     "num_threads": "threads",
     "timeout_seconds": "timeout",
@@ -33,6 +33,6 @@ def option_names() -> dict[str, str]:
     return {
         name: f"--param {name}"
         if name in own
-        else f"--{_OPTION_OF_FIELD.get(name, name).replace('_', '-')}"
+        else f"--{OPTION_OF_FIELD.get(name, name).replace('_', '-')}"
         for name in (*configuration_fields(), *_FIELDS_OF_OPTIONS)
     }

@@ -43,6 +43,16 @@ def assumed_costs(*, decodes: bool, family: str) -> CostModel:
     return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else CostModel()
 
 
+def with_hosts_of(costs: CostModel, launched: World | None) -> CostModel:
+    """Return costs with the ranks on each host that the launcher, not their file, knows.
+
+    Args:
+        costs: Costs of any machine.
+        launched: World of the launcher; None: all ranks are on this host.
+    """
+    return replace(costs, ranks_per_host=None if launched is None else launched.ranks_per_host)
+
+
 def describe_assumed_costs(costs: CostModel) -> str:
     """Return a remark on costs that the user did not give.
 
@@ -376,9 +386,7 @@ class PipelineRequest:
         if self.costs is not None:
             return self.costs
         costs = assumed_costs(decodes=self._decodes, family=self.sampling.family)
-        # The launcher, not the costs, knows which ranks share a host.
-        per_host = None if self.launched is None else self.launched.ranks_per_host
-        return replace(costs, ranks_per_host=per_host)
+        return with_hosts_of(costs, self.launched)
 
     @cached_property
     def pairs(self) -> bool:

@@ -28,7 +28,7 @@ class World:
 
     rank: int
     local_rank: int
-    """Also the index of the GPU."""
+    """Rank on this host, which is also the index of its GPU."""
     size: int
     local_size: int
     host: int = 0

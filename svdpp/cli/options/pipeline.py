@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_type_hints
 
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import (
@@ -18,7 +18,7 @@ from svdpp.cli.options.declare import (
 from svdpp.cli.options.model import ModelOptions
 from svdpp.config import ParallelConfig
 from svdpp.config.cost_files import find_costs
-from svdpp.driver.request import ASSUMED_COSTS, PipelineRequest, find_device
+from svdpp.driver.request import ASSUMED_COSTS, PipelineRequest, find_device, with_hosts_of
 from svdpp.plan.costs import PRESETS
 from svdpp.plan.parallel import (
     LayoutName,
@@ -27,9 +27,6 @@ from svdpp.plan.parallel import (
     layout_fields,
     layout_options,
 )
-
-if TYPE_CHECKING:
-    from svdpp.launch.world import World
 
 
 def layout_options_field(**shown_defaults: str) -> Any:
@@ -231,10 +228,7 @@ class PipelineOptions(ModelOptions):
         )
         device = device or self.device_name()
         if self.costs is not None and "costs" not in more:
-            launched: World | None = more.get("launched")
-            # The launcher, not the costs, knows which ranks share a host.
-            per_host = None if launched is None else launched.ranks_per_host
-            more["costs"] = replace(find_costs(self.costs), ranks_per_host=per_host)
+            more["costs"] = with_hosts_of(find_costs(self.costs), more.get("launched"))
         sleeps = more.get("time_scale") is not None
         return PipelineRequest(
             model=self.model_config(device, sampling.family, dummy_sleeps=sleeps),
