@@ -10,10 +10,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing import util
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import svdpp
 from svdpp.errors import SvdppError
 from svdpp.launch import fork_server, process_lifetime, worker_group
 from tests.support.details import numbers_not_in_details
@@ -25,6 +27,9 @@ settings.load_profile("unhurried")
 
 # Processes that have just been killed may still be removing their folders.
 _GRACE_SECONDS = 10.0
+
+#: Beginning of the product's own paths. The checkout may have the same name as the package.
+_PACKAGE = f"{Path(svdpp.__file__).parent}{os.sep}"
 
 _GC_THRESHOLDS = gc.get_threshold()
 
@@ -117,7 +122,7 @@ def _errors_have_their_numbers_in_details(monkeypatch: pytest.MonkeyPatch) -> It
             while frame.f_code.co_name in ("__init__", "require") and frame.f_back is not None:
                 frame = frame.f_back
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if "/svdpp/" in place and "error_from_dict" not in frame.f_code.co_name:
+            if place.startswith(_PACKAGE) and "error_from_dict" not in frame.f_code.co_name:
                 missing.append(f"{place}: {', '.join(numbers)} of {self.message!r}")
 
     monkeypatch.setattr(SvdppError, "__init__", check)
