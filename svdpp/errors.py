@@ -40,9 +40,9 @@ class SvdppError(Exception):
     """Base of all errors that the user sees as a sentence instead of a traceback.
 
     Args:
-        message: one sentence that says what is wrong, with the values that matter.
-        hint: the fix, usually the next command to type; empty if there is none.
-        details: the numbers of the message and what else a program needs, by name; JSON values.
+        message: One sentence that says what is wrong, with the values that matter.
+        hint: Fix, usually the next command to type; empty if there is none.
+        details: Numbers of the message and what else a program needs, by name; JSON values.
 
     Message and hint name the fields of a configuration in backticks, such as `num_frames`; front
     ends write them as their users know them: see `write_fields`.
@@ -104,7 +104,7 @@ def first_line(error: object) -> str:
     """Return what a library's error says, on one line.
 
     Args:
-        error: exception, or its text.
+        error: Exception, or its text.
 
     Returns:
         At most 300 characters; the type's name if it says nothing. A line that ends with a colon
@@ -134,7 +134,7 @@ def memory_details(error: BaseException) -> dict[str, Any]:
     """Return what an error for a lack of memory says in numbers, for `details`.
 
     Args:
-        error: error of torch's allocators, whose text is read, or an OutOfMemoryError.
+        error: Error of torch's allocators, whose text is read, or an OutOfMemoryError.
 
     Returns:
         What is known of `requested_bytes`, `free_bytes` and `device`; torch rounds the sizes of
@@ -162,8 +162,8 @@ class RankError(SvdppError, RuntimeError):
     """A rank died, raised, stalled or never started.
 
     Args:
-        grid: ranks x time as text, with the place marked; empty where nothing had been done.
-        trace: the rank's own traceback or last output, for `--debug` and the log.
+        grid: Ranks x time as text, with the place marked; empty where nothing had been done.
+        trace: Rank's own traceback or last output, for `--debug` and the log.
     """
 
     exit_code = 6
@@ -289,7 +289,7 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
     """Return the error that `error_to_dict` wrote.
 
     Args:
-        record: record from another process; an unknown type becomes an `SvdppError`.
+        record: Record from another process; an unknown type becomes an `SvdppError`.
     """
     kind = _TYPES.get(record["type"], SvdppError)
     return kind(record["message"], record["hint"], details=record.get("details"))
@@ -299,8 +299,8 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
     """Return the error with the highest exit code.
 
     Args:
-        errors: one or more.
-        count: beginning of the sentence, such as `2 of 5 lost`.
+        errors: One or more.
+        count: Beginning of the sentence, such as `2 of 5 lost`.
     """
     worst = max(errors, key=exit_code_of)
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
@@ -310,7 +310,7 @@ def fields_in(text: str) -> list[str]:
     """Return the fields of a configuration that a message or hint names, in its order.
 
     Args:
-        text: message or hint with fields in backticks.
+        text: Message or hint with fields in backticks.
     """
     return [part for part in text.split("`")[1:-1] if part.isidentifier()]
 
@@ -319,8 +319,8 @@ def write_fields(text: str, names: Mapping[str, str]) -> str:
     """Return a message or hint with fields as the users of a front end know them.
 
     Args:
-        text: message or hint with fields in backticks.
-        names: name of each field, such as `--frames`; other fields stay as they are.
+        text: Message or hint with fields in backticks.
+        names: Name of each field, such as `--frames`; other fields stay as they are.
     """
     for field in fields_in(text):
         text = text.replace(f"`{field}`", names.get(field, f"`{field}`"))
@@ -331,9 +331,9 @@ def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
     """Return a hint on a misspelt name.
 
     Args:
-        name: name as it was typed.
-        choices: correct names.
-        otherwise: hint if none of them is like it.
+        name: Name as it was typed.
+        choices: Correct names.
+        otherwise: Hint if none of them is like it.
     """
     near = get_close_matches(name, choices, n=1)
     return f"did you mean {near[0]}?" if near else otherwise
@@ -343,7 +343,7 @@ def describe_fault(fault: Mapping[str, Any]) -> str:
     """Return what is wrong with a value, in the words of users.
 
     Args:
-        fault: one entry of pydantic's `errors()`.
+        fault: One entry of pydantic's `errors()`.
     """
     kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
     got = f", got {value if len(value) <= 60 else value[:57] + '...'}"
@@ -436,8 +436,8 @@ def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
     """Return a JSON value with every string in it redacted, except keys.
 
     Args:
-        value: value made of strings, numbers, lists and dicts.
-        how: function for each string; None: `redact`.
+        value: Value made of strings, numbers, lists and dicts.
+        how: Function that redacts one string; None: `redact`.
     """
     clean = how or _redaction()
     if isinstance(value, str):
@@ -479,8 +479,8 @@ def recorded_path(path: str | Path, folder: str | Path) -> str:
     the same folder is the inverse.
 
     Args:
-        path: absolute, or relative to the working folder.
-        folder: folder of the file that records the name.
+        path: Path, absolute or relative to the working folder.
+        folder: Folder of the file that records the name.
     """
     absolute, base = os.path.abspath(path), os.path.abspath(folder)
     for home in _homes():
@@ -494,8 +494,8 @@ def located_path(text: str, folder: str | Path) -> Path:
     """Return the path for a name that `recorded_path` wrote.
 
     Args:
-        text: the name.
-        folder: folder of the file that records it.
+        text: Name.
+        folder: Folder of the file that records it.
     """
     if text.startswith("~/"):
         return Path(os.path.expanduser("~")) / text[2:]

@@ -64,8 +64,8 @@ class LazyGroup(LazyOptionGroup):
         """Find the command that a command line names, and import its module.
 
         Args:
-            ctx: context of the program.
-            args: words of the command line, beginning with the command's name.
+            ctx: Context of the program.
+            args: Command line, beginning with the command's name.
 
         Returns:
             Name, command and further words. While a shell completes an unknown name, the first
@@ -125,7 +125,7 @@ def load_command(name: str) -> TyperCommand:
     """Return a command for Typer; its module is imported.
 
     Args:
-        name: one of `COMMANDS`.
+        name: One of `COMMANDS`.
 
     Returns:
         The command, whose help shows all options if they fit a screen.
@@ -141,7 +141,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
     """Run the command that `arguments` name.
 
     Args:
-        arguments: the words that follow the program's name.
+        arguments: Command line after the program's name.
 
     Returns:
         The exit code of the process: 0, that of the error, or 128 + n after signal n.

@@ -76,8 +76,8 @@ def bench(console: Console, launched: World | None, options: BenchOptions) -> No
     alone measures diffusers, and writes.
 
     Raises:
-        VerificationError: a clip has other bits than diffusers gives.
-        RequestError: the words are not one configuration, or its fields contradict each other.
+        VerificationError: A clip has other bits than diffusers gives.
+        RequestError: The words are not one configuration, or its fields contradict each other.
     """
     names, overrides = _split_words(options.words or [])
     if options.compare is not None:
@@ -213,8 +213,8 @@ def show_summary(console: Console, summary: dict[str, Any]) -> None:
     """Print the figures of each case, speed-ups, limits, and whether bits agree.
 
     Args:
-        console: of the command.
-        summary: the content of `summary.json`.
+        console: Console of the command.
+        summary: Content of `summary.json`.
     """
     cases, limits = summary["cases"], summary["limits"]
     console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")

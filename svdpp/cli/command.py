@@ -69,8 +69,8 @@ def command_settings(*examples: str, **settings: Any) -> dict[str, Any]:
     """Return the arguments of Typer's `command` for a command with these examples.
 
     Args:
-        examples: command lines for the end of the help; all of them work.
-        settings: further settings of its context.
+        examples: Command lines for the end of the help, each of which works.
+        settings: Further settings of its context.
     """
     return {
         "cls": LazyOptionCommand,
@@ -91,7 +91,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     field of `options_field` collects those of its options that are given.
 
     Args:
-        function: takes option groups (frozen dataclasses), `Console`, `typer.Context` and the
+        function: Takes option groups (frozen dataclasses), `Console`, `typer.Context` and the
             launcher's world, `World | None`, each by its annotation. Its docstring up to the first
             section is the help.
 
@@ -143,7 +143,7 @@ def typed_options(context: typer.Context) -> dict[str, str]:
     """Return the options on the command line as the user typed them.
 
     Args:
-        context: of the command.
+        context: Context of the command.
 
     Returns:
         Names such as `--world` for `--gpus`, by field.
@@ -160,7 +160,7 @@ def show_all_options(command: Any) -> None:
     """Let the help and shells show all options of a command.
 
     Args:
-        command: made by Typer.
+        command: Made by Typer.
     """
     for parameter in command.params:
         parameter.hidden = False

@@ -53,7 +53,7 @@ class Stdout(RichConsole):
         """End the command; see `RichConsole`.
 
         Raises:
-            typer.Exit: with the exit code of SIGPIPE.
+            typer.Exit: With the exit code of SIGPIPE.
         """
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(128 + signal.SIGPIPE)
@@ -72,10 +72,10 @@ class Console:
     """Both streams of a command: results to stdout, remarks and errors to stderr.
 
     Args:
-        as_json: whether stdout gets only JSON.
-        quiet: whether stderr gets only errors.
-        names: options as the user typed them, by the fields that errors name; None: the usual ones.
-        options: options that the command has, which hints may name; None: any.
+        as_json: Whether stdout gets only JSON.
+        quiet: Whether stderr gets only errors.
+        names: Options as the user typed them, by the fields that errors name; None: the usual ones.
+        options: Options that the command has, which hints may name; None: any.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Console:
         """Print a line or table of the result; nothing with `--json`.
 
         Args:
-            text: shown as it is, with paths as the user typed them.
+            text: Text that is shown as it is, with paths as the user typed them.
         """
         if not self.as_json:
             is_shown = isinstance(text, str) and self.out.is_terminal
@@ -108,8 +108,8 @@ class Console:
         """Print sentences of the result, folded on a terminal.
 
         Args:
-            text: one paragraph.
-            indent: begins the folded lines after the first.
+            text: Paragraph of any length.
+            indent: Beginning of the folded lines after the first.
         """
         width = self.out.width if self.out.is_terminal else _WIDEST
         how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
@@ -119,7 +119,7 @@ class Console:
         """Print the whole result as JSON, with `--json`; call it once.
 
         Args:
-            value: plain values; secrets in them are redacted.
+            value: Plain values; secrets in them are redacted.
         """
         if not self.as_json:
             return
@@ -134,7 +134,7 @@ class Console:
         """Print the whole result: with `--json` as JSON, else the same as lines and tables.
 
         Args:
-            value: values by name, whose unit is the end of the name, such as `_seconds`.
+            value: Values by name, whose unit is the end of the name, such as `_seconds`.
         """
         self.json(value)
         self.show(value)
@@ -143,7 +143,7 @@ class Console:
         """Print a part of the result as lines and tables; nothing with `--json`.
 
         Args:
-            value: as for `report`.
+            value: Values by name, as for `report`.
         """
         for name, each in value.items():
             if name != "schema_version":
@@ -170,7 +170,7 @@ class Console:
         """Print remarks, folded on a terminal unless they contain a command.
 
         Args:
-            texts: one line each; empty ones are left out.
+            texts: Lines; empty ones are left out.
         """
         for text in () if self.quiet else filter(None, texts):
             folds = self.err.is_terminal and not _COMMAND.search(text)
@@ -180,7 +180,7 @@ class Console:
         """Print the first `MAX_ROWS` rows of a table; numbers are aligned to the right.
 
         Args:
-            rows: cells by column; all rows have the same columns.
+            rows: Cells by column; all rows have the same columns.
         """
         table = Table(box=None, pad_edge=False, header_style="bold")
         shown = rows[:MAX_ROWS]
@@ -198,8 +198,8 @@ class Console:
         """Print a rank x time picture as wide as the terminal.
 
         Args:
-            spans: what each rank does when.
-            world_size: number of ranks.
+            spans: Actions of each rank with their begin and end.
+            world_size: Number of ranks.
         """
         from svdpp.plan.forecast import draw_grid
 
@@ -211,8 +211,8 @@ class Console:
         """Print an error in one sentence, with its hint and grid; with `--json` also as JSON.
 
         Args:
-            error: errors other than those of svdpp are called unexpected.
-            debug: whether to print the traceback, too.
+            error: Error to show; one that is not of svdpp is called unexpected.
+            debug: Whether to print the traceback, too.
         """
         if isinstance(error, RankError) and error.grid:
             self.err.print(error.grid, markup=False)
@@ -242,7 +242,7 @@ class Console:
         """Return a hint without proposals that need options which the command lacks.
 
         Args:
-            text: proposals between commas, semicolons and "or".
+            text: Proposals, separated by commas, semicolons or "or".
         """
         text = self.write_fields(text)
         return text if self._options is None else keep_available(text, self._options)
@@ -251,7 +251,7 @@ class Console:
         """Give fields other names in errors, and let hints name only those.
 
         Args:
-            names: names for the user, by the fields that errors name.
+            names: Names for the user, by the fields that errors name.
         """
         self._names = dict(names)
         self._options = {*names.values()}
@@ -260,7 +260,7 @@ class Console:
         """Return a message with options in place of the fields that it names.
 
         Args:
-            text: with fields in backticks.
+            text: Text with fields in backticks.
         """
         return write_fields(text, option_names() | self._names)
 
@@ -268,7 +268,7 @@ class Console:
         """Return an error for the JSON of a result, as `error_to_dict` with names of options.
 
         Args:
-            error: of a clip or an input.
+            error: Error of a clip or an input.
         """
         record = error_to_dict(error)
         return record | {name: self.write_fields(record[name]) for name in ("message", "hint")}
@@ -282,8 +282,8 @@ def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 clip` or `2 clips`.
 
     Args:
-        number: of them.
-        noun: in the singular; its plural must end in s.
+        number: Number of things.
+        noun: Noun in the singular; its plural must end in s.
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
 

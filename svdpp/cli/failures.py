@@ -39,8 +39,8 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
     """Report a command line that Typer refuses.
 
     Args:
-        error: of Typer.
-        arguments: the words that follow the program's name.
+        error: Error that Typer raised.
+        arguments: Command line after the program's name.
 
     Returns:
         The exit code, 2.
@@ -71,11 +71,11 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
     """Report signals and errors of the block in one sentence.
 
     Args:
-        console: of the command.
-        debug: whether to print tracebacks, too.
+        console: Console of the command.
+        debug: Whether to print tracebacks, too.
 
     Raises:
-        typer.Exit: with the error's exit code.
+        typer.Exit: With the error's exit code.
     """
     previous = process_lifetime.handle_signals(_interrupt)
     try:
@@ -106,8 +106,8 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
     A rank that cannot start sends its error to rank 0.
 
     Args:
-        error: what ended this rank.
-        signals: those since the error. If there is one and rank 0 is gone, it has reported an
+        error: Error that ended this rank.
+        signals: Those since the error. If there is one and rank 0 is gone, it has reported an
             error: usually the same one, as all ranks have the same command line.
     """
     try:
@@ -134,8 +134,8 @@ def exit_immediately(number: int, frame: FrameType | None = None) -> NoReturn:  
     """End the process silently as by a signal; its ranks notice and end, too.
 
     Args:
-        number: of the signal.
-        frame: ignored; a signal handler gets it.
+        number: Number of the signal.
+        frame: Stack frame that a signal handler gets; ignored.
     """
     end_fork_server(only_if_stopped=True)
     process_lifetime.remove_temp_files()

@@ -18,8 +18,9 @@ def keep_available(hint: str, options: Collection[str]) -> str:
     """Return `hint` without the proposals that need other options.
 
     Args:
-        hint: proposals between commas, semicolons and "or", such as "use --steps 21, or --gpus 3".
-        options: names that the hint may keep; those behind the name of a program always stay.
+        hint: Proposals, separated by commas, semicolons or "or", such as "use --steps 21, or --gpus
+            3".
+        options: Names that the hint may keep; those behind the name of a program always stay.
 
     Returns:
         The hint; empty if no proposal is left.

@@ -22,11 +22,11 @@ def show_help(context: typer.Context, wanted: bool) -> None:
     """Print the help and end the command.
 
     Args:
-        context: of the command.
-        wanted: whether the option was given.
+        context: Context of the command.
+        wanted: Whether the option was given.
 
     Raises:
-        typer.Exit: after the help.
+        typer.Exit: After the help.
     """
     if wanted:
         typer.echo(context.get_help())
@@ -53,8 +53,8 @@ class LazyOptionGroup(TyperGroup):
         """Parse the options of the program; see `TyperGroup`.
 
         Args:
-            ctx: context of the program.
-            args: words of the command line.
+            ctx: Context of the program.
+            args: Command line after the program's name.
 
         Returns:
             The words from the command's name on.
@@ -74,8 +74,8 @@ class LazyOptionCommand(TyperCommand):
         """Parse the options that the command line has; see `TyperCommand`.
 
         Args:
-            ctx: context of the command.
-            args: words that follow the command's name.
+            ctx: Context of the command.
+            args: Command line after the command's name.
 
         Returns:
             The words that no parameter took.

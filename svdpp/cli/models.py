@@ -68,7 +68,7 @@ def describe(family: str) -> dict[str, Any]:
     """Return a family's pipelines, inputs, schedulers, and parameters with their defaults.
 
     Args:
-        family: one of `SAMPLING_CLASSES`.
+        family: One of `SAMPLING_CLASSES`.
 
     Returns:
         Plain values, one entry of the list in `svdpp models --json`.

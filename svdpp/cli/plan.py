@@ -147,10 +147,10 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         """Return the number of clips to plan for.
 
         Args:
-            world_size: number of ranks.
+            world_size: Number of ranks.
 
         Raises:
-            RequestError: there are too many ranks.
+            RequestError: There are too many ranks.
         """
         check_int("world_size", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
@@ -160,10 +160,10 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         """Return the memory of each device in GiB; empty without `--device-memory`.
 
         Args:
-            world_size: number of ranks.
+            world_size: Number of ranks.
 
         Raises:
-            RequestError: the numbers are not one, or one for each rank.
+            RequestError: The numbers are not one, or one for each rank.
         """
         sizes_text = self.device_memory
         if sizes_text is None:
@@ -217,8 +217,8 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
             ranks_per_host: None: all ranks are on one host.
 
         Raises:
-            RequestError: a time is out of range.
-            ModelError: the configuration of `--model` cannot be read.
+            RequestError: A time is out of range.
+            ModelError: The configuration of `--model` cannot be read.
         """
         times = {name: getattr(self, name) for name in _TIME_FIELDS}
         times = {name: value for name, value in times.items() if value is not None}
@@ -319,10 +319,10 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     """Print the ranks of a layout, its picture and forecast.
 
     Args:
-        console: of the command.
-        config: has the layout.
-        num_clips: clips of the forecast.
-        reason: of the choice of this layout by `auto`; "" if the user gave the layout.
+        console: Console of the command.
+        config: Configuration with the layout.
+        num_clips: Clips of the forecast.
+        reason: Reason for which `auto` chose this layout; "" if the user gave the layout.
     """
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [

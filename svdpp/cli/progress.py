@@ -65,10 +65,11 @@ class Progress(Bars):
     """A context manager that is also an observer of a pipeline's events.
 
     Args:
-        schedule: the actions of all `num_clips`, or of the first ones, to forecast the time left.
-        labels: names of the clips by index, such as their images.
-        costs: used until costs are measured; unmeasured ones keep their ratio to a step.
-        ranks: whether each has a line; else one line changes rarely, and clips are only counted.
+        schedule: Actions of all `num_clips`, or of the first ones, to forecast the time left.
+        labels: Names of the clips by index, such as their images.
+        costs: Costs until others are measured; unmeasured ones keep their ratio to a step.
+        ranks: Whether each rank has a line; else one line changes rarely, and clips are only
+            counted.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class Progress(Bars):
         """Take one event.
 
         Args:
-            rank: of the event.
-            event: sent by that rank.
+            rank: Rank that sent the event.
+            event: Event of that rank.
         """
         if self._has_ranks:
             self._show(rank, event)
@@ -241,7 +242,7 @@ def labels(requests: Sequence[ClipRequest]) -> list[str]:
     """Return a name for each clip in the progress: its input, and the seed if there are several.
 
     Args:
-        requests: of the clips.
+        requests: Requests of the clips.
     """
     several = len({request.seed for request in requests}) > 1
     return [_name(each) + (f" seed {each.seed}" if several else "") for each in requests]
@@ -270,13 +271,13 @@ def open_log(
 
     Args:
         verbosity: 0 none, 1 ranks, transfers and clips, 2 also steps.
-        log_file: file for JSON lines; None: none.
-        write: prints one record.
-        quiet: whether even warnings are dropped.
-        warns: whether warnings are printed at verbosity 0, too.
+        log_file: File for JSON lines; None: none.
+        write: Function that prints one record.
+        quiet: Whether even warnings are dropped.
+        warns: Whether warnings are printed at verbosity 0, too.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: The file cannot be written.
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
@@ -323,7 +324,7 @@ class _LogFile(RotatingFileHandler):
         """Say the first time why a record was not written.
 
         Args:
-            record: which is lost.
+            record: Record that is lost.
         """
         error = redact(f"{str(self._path)!r}: {sys.exception()}")
         self._warn(f"warning: cannot write the log {error}")
@@ -339,8 +340,8 @@ class EventLog:
     """Log of a pipeline's events, one record each.
 
     Args:
-        layout: has the steps of each rank.
-        name_of: name of a clip by its index.
+        layout: Layout with the steps of each rank.
+        name_of: Name of a clip by its index.
     """
 
     def __init__(self, layout: Layout, name_of: Callable[[int], str] = "clip {}".format) -> None:
@@ -352,8 +353,8 @@ class EventLog:
         """Take one event.
 
         Args:
-            rank: of the event.
-            event: sent by that rank.
+            rank: Rank that sent the event.
+            event: Event of that rank.
         """
         log = logger.bind(rank=rank)
         clip = self._name_of(event.clip) if hasattr(event, "clip") else ""
@@ -401,9 +402,9 @@ def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
     """Work as another rank of a launcher; rank 0 logs for all ranks of its own host.
 
     Args:
-        pipeline: of this rank.
-        world: of the launcher.
-        console: prints the end of the run, once on each host.
+        pipeline: Pipeline of this rank.
+        world: World that the launcher gives this process.
+        console: Prints the end of the run, once on each host.
     """
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:

@@ -117,7 +117,7 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
         """The allowed difference.
 
         Raises:
-            RequestError: it is negative or not finite.
+            RequestError: It is negative or not finite.
         """
         return Tolerance(atol=self.atol, rtol=self.rtol)
 

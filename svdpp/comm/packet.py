@@ -70,16 +70,16 @@ class Packet:
     """One clip between two ranks: the state that later ranks need.
 
     Args:
-        clip: index of the clip.
-        next_step: number of steps done.
-        begun_at: time at which the clip's encode began, in seconds on the monotonic clock of the
+        clip: Index of the clip.
+        next_step: Number of steps done.
+        begun_at: Time at which the clip's encode began, in seconds on the monotonic clock of the
             machine that holds the packet. A wall clock could be set back while a clip is made.
-        tensors: tensors by name, contiguous or not, on the rank's device or in host memory.
-        tombstone: whether the clip is lost. The packet then has no tensors. It still travels,
+        tensors: Tensors by name, contiguous or not, on the rank's device or in host memory.
+        tombstone: Whether the clip is lost. The packet then has no tensors. It still travels,
             because the action lists of later ranks expect it.
-        memory_pressure: whether the CUDA allocator of a rank ran short of memory during this clip
+        memory_pressure: Whether the CUDA allocator of a rank ran short of memory during this clip
             or an earlier one of its process. cuDNN may then use another kernel, with other bits.
-        compute_seconds: seconds of encode, steps and decode so far, summed over ranks; for a
+        compute_seconds: Seconds of encode, steps and decode so far, summed over ranks; for a
             resumed clip including the steps of the earlier run.
     """
 
@@ -114,7 +114,7 @@ class Header(NamedTuple):
         """Return the header that `pack` wrote.
 
         Raises:
-            TransportError: the bytes differ from those that were packed.
+            TransportError: The bytes differ from those that were packed.
         """
         *sizes, check = _HEADER.unpack(data)
         if check != _check_of(data):
@@ -130,9 +130,9 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
     """Return the metadata of a packet: JSON, a line break, and the tensors in host memory.
 
     Args:
-        packet: packet to send; its tensors are on `device` (the payload) or on the CPU.
-        device: device of the rank.
-        crc: crc32 of the payload; None: the receiver does not check it.
+        packet: Packet to send; its tensors are on `device` (the payload) or on the CPU.
+        device: Device of the rank.
+        crc: CRC-32 of the payload; None: the receiver does not check it.
     """
     facts = {**vars(packet), "tensors": {}}
     entries, in_host_memory = [], []
@@ -162,7 +162,7 @@ class PacketMetadata:
     """The metadata of a packet that has arrived; the payload follows.
 
     Args:
-        data: result of `pack_metadata`.
+        data: Result of `pack_metadata`.
 
     Raises:
         TransportError: `data` cannot be read.
@@ -198,13 +198,13 @@ class PacketMetadata:
         """Compare the packet with the one that the receiver expects, before its payload is read.
 
         Args:
-            clip: clip of the receiver's action.
-            next_step: number of steps done by the receiver's action.
-            num_bytes: bytes of the payload, as the header says.
-            known: tensors that it must have, among others; a tombstone has none.
+            clip: Clip of the receiver's action.
+            next_step: Number of steps done by the receiver's action.
+            num_bytes: Bytes of the payload, as the header says.
+            known: Tensors that it must have, among others; a tombstone has none.
 
         Raises:
-            MismatchError: for the first difference, with both sides' values.
+            MismatchError: For the first difference, with both sides' values.
         """
         sent = {"clip": self._packet.clip, "next_step": self._packet.next_step}
         for name, expected in (("clip", clip), ("next_step", next_step)):
@@ -242,11 +242,11 @@ def mismatch(name: str, field: str, sent: Any, expected: Any, **details: Any) ->
     """Return the error for one difference between the packet that came and the expected one.
 
     Args:
-        name: name of the value in the message.
-        field: name of the value in the details: `sent_<field>` and `expected_<field>`.
-        sent: value of the packet.
-        expected: value that the receiver expects.
-        details: further details.
+        name: Name of the value in the message.
+        field: Name of the value in the details: `sent_<field>` and `expected_<field>`.
+        sent: Value of the packet.
+        expected: Value that the receiver expects.
+        details: Further details.
     """
     both = {f"sent_{field}": sent, f"expected_{field}": expected}
     return MismatchError(f"{name}: sent {sent}, expected {expected}", details={**both, **details})
@@ -256,12 +256,12 @@ def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None
     """Compare number, names, shapes and dtypes of a packet's tensors with the expected ones.
 
     Args:
-        sent: specs of the packet's tensors.
-        expected: specs that the receiver expects.
-        others: whether the packet may have tensors that `expected` does not name.
+        sent: Specs of the packet's tensors.
+        expected: Specs that the receiver expects.
+        others: Whether the packet may have tensors that `expected` does not name.
 
     Raises:
-        MismatchError: for the first tensor that differs, or for all that are missing or extra.
+        MismatchError: For the first tensor that differs, or for all that are missing or extra.
     """
     for name, spec in expected.items():
         if name in sent and sent[name] != spec:

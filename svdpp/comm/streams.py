@@ -73,7 +73,7 @@ class SideStream:
         """Queue the block's work on this stream; wait at the end of the block until it is done.
 
         Args:
-            after: event before which the work must not begin; None: it may begin at once.
+            after: Event before which the work must not begin; None: it may begin at once.
         """
         if self._stream is None:
             yield
@@ -88,8 +88,8 @@ class SideStream:
         """Copy a tensor to host memory, pinned if the device is a GPU, and wait for the copy.
 
         Args:
-            tensor: tensor of any shape and dtype.
-            after: event behind which the tensor is complete; None: it is complete.
+            tensor: Tensor of any shape and dtype.
+            after: Event behind which the tensor is complete; None: it is complete.
 
         Returns:
             The copy, of equal shape and dtype; `tensor` itself if it is in host memory.
@@ -105,7 +105,7 @@ class SideStream:
         """Copy a tensor of host memory to the device, and wait for the copy.
 
         Args:
-            host: tensor of any shape and dtype, pinned, so that the copy needs no other buffer.
+            host: Tensor of any shape and dtype, pinned, so that the copy needs no other buffer.
 
         Returns:
             The copy; `host` itself on the CPU. Call `record_stream` before another stream uses it.
@@ -136,8 +136,8 @@ class AsyncFlag:
     """A point on a device's current stream: its time and a flag, read without stopping the queue.
 
     Args:
-        device: device whose current stream the point is on.
-        flag: bool tensor of one element, on the device; None: there is no flag, only a time.
+        device: Device whose current stream the point is on.
+        flag: Bool tensor of one element, on the device; None: there is no flag, only a time.
     """
 
     def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:
@@ -161,7 +161,7 @@ class AsyncFlag:
         """Return the seconds of the device from the point `before` to this one.
 
         Args:
-            before: point of the same device; it must have reached both.
+            before: Point of the same device; it must have reached both.
         """
         if self._event is not None and before._event is not None:
             return float(before._event.elapsed_time(self._event)) / 1000

@@ -90,12 +90,12 @@ class Transport:
     """All links of one rank.
 
     Args:
-        rank: number of the rank.
-        device: device on which received tensors are put.
-        backend: backend of the process group that the rank has joined, `gloo` or `nccl`.
-        on_transfer: callback for each finished transfer of a clip; called from the links' threads.
-        checksum: whether payloads carry a crc32, which the receiver compares.
-        monotonic_ahead: seconds by which this host's monotonic clock is ahead of rank 0's. Times in
+        rank: Number of the rank.
+        device: Device on which received tensors are put.
+        backend: Backend of the process group that the rank has joined, `gloo` or `nccl`.
+        on_transfer: Callback for each finished transfer of a clip; called from the links' threads.
+        checksum: Whether payloads carry a crc32, which the receiver compares.
+        monotonic_ahead: Seconds by which this host's monotonic clock is ahead of rank 0's. Times in
             packets are on rank 0's clock.
     """
 
@@ -134,12 +134,12 @@ class Transport:
         communicator, sends that cross would wait for each other.
 
         Args:
-            links: rounds of pairs (from, to) by channel, equal on all ranks; see
+            links: Rounds of pairs (from, to) by channel, equal on all ranks; see
                 `plan.actions.connect_rounds`.
-            on_connecting: callback that gets the other rank of each link before the link opens.
+            on_connecting: Callback that gets the other rank of each link before the link opens.
 
         Raises:
-            TransportError: a link could not be opened.
+            TransportError: A link could not be opened.
         """
         in_order = [
             (channel, *ends) for channel, rounds in links.items() for ends in chain(*rounds)
@@ -172,11 +172,11 @@ class Transport:
         """Begin to receive a packet in the background.
 
         Args:
-            clip: clip that the packet must have.
-            next_step: number of finished steps that the packet must have.
-            peer: rank that sends the packet.
-            channel: channel of the link.
-            known: tensors that the packet must have, among others. They are compared before the
+            clip: Clip that the packet must have.
+            next_step: Number of finished steps that the packet must have.
+            peer: Rank that sends the packet.
+            channel: Channel of the link.
+            known: Tensors that the packet must have, among others. They are compared before the
                 payload is read. None: only `PendingPacket.wait` compares.
         """
         link = self._link("from", peer, channel)
@@ -188,12 +188,12 @@ class Transport:
         """Send in the background; first wait until the packet before it on this link has left.
 
         Args:
-            packet: packet whose tensors do not change afterwards.
-            peer: rank that receives it.
-            channel: channel of the link.
+            packet: Packet whose tensors do not change afterwards.
+            peer: Rank that receives it.
+            channel: Channel of the link.
 
         Raises:
-            TransportError: the packet before it could not be sent.
+            TransportError: The packet before it could not be sent.
         """
         if channel != "predictions":
             self.sent[peer, channel].append((packet.clip, packet.next_step))
@@ -209,7 +209,7 @@ class Transport:
         Bytes may still be in NCCL's buffers: the process must outlive their way to the receivers.
 
         Raises:
-            TransportError: a packet could not be sent.
+            TransportError: A packet could not be sent.
         """
         for (direction, *_), link in self._links.items():
             if direction == "to":
@@ -322,16 +322,16 @@ class PendingPacket:
         """Wait for the packet; call it once.
 
         Args:
-            whole: function from the packet's tensors to the specs that they must have, all and no
-                others. It gets the tensors because one of them, the structure, names the others.
-                It is not called for a tombstone. None: only the `known` tensors are compared.
+            whole: Function from the packet's tensors to the specs that they must have, all and no
+                others. It gets the tensors because one of them, the structure, names the others. It
+                is not called for a tombstone. None: only the `known` tensors are compared.
 
         Returns:
             The packet, ready for the current stream.
 
         Raises:
-            MismatchError: it is not the expected one.
-            TransportError: it could not be received.
+            MismatchError: It is not the expected one.
+            TransportError: It could not be received.
         """
         metadata, payload = self._future.result()
         streams.record_stream(payload)
@@ -413,14 +413,14 @@ def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) ->
     `BrokenLinkError` back to another rank.
 
     Args:
-        attempt: the transfer in words, after "could not".
-        details: details of the transfer, which the error's details include.
+        attempt: Transfer in words, after "could not".
+        details: Details of the transfer, which the error's details include.
 
     Raises:
-        OutOfMemoryError: the backend says that memory ran out.
-        DeviceError: the GPU failed.
-        BrokenLinkError: any other RuntimeError of the backend.
-        TransportError: the block raised one, of which this one has the type.
+        OutOfMemoryError: The backend says that memory ran out.
+        DeviceError: The GPU failed.
+        BrokenLinkError: Any other RuntimeError of the backend.
+        TransportError: The block raised one, of which this one has the type.
     """
     try:
         yield

@@ -18,8 +18,8 @@ def find_costs(name_or_path: str) -> CostModel:
     """Return the preset of a name, else the costs in the file at that path.
 
     Raises:
-        RequestError: there is neither, or the run of the file has measured nothing.
-        InputError: the file cannot be read, or holds no costs.
+        RequestError: There is neither, or the run of the file has measured nothing.
+        InputError: The file cannot be read, or holds no costs.
     """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
@@ -35,8 +35,8 @@ def read_costs(path: str | Path) -> CostModel:
     """Read a costs file, or the costs that a run measured, in its `run.json`.
 
     Raises:
-        RequestError: the run has measured no costs.
-        InputError: the file cannot be read, is not JSON, or holds no costs.
+        RequestError: The run has measured no costs.
+        InputError: The file cannot be read, is not JSON, or holds no costs.
     """
     try:
         content = json.loads(read_small_file(Path(path), "costs file", _COSTS_BYTES))

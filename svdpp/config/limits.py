@@ -53,13 +53,13 @@ def require(condition: bool, message: str, hint: str = "", **details: Any) -> No
     """Check that `condition` is true.
 
     Args:
-        condition: the check's result.
-        message: one sentence that says what is wrong, with the values that matter.
-        hint: the fix, usually the next command to type.
-        details: the numbers of the message by name, for the error's `details`.
+        condition: Result of the check.
+        message: One sentence that says what is wrong, with the values that matter.
+        hint: Fix, usually the next command to type.
+        details: Numbers of the message by name, for the error's `details`.
 
     Raises:
-        RequestError: with `message`, `hint` and `details`, if it is not.
+        RequestError: With `message`, `hint` and `details`, if it is not.
     """
     if not condition:
         raise RequestError(message, hint, details=details)
@@ -69,14 +69,14 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
     """Check that a value is an int in a range; `True` and `2.0` are not ints.
 
     Args:
-        name: name of the field, such as `num_inference_steps`.
-        value: value of any type.
-        low: smallest that is allowed.
-        high: largest that is allowed.
-        where: words that follow the limits in the message.
+        name: Name of the field, such as `num_inference_steps`.
+        value: Value of any type.
+        low: Smallest value that is allowed.
+        high: Largest value that is allowed.
+        where: Text after the limits in the message; "": none.
 
     Raises:
-        RequestError: it is not.
+        RequestError: It is not.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips
@@ -91,11 +91,11 @@ def check_seconds(name: str, value: Any) -> None:
     """Check that a value is a number of seconds above 0, at most a week.
 
     Args:
-        name: name of the field.
-        value: value of any type.
+        name: Name of the field.
+        value: Value of any type.
 
     Raises:
-        RequestError: it is not.
+        RequestError: It is not.
     """
     require(
         is_number(value) and 0 < value <= MAX_TIMEOUT_SECONDS,
@@ -111,12 +111,12 @@ def check_type(name: str, value: Any, *types: type) -> None:
     """Check the type of a value, of which a subclass is another type.
 
     Args:
-        name: name of the field.
-        value: value of any type.
-        types: types that are allowed; `type(None)` allows None.
+        name: Name of the field.
+        value: Value of any type.
+        types: Types that are allowed; `type(None)` allows None.
 
     Raises:
-        RequestError: it has another type.
+        RequestError: It has another type.
     """
     if type(value) not in types:
         names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
@@ -130,12 +130,12 @@ def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
     """Check that a value is one of several.
 
     Args:
-        name: name of the field.
-        value: value of any type.
-        known: values that are allowed.
+        name: Name of the field.
+        value: Value of any type.
+        known: Values that are allowed.
 
     Raises:
-        RequestError: it is not.
+        RequestError: It is not.
     """
     if value not in known:
         raise RequestError(
@@ -172,12 +172,12 @@ def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) ->
     """Read a regular file; a pipe or device is refused, because a read of it could block.
 
     Args:
-        path: path of the file.
-        what: kind of the file, for messages.
-        max_bytes: largest size that is read.
+        path: Path of the file.
+        what: Kind of the file, for messages.
+        max_bytes: Largest size that is read.
 
     Raises:
-        InputError: it is missing, not regular, too large, or cannot be read.
+        InputError: It is missing, not regular, too large, or cannot be read.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:

@@ -80,7 +80,7 @@ class LatentSpec:
     The model gives it for a clip's sampling parameters and step: see `EngineModel.latent_spec`.
 
     Raises:
-        RequestError: the shape has another number of axes than `dims`, a size below 1, or more
+        RequestError: The shape has another number of axes than `dims`, a size below 1, or more
             elements than `MAX_LATENT_ELEMENTS`.
     """
 
@@ -208,14 +208,14 @@ def sampling_of_model(
     """Return the given sampling parameters, else the model's defaults, else those of diffusers.
 
     Args:
-        model_name: name of the model.
-        family: family of the model.
-        values: parameters by the names of their fields; None: not given.
-        from_image: whether clips start from an image, for families that need not.
-        memory_opt: whether memory is saved: few frames are then decoded at a time.
+        model_name: Name of the model.
+        family: Family of the model.
+        values: Parameters by the names of their fields; None: not given.
+        from_image: Whether clips start from an image, for families that need not.
+        memory_opt: Whether memory is saved: few frames are then decoded at a time.
 
     Raises:
-        RequestError: a parameter is not of the family, or out of range.
+        RequestError: A parameter is not of the family, or out of range.
     """
     kind = SAMPLING_CLASSES[family]
     names = {each.name for each in fields(kind)}
@@ -330,7 +330,7 @@ class PipelineConfig:
         """Layout of the ranks, which gives the route of each clip through them.
 
         Raises:
-            RequestError: the ranks do not divide the steps, or the fields contradict each other.
+            RequestError: The ranks do not divide the steps, or the fields contradict each other.
         """
         return Layout.of(
             self.parallel,
@@ -434,11 +434,11 @@ def check_prompt(name: str, text: object) -> None:
     """Check that `text` is a prompt, or None for no prompt.
 
     Args:
-        name: name of the field, such as `prompt`.
-        text: value of the field.
+        name: Name of the field, such as `prompt`.
+        text: Value of the field.
 
     Raises:
-        RequestError: it is no text, too long, or not Unicode. Python reads an argument's bytes that
+        RequestError: It is no text, too long, or not Unicode. Python reads an argument's bytes that
             the locale's encoding lacks as lone surrogates, which no tokenizer takes.
     """
     check_type(name, text, str, type(None))
@@ -518,7 +518,7 @@ def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
 
     Args:
         metadata: JSON of the clip.
-        weights: identity of the weights; see `driver.clip_metadata.weights_identity`.
+        weights: Identity of the weights; see `driver.clip_metadata.weights_identity`.
     """
     versions = {name: each for name, each in metadata["versions"].items() if name != "svdpp"}
     values = {name: metadata[name] for name in _latent_identity(metadata)}

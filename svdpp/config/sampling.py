@@ -65,10 +65,10 @@ class Param:
         """Check a value of this parameter.
 
         Args:
-            value: value of any type; None is allowed if the default is None.
+            value: Value of any type; None is allowed if the default is None.
 
         Raises:
-            RequestError: it has another type, or is out of range.
+            RequestError: It has another type, or is out of range.
         """
         if value is None and self.default is None:
             return
@@ -234,7 +234,7 @@ class CommonSampling:
         """Number of frames, once the model's is known.
 
         Raises:
-            ValueError: it is not known yet.
+            ValueError: It is not known yet.
         """
         if self.num_frames is None:
             raise ValueError("num_frames is None: resolve it with the model first")
@@ -249,10 +249,10 @@ class CommonSampling:
         """Check that a clip has the further videos that the family takes, and no others.
 
         Args:
-            names: names of the videos that the clip has.
+            names: Names of the videos that the clip has.
 
         Raises:
-            RequestError: one is missing, or the family takes none of that name.
+            RequestError: One is missing, or the family takes none of that name.
         """
         taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):
@@ -269,7 +269,7 @@ class CommonSampling:
         """Return a copy with numbers in place of None, as diffusers sets them.
 
         Args:
-            model_frames: number of frames in the model's config.
+            model_frames: Number of frames in the model's config.
         """
         return replace(self, num_frames=self.num_frames or model_frames)
 
@@ -305,11 +305,11 @@ def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
     """Check height and width.
 
     Args:
-        sampling: parameters with the sides, in pixels.
-        units: height and width are multiples of these.
+        sampling: Parameters with the sides, in pixels.
+        units: Pixels of which height and width are multiples.
 
     Raises:
-        RequestError: a side is not a multiple, or not from its unit to `MAX_SIDE`.
+        RequestError: A side is not a multiple, or not from its unit to `MAX_SIDE`.
     """
     for name, unit in zip(("height", "width"), units, strict=True):
         side = getattr(sampling, name)

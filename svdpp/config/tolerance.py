@@ -16,11 +16,11 @@ class Tolerance:
     frame.
 
     Args:
-        atol: absolute part, in the units of the latent.
-        rtol: part relative to the reference's value. With both 0 the bits must be equal.
+        atol: Absolute part, in the units of the latent.
+        rtol: Part relative to the reference's value. With both 0 the bits must be equal.
 
     Raises:
-        RequestError: one of the two is negative or not finite.
+        RequestError: One of the two is negative or not finite.
     """
 
     atol: float = 0.0

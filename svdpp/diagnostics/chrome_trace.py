@@ -32,7 +32,7 @@ class TraceFile:
     the creation of this object, by the monotonic clock. One thread calls it.
 
     Args:
-        about: plain values that describe the run; arguments of the first event.
+        about: Description of the run as plain values: arguments of the first event.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:

@@ -383,11 +383,11 @@ def profile(
     Memory is estimated from the model's configs.
 
     Args:
-        config: a resolved or unresolved configuration; its layout is not used.
-        repeats: measured clips through each rank, after one that warms up.
-        log: receives one line for each part that is measured.
-        open_observer: opens the progress display.
-        prompt: prompt of the clips; None: an example, if the model takes prompts.
+        config: Resolved or unresolved configuration; its layout is not used.
+        repeats: Measured clips through each rank, after one that warms up.
+        log: Receives one line for each part that is measured.
+        open_observer: Opens the progress display.
+        prompt: Prompt of the clips; None: an example, if the model takes prompts.
     """
     config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
@@ -427,10 +427,10 @@ def median_costs(
     Ranks are told apart if GPUs or hosts differ; on one CPU, differences are noise.
 
     Args:
-        config: configuration of the measured run.
-        world: world of the launcher that started the ranks; None if this process did.
-        traces: trace of each measured run.
-        source: origin of the costs, for a reader of the file.
+        config: Configuration of the measured run.
+        world: World of the launcher that started the ranks; None if this process did.
+        traces: Trace of each measured run.
+        source: Origin of the costs, for a reader of the file.
     """
     per_host = None if world is None else world.ranks_per_host
     sampling = config.sampling

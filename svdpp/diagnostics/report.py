@@ -173,9 +173,9 @@ def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> R
     """Return the analysis of a run's metrics.
 
     Args:
-        metrics: metrics of the finished run.
-        costs: path of a file with the measured costs.
-        option: format of an option of the layout; a bench has another one.
+        metrics: Metrics of the finished run.
+        costs: Path of a file with the measured costs.
+        option: Format of an option of the layout; a bench has another one.
     """
     advice = _advise_layout(metrics, costs, option)
     return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)

@@ -314,12 +314,12 @@ def average_costs(
     """Return the average costs of all clips in `traces`.
 
     Args:
-        config: configuration of the traced run.
-        traces: one trace or more, with steps.
-        average: function from the times of one kind to their average.
-        per_rank: whether all work has a time for each rank if their steps differ by more
-            than a tenth. A rank without steps counts as fast as the others.
-        fields: further fields of the costs.
+        config: Configuration of the traced run.
+        traces: One trace or more, with steps.
+        average: Function from the times of one kind to their average.
+        per_rank: Whether all work has a time for each rank if their steps differ by more than a
+            tenth. A rank without steps counts as fast as the others.
+        fields: Further fields of the costs.
     """
     host_of = CostModel(ranks_per_host=fields.get("ranks_per_host")).host_of
     transfers: dict[bool, list[float]] = {False: [], True: []}

@@ -46,8 +46,8 @@ def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bo
     """Whether each rank of a pair evaluates half of a batch, which may change the bits.
 
     Args:
-        config: of the pipeline.
-        checkpoint: of the model; None for the dummy, which has no batch.
+        config: Configuration of the pipeline.
+        checkpoint: Checkpoint of the model; None for the dummy, which has no batch.
     """
     is_batch = checkpoint is not None and checkpoint.spec.branches == "batch"
     return config.parallel.cfg_parallel_size > 1 and is_batch
@@ -63,12 +63,12 @@ def clip_metadata(
     """Return the request as a clip's JSON records it; the clip writer adds hashes and times.
 
     Args:
-        inputs: image, videos and prompts.
-        seed: seed of the noise.
-        output: file of the clip. Recorded paths are relative to its folder or the user's home, to
+        inputs: Image, videos and prompts.
+        seed: Seed of the noise.
+        output: File of the clip. Recorded paths are relative to its folder or the user's home, to
             hide the user's name.
-        config: resolved configuration.
-        checkpoint: checkpoint of the model.
+        config: Resolved configuration.
+        checkpoint: Checkpoint of the model.
     """
     folder, media_file, sampling = Path(output.path).parent, inputs.media_file, config.sampling
     metadata = {
@@ -106,9 +106,9 @@ def metadata_of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) 
     """Return the metadata of a clip with another seed and file name.
 
     Args:
-        metadata: metadata of a clip that differs in nothing else; see `clip_metadata`.
-        seed: seed of the other clip.
-        output: file of the other clip.
+        metadata: Metadata of a clip that differs in nothing else; see `clip_metadata`.
+        seed: Seed of the other clip.
+        output: File of the other clip.
     """
     other = {**metadata, "output": Path(output.path).name, "seed": seed}
     other["parameters_sha256"] = parameters_sha256(other)
@@ -234,7 +234,7 @@ def parse_clip_json(path: Path) -> Any:
     """Return the value in a clip's JSON, unchecked.
 
     Raises:
-        InputError: the file cannot be read, is too large, or is not JSON.
+        InputError: The file cannot be read, is too large, or is not JSON.
     """
     data = read_small_file(path, "clip's JSON")
     try:
@@ -251,11 +251,11 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     """Check the types of a clip's metadata, and add defaults for fields that are missing.
 
     Args:
-        values: untrusted value, such as `parse_clip_json` returns.
-        fault: beginning of the error's message.
+        values: Untrusted value, such as `parse_clip_json` returns.
+        fault: Beginning of the error's message.
 
     Raises:
-        InputError: a field is missing, unknown, or of another type or range.
+        InputError: A field is missing, unknown, or of another type or range.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: it is not an object")

@@ -79,7 +79,7 @@ class ClipHandle(Future[ClipResult]):
         """Have the pipeline's thread call `callback` with the handle when `progress` changes.
 
         Args:
-            callback: function that is quick and raises nothing. It is also called at once if a rank
+            callback: Function that is quick and raises nothing. It is also called at once if a rank
                 has begun the clip.
         """
         self._progress_callbacks.append(callback)
@@ -110,13 +110,13 @@ class ClipHandle(Future[ClipResult]):
         """Wait for the clip. `Pipeline.results` does not yield it again.
 
         Args:
-            timeout: seconds to wait; None: without end.
+            timeout: Seconds to wait; None: without end.
 
         Raises:
-            SvdppError: the clip is lost, or the run has ended before it was finished.
-            TimeoutError: the clip is not finished in time.
-            CancelledError: it was cancelled.
-            RuntimeError: the calling thread is the pipeline's own.
+            SvdppError: The clip is lost, or the run has ended before it was finished.
+            TimeoutError: The clip is not finished in time.
+            CancelledError: It was cancelled.
+            RuntimeError: The calling thread is the pipeline's own.
         """
         self._owner.check_may_wait(self)
         result = super().result(timeout)
@@ -127,12 +127,12 @@ class ClipHandle(Future[ClipResult]):
         """Wait for the clip and return the error that `result` would raise, or None.
 
         Args:
-            timeout: seconds to wait; None: without end.
+            timeout: Seconds to wait; None: without end.
 
         Raises:
-            TimeoutError: the clip is not finished in time.
-            CancelledError: it was cancelled.
-            RuntimeError: the calling thread is the pipeline's own.
+            TimeoutError: The clip is not finished in time.
+            CancelledError: It was cancelled.
+            RuntimeError: The calling thread is the pipeline's own.
         """
         self._owner.check_may_wait(self)
         return super().exception(timeout)
@@ -151,11 +151,11 @@ class ClipTracker:
     clips and wait for them.
 
     Args:
-        send_to_all: function that sends every rank a message, to skip a cancelled clip.
-        latents_folder: folder of the latent checkpoints, which are removed when their clips are
+        send_to_all: Function that sends every rank a message, to skip a cancelled clip.
+        latents_folder: Folder of the latent checkpoints, which are removed when their clips are
             finished; None: there are none.
-        tensor_folder: folder for the tensors that other hosts send; None: none do.
-        max_failures: number of the latest losses that `failures` keeps; None: all.
+        tensor_folder: Folder for the tensors that other hosts send; None: none do.
+        max_failures: Number of the latest losses that `failures` keeps; None: all.
     """
 
     def __init__(
@@ -203,10 +203,10 @@ class ClipTracker:
         """Check that the calling thread may wait: the one that finishes clips may not.
 
         Args:
-            handle: clip to wait for, which may be done already; None: any clip.
+            handle: Clip to wait for, which may be done already; None: any clip.
 
         Raises:
-            RuntimeError: it is that thread, which would wait for itself.
+            RuntimeError: It is that thread, which would wait for itself.
         """
         if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(
@@ -219,12 +219,12 @@ class ClipTracker:
         """Add clips, with the next indices.
 
         Args:
-            requests: requests of the clips.
-            num_steps: number of steps of each clip.
-            for_results: whether `results` yields them.
+            requests: Requests of the clips.
+            num_steps: Number of steps of each clip.
+            for_results: Whether `results` yields them.
 
         Raises:
-            SvdppError: the run has ended, for the reason that it says.
+            SvdppError: The run has ended, for the reason that it says.
         """
         with self._changed:
             if self._end is not None:
@@ -274,7 +274,7 @@ class ClipTracker:
         """Set an error for all unfinished clips, and take no more; the first call counts.
 
         Args:
-            error: the reason.
+            error: Reason.
         """
         with self._changed:
             if self._end is not None:
@@ -296,7 +296,7 @@ class ClipTracker:
         """Yield each result that has not been taken, as clips finish, until none is left.
 
         Raises:
-            SvdppError: the run has ended before the clips that are left.
+            SvdppError: The run has ended before the clips that are left.
         """
         while (handle := self._take_next()) is not None:
             yield handle.result()

@@ -15,7 +15,7 @@ class FileThread:
     the thread that supervises the ranks makes no such call itself.
 
     Args:
-        name: name of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:

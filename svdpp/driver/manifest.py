@@ -38,7 +38,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of a run's manifest.
 
     Raises:
-        InputError: there is none, or it is of another kind or version.
+        InputError: There is none, or it is of another kind or version.
     """
     data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:
@@ -62,10 +62,10 @@ def open_manifest(
     """Return the manifest of a run that is about to begin.
 
     Args:
-        path: path of the file.
-        config: configuration of the pipeline.
-        clips: clips to make, and finished ones.
-        lost: entry for each input that could not be read, with `output` None and its `error`.
+        path: Path of the file.
+        config: Configuration of the pipeline.
+        clips: Clips to make, and finished ones.
+        lost: Entry for each input that could not be read, with `output` None and its `error`.
     """
     run = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -99,13 +99,13 @@ class RunManifest:
     tries again. A separate thread writes it, because the caller's thread supervises the ranks.
 
     Args:
-        path: path of the file.
-        run: entries for the run as a whole.
-        clips: entry for each clip of the pipeline, by index.
-        before: entries of clips that were finished or lost before the run began.
+        path: Path of the file.
+        run: Entries for the run as a whole.
+        clips: Entry for each clip of the pipeline, by index.
+        before: Entries of clips that were finished or lost before the run began.
 
     Raises:
-        OutputError: on entering, or on leaving without another error, the file cannot be written.
+        OutputError: On entering, or on leaving without another error, the file cannot be written.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class RunManifest:
         """Note that a finished clip was lost, before leaving the block.
 
         Args:
-            output: name of its file, as in the clip's entry.
-            error: reason of the loss.
+            output: Name of its file, as in the clip's entry.
+            error: Reason of the loss.
         """
         for clip in self._content["clips"]:
             if clip["output"] == output:
@@ -238,8 +238,8 @@ def find_missing_outputs(
     Somebody may delete a folder while a run writes into it.
 
     Args:
-        folder: folder of the run.
-        clips: metadata of the finished clips, whose `output` is the name of the video.
+        folder: Folder of the run.
+        clips: Metadata of the finished clips, whose `output` is the name of the video.
 
     Returns:
         The errors by `output`, in the order of `clips`.

@@ -45,16 +45,16 @@ def estimate_memory(
     """Estimate the memory of each part of a model; see `models.memory.estimate`.
 
     Args:
-        checkpoint: checked checkpoint; only its configs are read.
-        model: model that the checkpoint belongs to.
-        sampling: resolved sampling parameters.
+        checkpoint: Checked checkpoint; only its configs are read.
+        model: Model that the checkpoint belongs to.
+        sampling: Resolved sampling parameters.
         device: `cpu` or a CUDA device, whose kernels need no workspace that is counted.
-        num_threads: intra-op threads of a CPU rank, on which its kernels depend.
+        num_threads: Intra-op threads of a CPU rank, on which its kernels depend.
 
     Raises:
-        RequestError: the model cannot make a clip of this size.
-        ModelError: a component cannot be made from its config.
-        SvdppError: the process failed, or took longer than 600 s.
+        RequestError: The model cannot make a clip of this size.
+        ModelError: A component cannot be made from its config.
+        SvdppError: The process failed, or took longer than 600 s.
     """
     arguments = (checkpoint, model, sampling, device, num_threads)
     if not was_launched():
@@ -66,14 +66,14 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
     """Count the FLOPs of one clip's encode, of one step and of its decode.
 
     Args:
-        checkpoint: model whose configs are read; its weights are not.
-        model: options that the components are made with.
-        sampling: size and number of frames of the clip, resolved.
+        checkpoint: Model whose configs are read; its weights are not.
+        model: Options that the components are made with.
+        sampling: Size and number of frames of the clip, resolved.
 
     Raises:
-        RequestError: the model cannot make a clip of this size.
-        ModelError: a component cannot be made from its config.
-        SvdppError: the process failed, or took longer than 600 s.
+        RequestError: The model cannot make a clip of this size.
+        ModelError: A component cannot be made from its config.
+        SvdppError: The process failed, or took longer than 600 s.
     """
     arguments = (checkpoint, model, sampling)
     return PartFlops(*_in_process("flops", arguments)) if was_launched() else _count(arguments)

@@ -37,24 +37,26 @@ class Pipeline(PipelineRanks):
     block; the others call `serve`.
 
     Args:
-        config: what to run; frame count and decode chunk are resolved against the model here.
+        config: Configuration to run; frame count and decode chunk are resolved against the model
+            here.
         layout: `auto`: the best layout by a forecast at the configuration's costs, by default
             published ones; `data-parallel`: whole clips on each rank; None or `pipeline`: that of
             the configuration.
-        num_clips: number of clips that the forecast is of; `auto` needs it.
-        checkpoint: of the model, if its configs have been read; None: read them.
-        tensor_folder: keeps the latent of each transfer and the frames, for verification.
-        latents_folder: keeps the latent checkpoints of requests with a `latents_key` until their
+        num_clips: Number of clips that the forecast is of; `auto` needs it.
+        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
+        tensor_folder: Folder for the latent of each transfer and the frames, for verification;
+            None: none are kept.
+        latents_folder: Keeps the latent checkpoints of requests with a `latents_key` until their
             clip is finished; requests with `done_steps` resume from it.
-        profile_path: of the torch.profiler trace of one clip on rank 0.
-        shared_paths: images and output folders of requests: ranks on several hosts start only if
+        profile_path: Path of the torch.profiler trace of one clip on rank 0; "": no trace.
+        shared_paths: Images and output folders of requests: ranks on several hosts start only if
             every host has them, and `latents_folder`, under the same path.
-        history_clips: how many of the latest clips `trace` keeps, and how many of the latest
-            losses `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
-        trace_clips: how many of the latest clips `trace` keeps; None: as `history_clips`.
-        ranks_ignore_signals: whether ranks that this process starts survive INT, TERM and HUP. A
+        history_clips: How many of the latest clips `trace` keeps, and how many of the latest losses
+            `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
+        trace_clips: Number of the latest clips that `trace` keeps; None: `history_clips`.
+        ranks_ignore_signals: Whether ranks that this process starts survive INT, TERM and HUP. A
             service finishes its clips after such a signal, which often reaches all processes.
-        fault: called with its number in each rank before all else, by tests that damage it.
+        fault: Function that each rank calls first, with its number: tests damage a rank by it.
     """
 
     @property
@@ -78,16 +80,16 @@ class Pipeline(PipelineRanks):
         """Submit further clips, to be made after those submitted before. Does not wait.
 
         Args:
-            requests: one request or several; if the ranks cannot make one, none is submitted.
-            metadata: fields of the request for each clip's JSON.
+            requests: One request or several; if the ranks cannot make one, none is submitted.
+            metadata: Fields of the request for each clip's JSON.
 
         Returns:
             A handle for each request, in their order; for a single request its handle.
 
         Raises:
-            RequestError: the ranks cannot make one of the clips.
-            ClosedError: the pipeline is not open.
-            SvdppError: the run has ended, for the reason that it says.
+            RequestError: The ranks cannot make one of the clips.
+            ClosedError: The pipeline is not open.
+            SvdppError: The run has ended, for the reason that it says.
         """
         if isinstance(requests, ClipRequest):
             return self._submit([requests], metadata, for_results=True)[0]
@@ -97,16 +99,16 @@ class Pipeline(PipelineRanks):
         """Submit `requests` and wait for their clips only.
 
         Args:
-            requests: requests of the clips.
-            metadata: fields of the request for each clip's JSON.
+            requests: Requests of the clips.
+            metadata: Fields of the request for each clip's JSON.
 
         Returns:
             Their results, in the order of the requests; `results` does not yield them.
 
         Raises:
-            RequestError: the ranks cannot make one of the clips.
-            ClosedError: the pipeline is not open.
-            SvdppError: the first clip that was lost, raised once all others are made; or the reason
+            RequestError: The ranks cannot make one of the clips.
+            ClosedError: The pipeline is not open.
+            SvdppError: The first clip that was lost, raised once all others are made; or the reason
                 for which the run ended.
         """
         self._clips.check_may_wait()
@@ -124,8 +126,8 @@ class Pipeline(PipelineRanks):
         the reason.
 
         Raises:
-            ClosedError: the pipeline is not open.
-            SvdppError: the run has ended before the clips that are left.
+            ClosedError: The pipeline is not open.
+            SvdppError: The run has ended before the clips that are left.
         """
         self._check_open()
         return self._clips.results()
@@ -169,10 +171,10 @@ class Pipeline(PipelineRanks):
         Each rank that encodes then sends `ImageReady`.
 
         Args:
-            request: request of the clip, equal to the one that is submitted later.
+            request: Request of the clip, equal to the one that is submitted later.
 
         Raises:
-            ClosedError: the pipeline is not open.
+            ClosedError: The pipeline is not open.
         """
         supervisor = self._check_open()
         message = PrepareImage(request=self._scheduler.resolve_request(request)).to_bytes()
@@ -186,7 +188,7 @@ class Pipeline(PipelineRanks):
         """Return each rank's actions for the first clips, as `submit` sends them.
 
         Args:
-            requests: requests of the clips, from clip 0.
+            requests: Requests of the clips, from clip 0.
         """
         return self._scheduler.router.schedule(
             list(map(self._scheduler.resolve_request, requests)), 0
@@ -196,10 +198,10 @@ class Pipeline(PipelineRanks):
         """Return the times of each rank's actions for the first clips, at the measured costs.
 
         Args:
-            requests: requests of the clips, from clip 0.
+            requests: Requests of the clips, from clip 0.
 
         Raises:
-            RequestError: no step was measured.
+            RequestError: No step was measured.
         """
         costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
         return simulate_schedule(self.schedule(requests), costs)
@@ -210,7 +212,7 @@ class Pipeline(PipelineRanks):
         """Check, as entering the block does, that this host's ranks fit into its free memory.
 
         Raises:
-            OutOfMemoryError: they do not.
+            OutOfMemoryError: They do not.
         """
         num_local = None if self.world is None else self.world.local_size
         check_memory(self.config, self.checkpoint, self.config.layout.roles[:num_local])
@@ -257,11 +259,11 @@ class Pipeline(PipelineRanks):
         """End the ranks, as leaving the block does; does nothing once the pipeline is closed.
 
         Args:
-            drain: whether it waits for all submitted clips first. Otherwise it drops the unfinished
+            drain: Whether it waits for all submitted clips first. Otherwise it drops the unfinished
                 ones at once, and their handles raise `ClosedError`.
 
         Raises:
-            SvdppError: the run had ended before its last clip, for the reason that it says.
+            SvdppError: The run had ended before its last clip, for the reason that it says.
         """
         if not drain:
             if (failure := self._abort(None)) is not None:

@@ -129,7 +129,7 @@ class PipelineRanks:
         """Call `observer` with (rank, event) for every later event of the ranks.
 
         Args:
-            observer: function that runs in the pipeline's thread. It must be quick, and an
+            observer: Function that runs in the pipeline's thread. It must be quick, and an
                 exception in it ends the run. It may submit clips, but must not wait for any.
         """
         self._observers = (*self._observers, observer)
@@ -140,12 +140,12 @@ class PipelineRanks:
         Observers get the events of this rank only.
 
         Args:
-            say: function that gets the last message of a process that ends, and whether this
+            say: Function that gets the last message of a process that ends, and whether this
                 process alone reports it.
 
         Raises:
-            ClosedError: no launcher has started this process.
-            RankError: rank 0 cannot be reached.
+            ClosedError: No launcher has started this process.
+            RankError: Rank 0 cannot be reached.
         """
         rendezvous = self._rendezvous_config()
         self._hash_weights()
@@ -163,7 +163,7 @@ class PipelineRanks:
         """End the other launched ranks, which have no work. Call it instead of entering the block.
 
         Raises:
-            RankError: a rank does not connect in time.
+            RankError: A rank does not connect in time.
         """
         if self.world is not None:
             join_ranks(self._rendezvous_config(), lambda _context, _setup: None, None).kill()
@@ -320,8 +320,8 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     """Return the options, versions and weights that ranks of several command lines must share.
 
     Args:
-        config: resolved configuration.
-        checkpoint: checkpoint of its model; None for the dummy model.
+        config: Resolved configuration.
+        checkpoint: Checkpoint of its model; None for the dummy model.
 
     Returns:
         Values as texts, by names for users.
@@ -346,12 +346,12 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
     """Whether ranks differ in what their bits depend on.
 
     Args:
-        started: report of each rank on its device.
-        backend: backend of the process group; NCCL cannot share a GPU.
-        allowed: whether they may differ.
+        started: Report of each rank on its device.
+        backend: Backend of the process group; NCCL cannot share a GPU.
+        allowed: Whether they may differ.
 
     Raises:
-        RequestError: they differ and may not, or share a GPU under NCCL.
+        RequestError: They differ and may not, or share a GPU under NCCL.
     """
     owners: dict[str, int] = {}
     for rank, event in sorted(started.items()):

@@ -21,9 +21,9 @@ class RequestScheduler:
     """Converter of requests into the work of one pipeline's ranks.
 
     Args:
-        config: resolved configuration.
-        checkpoint: checkpoint of its model; None for the dummy model.
-        keeps_latents: whether clips can resume from latent checkpoints.
+        config: Resolved configuration.
+        checkpoint: Checkpoint of its model; None for the dummy model.
+        keeps_latents: Whether clips can resume from latent checkpoints.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class RequestScheduler:
         """Return `requests` as a list, resolved: the ranks can make every clip.
 
         Raises:
-            RequestError: they cannot make one of them.
-            TypeError: one is no `ClipRequest`.
+            RequestError: They cannot make one of them.
+            TypeError: One is no `ClipRequest`.
         """
         listed = list(requests)
         for index, request in enumerate(listed):
@@ -97,12 +97,12 @@ class RequestScheduler:
         Without requests there is no message.
 
         Args:
-            requests: resolved and checked requests.
-            metadata: metadata of each request.
-            first: index of the first clip.
+            requests: Resolved and checked requests.
+            metadata: Metadata of each request.
+            first: Index of the first clip.
 
         Raises:
-            RequestError: a request or its metadata cannot be sent as JSON.
+            RequestError: A request or its metadata cannot be sent as JSON.
         """
         if not requests:
             return {}

@@ -32,18 +32,18 @@ def resolve_config(
     """Return `config` with the model's own values in place of None, and the model's checkpoint.
 
     Args:
-        config: configuration that the user asks for.
-        weights: components whose missing weights are downloaded, once the request has been checked
+        config: Configuration that the user asks for.
+        weights: Components whose missing weights are downloaded, once the request has been checked
             against the model's configs.
-        world: world of the launcher; None: all ranks are here.
-        checkpoint: checkpoint of the model, if its configs have been read; None: read them.
+        world: World of the launcher; None: all ranks are here.
+        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
 
     Returns:
         The checkpoint is None for the dummy model.
 
     Raises:
-        RequestError: the model cannot make such clips.
-        ModelError: the model is missing, incomplete or not supported.
+        RequestError: The model cannot make such clips.
+        ModelError: The model is missing, incomplete or not supported.
     """
     if config.model.is_dummy:
         return _with_model_defaults(config, None), None
@@ -65,9 +65,9 @@ def components_on_host(
     """Return the names of the components that ranks on this host load, in alphabetical order.
 
     Args:
-        config: configuration with the model's own values.
-        checkpoint: checkpoint of the model.
-        world: world of the launcher; None: all ranks are here.
+        config: Configuration with the model's own values.
+        checkpoint: Checkpoint of the model.
+        world: World of the launcher; None: all ranks are here.
     """
     by_rank = (
         checkpoint.weighted_components_of(roles, config.sampling)
@@ -129,8 +129,8 @@ def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> Mem
     """Return the memory of each part of the model, in bytes, by an estimate.
 
     Args:
-        config: resolved configuration.
-        checkpoint: checkpoint of its model; None for the dummy model, which takes next to none.
+        config: Resolved configuration.
+        checkpoint: Checkpoint of its model; None for the dummy model, which takes next to none.
     """
     if checkpoint is None:  # the dummy takes megabytes
         nothing = PartMemory(0, 0)
@@ -149,14 +149,14 @@ def memory_as_costs(
     """Return the memory of each part of the model as fields of `CostModel`, in GiB.
 
     Args:
-        model: model of the ranks.
-        sampling: sampling parameters of the clips.
+        model: Model of the ranks.
+        sampling: Sampling parameters of the clips.
         device: `cpu`, `cuda` or `cuda:N`.
-        checkpoint: checkpoint of the model, if its configs have been read; None: read them.
+        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
 
     Raises:
-        RequestError: the model cannot make such clips.
-        ModelError: the model is missing or not supported.
+        RequestError: The model cannot make such clips.
+        ModelError: The model is missing or not supported.
     """
     config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
     resolved = resolve_config(config, weights="none", checkpoint=checkpoint)
@@ -167,11 +167,11 @@ def estimate_ranks(config: PipelineConfig) -> list[int]:
     """Return the estimated peak of each rank in bytes, on its GPU or, on the CPU, on the host.
 
     Args:
-        config: configuration that the user asks for.
+        config: Configuration that the user asks for.
 
     Raises:
-        RequestError: the model cannot make such clips.
-        ModelError: the model is missing or not supported.
+        RequestError: The model cannot make such clips.
+        ModelError: The model is missing or not supported.
     """
     config, checkpoint = resolve_config(config, weights="none")
     parts = estimate_parts(config, checkpoint)
@@ -192,12 +192,12 @@ def memory_of_devices(
     """Return the memory that the model needs and that devices have, to choose a layout by.
 
     Args:
-        model: model of the ranks.
-        sampling: sampling parameters of the clips.
+        model: Model of the ranks.
+        sampling: Sampling parameters of the clips.
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
-        world_size: number of ranks.
-        free_bytes: function that returns the free memory of a GPU.
-        checkpoint: checkpoint of the model, if its configs have been read; None: read them.
+        world_size: Number of ranks.
+        free_bytes: Function that returns the free memory of a GPU.
+        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
 
     Returns:
         Memory of the model's parts, as fields of `CostModel`, and of each rank, in GiB; both empty
@@ -227,12 +227,12 @@ def check_memory(
     """Check that CPU ranks find the memory that they need.
 
     Args:
-        config: resolved configuration.
-        checkpoint: checkpoint of its model; None for the dummy model.
-        ranks: roles of each rank on this host.
+        config: Resolved configuration.
+        checkpoint: Checkpoint of its model; None for the dummy model.
+        ranks: Roles of each rank on this host.
 
     Raises:
-        OutOfMemoryError: they need more than this machine has free.
+        OutOfMemoryError: They need more than this machine has free.
     """
     sampling = config.sampling
     if config.device != "cpu" or checkpoint is None:

@@ -62,11 +62,11 @@ class Supervisor:
     One thread uses it; `send` and `abort` may be called from any thread.
 
     Args:
-        group: handles of the ranks.
-        config: resolved configuration.
-        observers: callbacks that get each event of the ranks.
-        trace: trace that keeps the measurements; None: a new one.
-        begun: time at which the start of the ranks began, on the monotonic clock; None: now.
+        group: Handles of the ranks.
+        config: Resolved configuration.
+        observers: Callbacks that get each event of the ranks.
+        trace: Trace that keeps the measurements; None: a new one.
+        begun: Time at which the start of the ranks began, on the monotonic clock; None: now.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class Supervisor:
         """Take events until all work is done, and end the ranks.
 
         Args:
-            is_over: whether no more work follows.
-            on_joined: callback for the moment at which all ranks are ready for work.
+            is_over: Whether no more work follows.
+            on_joined: Callback for the moment at which all ranks are ready for work.
 
         Raises:
-            SvdppError: a rank has failed, died or stalled.
+            SvdppError: A rank has failed, died or stalled.
         """
         while not self._stall_detector.all_joined:
             self.step()
@@ -123,7 +123,7 @@ class Supervisor:
         """Take the available events, after a short wait for the first one.
 
         Raises:
-            SvdppError: a rank has failed, died or stalled, or `abort` was called with it.
+            SvdppError: A rank has failed, died or stalled, or `abort` was called with it.
         """
         self._read_events(_POLL_SECONDS)
         if self._aborted is not None:
@@ -143,7 +143,7 @@ class Supervisor:
         """End the ranks in order: each reports that it is done, and exits with code 0.
 
         Raises:
-            RankError: one does not.
+            RankError: One does not.
         """
         self.send_to_all(Stop().to_bytes())
         deadline = time.monotonic() + self._config.timeout_seconds
@@ -166,7 +166,7 @@ class Supervisor:
         """End every rank at once; harmless after `stop`.
 
         Args:
-            error: reason that ranks on other hosts get; None: all work is done.
+            error: Reason that ranks on other hosts get; None: all work is done.
         """
         self._group.kill(error)
 
@@ -368,9 +368,9 @@ class StallDetector:
     times are seconds on one clock.
 
     Args:
-        config: configuration with the limits.
-        now: seconds on that clock.
-        begun: time at which the start of the ranks began; None: now.
+        config: Configuration with the limits.
+        now: Seconds on that clock.
+        begun: Time at which the start of the ranks began; None: now.
     """
 
     def __init__(self, config: PipelineConfig, now: float, begun: float | None = None) -> None:
@@ -385,9 +385,9 @@ class StallDetector:
         """Take one event.
 
         Args:
-            rank: rank that sent the event.
-            event: any event.
-            now: seconds on the clock of all times.
+            rank: Rank that sent the event.
+            event: Any event.
+            now: Seconds on the clock of all times.
         """
         if isinstance(event, RankStats):
             return  # from a thread that goes on whatever the rank does
@@ -423,7 +423,7 @@ class StallDetector:
         """Return the stalled rank; None if there is none.
 
         Args:
-            now: seconds on the clock of all times.
+            now: Seconds on the clock of all times.
         """
         self._discount_pause(now)
         running = [rank for rank, state in enumerate(self.states) if not state.finished]

@@ -92,7 +92,7 @@ class MeasuredCosts:
         """Return the measured costs.
 
         Args:
-            assumed: costs to use where none are measured, scaled by the step time.
+            assumed: Costs to use where none are measured, scaled by the step time.
         """
         means = {kind: self._seconds[kind] / count for kind, count in self._counts.items()}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
@@ -113,8 +113,8 @@ class SpanBuilder:
         """Return the spans that `event` completes: an action, its steps, and the wait before it.
 
         Args:
-            rank: rank that sent the event.
-            event: any event.
+            rank: Rank that sent the event.
+            event: Any event.
         """
         match event:
             case Joined():
@@ -199,10 +199,10 @@ class Trace:
     One thread calls it. Any thread may read meanwhile; the lists grow. Times are in seconds.
 
     Args:
-        world_size: number of ranks.
-        last_clips: number of the latest clips that the lists keep, so that a pipeline can run for
+        world_size: Number of ranks.
+        last_clips: Number of the latest clips that the lists keep, so that a pipeline can run for
             days; `costs` covers all clips. None: all.
-        first_clip: first clip that counts; earlier ones only warm up.
+        first_clip: First clip that counts; earlier ones only warm up.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class Trace:
         """Return the mean seconds of each kind of work over all ranks, for a forecast of this run.
 
         Raises:
-            RequestError: no step was measured.
+            RequestError: No step was measured.
         """
         if not self._means.has_stepped:
             raise RequestError("no step was measured")

@@ -51,10 +51,10 @@ def start_fork_server(preload: Sequence[str]) -> None:
     """Start the server unless it is running; do not wait for its imports.
 
     Args:
-        preload: modules that it imports for all ranks; see `modules_for`.
+        preload: Modules that it imports for all ranks; see `modules_for`.
 
     Raises:
-        OutputError: no folder for temporary files can be written.
+        OutputError: No folder for temporary files can be written.
     """
     end_fork_server(only_if_stopped=True)
     _end_server_at_exit()
@@ -75,7 +75,7 @@ def modules_for(family: str | None) -> list[str]:
     """Return the modules that ranks need, as `start_ranks` takes them.
 
     Args:
-        family: family of their model; None for the dummy model.
+        family: Family of their model; None for the dummy model.
     """
     return [RANK_MODULE, *([] if family is None else [f"{_MODEL_MODULE}:{family}"])]
 
@@ -84,11 +84,11 @@ def start_fork_server_early(*, family: str | None, device: str) -> None:
     """Start the server before the command itself imports torch, if its ranks will be forked.
 
     Args:
-        family: family of the ranks' model; None for the dummy model.
+        family: Family of the ranks' model; None for the dummy model.
         device: `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        OutputError: no folder for temporary files can be written.
+        OutputError: No folder for temporary files can be written.
     """
     if start_method(device) == "forkserver":
         start_fork_server(modules_for(family))

@@ -34,13 +34,13 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Return the GPUs that CUDA shows this process, in CUDA's order.
 
     Args:
-        environment: variables, of which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER count.
+        environment: Variables, of which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER count.
 
     Returns:
         An empty list without an NVIDIA driver.
 
     Raises:
-        RequestError: a MIG slice is named, or CUDA's order of different GPUs is unknown.
+        RequestError: A MIG slice is named, or CUDA's order of different GPUs is unknown.
     """
     with open_nvml() as nvml:
         if nvml is None:
@@ -72,7 +72,7 @@ def free_bytes(device: str) -> int:
         device: `cuda` stands for `cuda:0`.
 
     Raises:
-        RequestError: there is no such GPU.
+        RequestError: There is no such GPU.
     """
     index, gpus = int(device.partition(":")[2] or 0), visible_gpus()
     if index >= len(gpus):

@@ -33,14 +33,14 @@ def choose_backend(
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
-        world_size: number of ranks.
-        environment: variables, of which PIPELINE_BACKEND counts.
+        world_size: Number of ranks.
+        environment: Variables, of which PIPELINE_BACKEND counts.
 
     Returns:
         `nccl` if each rank has its own CUDA device, otherwise `gloo`.
 
     Raises:
-        RequestError: the variable has another value, or NCCL cannot join ranks on that device.
+        RequestError: The variable has another value, or NCCL cannot join ranks on that device.
     """
     own_device = device == "cuda"
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
@@ -64,7 +64,7 @@ def device_of_rank(device: str, world: World) -> str:
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
-        world: world of the rank.
+        world: World of the rank.
     """
     if device != "cuda":
         return device
@@ -78,12 +78,12 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
     A TCP store would listen on every interface.
 
     Args:
-        world: world of this rank.
+        world: World of this rank.
         backend: `gloo` or `nccl`.
-        store_file: new file for each run, in a folder that only this user can open.
+        store_file: New file for each run, in a folder that only this user can open.
 
     Raises:
-        BrokenLinkError: the others cannot be reached.
+        BrokenLinkError: The others cannot be reached.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -98,12 +98,12 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     one thread at a time may use it.
 
     Args:
-        world: world of this rank.
-        timeout: seconds for its opening and for each later wait.
+        world: World of this rank.
+        timeout: Seconds for its opening and for each later wait.
 
     Raises:
-        RequestError: no address is known, or other hosts could not reach this one's.
-        RankError: the store cannot be reached.
+        RequestError: No address is known, or other hosts could not reach this one's.
+        RankError: The store cannot be reached.
     """
     host, port = store_address()
     address = choose_interface(host, spans_hosts=world.spans_hosts)
@@ -145,13 +145,13 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
     Each run needs its own prefix, because a launcher keeps the store when it restarts the ranks.
 
     Args:
-        world: world of this rank.
+        world: World of this rank.
         backend: `gloo` or `nccl`.
-        store: store that `open_store` returned.
-        token: token of the run; see `rendezvous.Endpoint`.
+        store: Store that `open_store` returned.
+        token: Token of the run; see `rendezvous.Endpoint`.
 
     Raises:
-        BrokenLinkError: the others cannot be reached.
+        BrokenLinkError: The others cannot be reached.
     """
     _join(world, backend, dist.PrefixStore(f"svdpp/{token}", store))
 
@@ -181,7 +181,7 @@ def destroy(timeout: float = _LEAVE_SECONDS) -> None:
     different orders (vllm-project/vllm#39846): after a deadline that is only logged.
 
     Args:
-        timeout: seconds to wait for the other ranks.
+        timeout: Seconds to wait for the other ranks.
     """
     if not dist.is_initialized():
         return
@@ -197,11 +197,11 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
-        local_size: number of ranks on this host.
-        launched: whether a launcher started them, which may show each rank only its own GPU.
+        local_size: Number of ranks on this host.
+        launched: Whether a launcher started them, which may show each rank only its own GPU.
 
     Raises:
-        RequestError: there are fewer.
+        RequestError: There are fewer.
     """
     if device == "cpu":
         return
@@ -229,12 +229,12 @@ def choose_interface(
     The interface is that of GLOO_SOCKET_IFNAME, or else the one that reaches `peer`.
 
     Args:
-        peer: host of the store, by name or address.
-        spans_hosts: whether other hosts have ranks too.
-        environment: variables, to which the names of the interface are added.
+        peer: Host of the store, by name or address.
+        spans_hosts: Whether other hosts have ranks too.
+        environment: Variables, to which the names of the interface are added.
 
     Raises:
-        RequestError: there is no such interface, `peer` cannot be reached, or other hosts could not
+        RequestError: There is no such interface, `peer` cannot be reached, or other hosts could not
             reach the address.
     """
     addresses = _addresses()

@@ -50,7 +50,7 @@ def set_environment_defaults(environment: MutableMapping[str, str] = os.environ)
     """Set each variable that the user has not set, for this process and its later children.
 
     Args:
-        environment: changed in place.
+        environment: Variables, changed in place.
     """
     environment.update(_missing(environment))
 
@@ -62,7 +62,7 @@ def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None
     This process gets its own environment back: in a user's program it may compile or log.
 
     Args:
-        more: further variables, which replace those of the environment.
+        more: Further variables, which replace those of the environment.
     """
     added = {**_missing(os.environ), **(more or {})}
     before = {name: os.environ.get(name) for name in added}
@@ -115,16 +115,16 @@ def start_helper(
     """Start a module in a session of its own, with this process's search path.
 
     Args:
-        module: name, as for `python -m`.
-        arguments: arguments of the module's command line.
-        variables: environment; those of a launcher are left out.
-        stderr: descriptor, or a constant of `subprocess`.
+        module: Name, as for `python -m`.
+        arguments: Arguments of the module's command line.
+        variables: Environment; those of a launcher are left out.
+        stderr: Descriptor of the process's stderr, or a constant of `subprocess`.
 
     Returns:
         The process, with a pipe for its output.
 
     Raises:
-        OSError: the process cannot be started.
+        OSError: The process cannot be started.
     """
     kept = {name: value for name, value in variables.items() if name not in _LAUNCHER_VARIABLES}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
@@ -164,7 +164,7 @@ def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
     handles an error, of which the signal is a consequence. Call it in the main thread.
 
     Args:
-        handler: handler for `signal.signal`; `signal.SIG_IGN` while an error is reported.
+        handler: Handler as for `signal.signal`; `signal.SIG_IGN` while an error is reported.
     """
     before: dict[signal.Signals, Handler] = {}
     for _ in range(2):  # the handler of `Interrupted` lets itself be called once
@@ -193,9 +193,9 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     If the process goes on after that, the same holds for its next parent.
 
     Args:
-        parent: process id of the starter; None: the current parent, so that a starter which has
+        parent: Process id of the starter; None: the current parent, so that a starter which has
             already ended is not noticed.
-        number: number of the signal.
+        number: Number of the signal.
     """
     if parent is None:
         parent = os.getppid()
@@ -212,7 +212,7 @@ def kill_with_children(pids: Collection[int]) -> None:
     between ends by itself, because its input is closed.
 
     Args:
-        pids: process ids; those that have ended are skipped.
+        pids: Process ids; those that have ended are skipped.
     """
     for pid in [*pids, *children_of(pids)]:
         with contextlib.suppress(ProcessLookupError):
@@ -237,7 +237,7 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     one that waits for another host may never return.
 
     Args:
-        end: function that gets the signal's number and does not return.
+        end: Function that gets the signal's number and does not return.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -258,7 +258,7 @@ def exit_by_signal(number: int) -> NoReturn:
     """Kill this process's children, then end it by the signal, as its parent then sees.
 
     Args:
-        number: number of the signal.
+        number: Number of the signal.
     """
     # signal.signal works in the main thread only.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
@@ -276,7 +276,7 @@ def exit_process(code: int) -> NoReturn:
     """Kill this process's children and exit, without waiting for threads that wait for ranks.
 
     Args:
-        code: exit code, 0 to 255.
+        code: Exit code, 0 to 255.
     """
     remove_temp_files()
     with contextlib.suppress(OSError, ValueError):
@@ -308,7 +308,7 @@ def temp_dir() -> str:
     path of the fork server's socket.
 
     Raises:
-        OutputError: no folder for temporary files can be written.
+        OutputError: No folder for temporary files can be written.
     """
     from multiprocessing import util
 
@@ -345,7 +345,7 @@ def make_folder(prefix: str) -> Path:
     """Create a folder that only this user can open; `remove_temp_files` removes it.
 
     Raises:
-        OutputError: no folder for temporary files can be written.
+        OutputError: No folder for temporary files can be written.
     """
     with _making_folder:
         within = temp_dir()
@@ -359,7 +359,7 @@ def temp_folder(prefix: str) -> Iterator[Path]:
     """Create a folder and remove it at the end of the block.
 
     Raises:
-        OutputError: no folder for temporary files can be written.
+        OutputError: No folder for temporary files can be written.
     """
     made = make_folder(prefix)
     try:

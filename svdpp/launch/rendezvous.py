@@ -98,7 +98,7 @@ class RendezvousConfig:
         """Return the first message of this process's rank.
 
         Args:
-            error: error for which the rank cannot start, from `error_to_dict`; None: it can.
+            error: Error for which the rank cannot start, from `error_to_dict`; None: it can.
         """
         world, host = self.world, socket.gethostname()
         return RankHello(world.rank, world.local_rank, host, self.shared_settings, [], error)
@@ -108,13 +108,13 @@ class RankListener:
     """Rank 0's end: listens on one address and accepts each rank's connection.
 
     Args:
-        store: store to which the endpoint is written.
-        address: address of this host, IPv4 or IPv6.
-        peer_timeout: seconds without an acknowledgement after which a connection is closed.
-        probes: files that each host must see.
+        store: Store to which the endpoint is written.
+        address: Address of this host, IPv4 or IPv6.
+        peer_timeout: Seconds without an acknowledgement after which a connection is closed.
+        probes: Files that each host must see.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: The address cannot be listened on.
     """
 
     def __init__(
@@ -182,15 +182,15 @@ def connect(
     Until then the store may hold the endpoint of an earlier attempt.
 
     Args:
-        store: store that `process_group.open_store` returned.
-        hello: first message.
-        config: configuration with the deadline.
+        store: Store that `process_group.open_store` returned.
+        hello: First message.
+        config: Configuration with the deadline.
 
     Returns:
         The connection, and the endpoint that it leads to.
 
     Raises:
-        RankError: rank 0 cannot be reached in time, has gone, or has another version.
+        RankError: Rank 0 cannot be reached in time, has gone, or has another version.
     """
     deadline = time.monotonic() + config.start_timeout
     while time.monotonic() < deadline:
@@ -229,14 +229,14 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
     The kernel's timeout does not cover a stopped process on a live host.
 
     Args:
-        connection: connection to another rank.
-        deadline: time on the monotonic clock, in seconds.
-        max_bytes: larger messages are refused; None: of any size.
+        connection: Connection to another rank.
+        deadline: Time on the monotonic clock, in seconds.
+        max_bytes: Larger messages are refused; None: of any size.
 
     Raises:
-        TimeoutError: there is none by the deadline.
-        OSError: the connection is broken, or the message is larger.
-        EOFError: the other end has closed the connection.
+        TimeoutError: There is none by the deadline.
+        OSError: The connection is broken, or the message is larger.
+        EOFError: The other end has closed the connection.
     """
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         raise TimeoutError
@@ -299,11 +299,11 @@ def measure_clock_offset(connection: Connection, deadline: float) -> ClockOffset
     other end read its clock halfway through.
 
     Args:
-        connection: connection to rank 0.
-        deadline: time on the monotonic clock, in seconds.
+        connection: Connection to rank 0.
+        deadline: Time on the monotonic clock, in seconds.
 
     Raises:
-        OSError, EOFError: rank 0 does not answer in time, or has gone.
+        OSError, EOFError: Rank 0 does not answer in time, or has gone.
     """
     rounds: list[tuple[float, ClockOffset]] = []
     for _ in range(_NUM_ROUNDS):
@@ -319,11 +319,11 @@ def serve_clock(connection: Connection, deadline: float) -> None:
     """Send this host's clock to the other end, which runs `measure_clock_offset`.
 
     Args:
-        connection: connection to the rank.
-        deadline: time on the monotonic clock, in seconds.
+        connection: Connection to the rank.
+        deadline: Time on the monotonic clock, in seconds.
 
     Raises:
-        OSError, EOFError: the rank does not ask in time, or has gone.
+        OSError, EOFError: The rank does not ask in time, or has gone.
     """
     for _ in range(_NUM_ROUNDS):
         receive(connection, deadline, 1)
@@ -337,14 +337,14 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
     """Join the ranks of a launcher's world; `entry` of rank 0 runs in a thread of this process.
 
     Args:
-        config: configuration of rank 0.
-        entry: entry point, which all ranks run.
-        argument: second argument of `entry`.
+        config: Configuration of rank 0.
+        entry: Entry point, which all ranks run.
+        argument: Second argument of `entry`.
 
     Raises:
-        RankError: a rank has not connected in time, or does not respond.
-        RequestError: a rank has other settings, or its host lacks a folder.
-        SvdppError: a rank could not start, for the reason that it has sent.
+        RankError: A rank has not connected in time, or does not respond.
+        RequestError: A rank has other settings, or its host lacks a folder.
+        SvdppError: A rank could not start, for the reason that it has sent.
     """
     process_lifetime.end_with_parent()
     address, store = process_group.open_store(config.world, config.start_timeout)

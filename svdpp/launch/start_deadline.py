@@ -46,10 +46,10 @@ class StartDeadline:
     Time for which this process itself is stopped, by Ctrl-Z for example, does not count.
 
     Args:
-        seconds: limit of the block.
+        seconds: Limit of the block.
 
     Raises:
-        RankError: at the end of the block, in place of what Python raised for a process that was
+        RankError: At the end of the block, in place of what Python raised for a process that was
             killed at the deadline, or that the system refused to start.
     """
 
@@ -114,7 +114,7 @@ def end_fork_server(*, only_if_stopped: bool = False) -> None:
     Its ranks go on, but their exit codes are lost.
 
     Args:
-        only_if_stopped: leave one alone that runs.
+        only_if_stopped: Whether a process that runs is left alone.
     """
     servers = _children_with(_FORK_SERVER)
     _kill({pid for pid in servers if not only_if_stopped or _is_stopped(pid)})
@@ -152,7 +152,7 @@ def limit_error(error: BaseException) -> RankError | None:
     """Return the error of a process or thread that the system refuses to start.
 
     Args:
-        error: exception of Python or a library.
+        error: Exception of Python or a library.
 
     Returns:
         None if the cause is another one.

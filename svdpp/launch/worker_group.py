@@ -45,7 +45,7 @@ class ControlChannel:
     """One end of the connection between a rank and the parent: a pipe, or a socket of two hosts.
 
     Args:
-        connection: open; messages are whole on it.
+        connection: Open connection that keeps the borders of messages.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -56,7 +56,7 @@ class ControlChannel:
         """Send a whole message. Several threads may call it.
 
         Raises:
-            OSError: the other end has gone.
+            OSError: The other end has gone.
         """
         with self._lock:
             self.connection.send_bytes(message)
@@ -65,14 +65,14 @@ class ControlChannel:
         """Return the next message.
 
         Args:
-            timeout: seconds to wait; 0: only a message that has arrived.
+            timeout: Seconds to wait; 0: only a message that has arrived.
 
         Returns:
             The message; None if there is none within `timeout`.
 
         Raises:
-            EOFError: the other end has closed the connection.
-            OSError: the connection is broken.
+            EOFError: The other end has closed the connection.
+            OSError: The connection is broken.
         """
         return self.connection.recv_bytes() if self.connection.poll(timeout) else None
 
@@ -97,7 +97,7 @@ class QueuedChannel(ControlChannel):
         """Close the connection.
 
         Args:
-            timeout: seconds to send what is queued; the rest is dropped.
+            timeout: Seconds to send what is queued; the rest is dropped.
         """
         if self.connection.closed:
             return
@@ -154,10 +154,10 @@ class WorkerGroup:
     """The parent's ranks, started by it (`start_ranks`) or by a launcher (`rendezvous`).
 
     Args:
-        workers: handles, by rank.
-        folder: folder with the output of started ranks, removed at their end; None for a
-            launcher's ranks.
-        is_forked: whether a fork server has started the ranks, which end with it.
+        workers: Handles, by rank.
+        folder: Folder with the output of started ranks, removed at their end; None for a launcher's
+            ranks.
+        is_forked: Whether a fork server has started the ranks, which end with it.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class WorkerGroup:
         """Wait for messages or ends of ranks.
 
         Args:
-            timeout: seconds to wait for the first one.
+            timeout: Seconds to wait for the first one.
 
         Returns:
             All messages that are there, each with its rank; those of one rank in order.
@@ -255,7 +255,7 @@ class WorkerGroup:
         """Wait for ranks that were commanded to stop.
 
         Args:
-            timeout: seconds to wait for all of them.
+            timeout: Seconds to wait for all of them.
 
         Returns:
             Whether all have ended with code 0.
@@ -269,7 +269,7 @@ class WorkerGroup:
         """End every rank that still runs, and remove the group's temporary files.
 
         Args:
-            error: reason that a launcher's ranks get; None: all work is done.
+            error: Reason that a launcher's ranks get; None: all work is done.
         """
         alive = [process.pid for process in self._processes() if process.is_alive()]
         process_lifetime.kill_with_children(alive)
@@ -311,10 +311,10 @@ def redirect_output(path: Path) -> None:
     """Redirect the output of this process to a file; a thread limits the size of the file.
 
     Args:
-        path: path of the file. At each megabyte it is renamed, and replaces the one renamed before.
+        path: Path of the file. At each megabyte it is renamed, and replaces the one renamed before.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
 
     def redirect() -> None:
@@ -360,19 +360,19 @@ def start_ranks(
     CPU ranks are forked from a server, CUDA ranks are spawned.
 
     Args:
-        entry: function at module level.
-        argument: second argument of `entry`; it is pickled.
-        world_size: number of ranks.
+        entry: Function at module level.
+        argument: Second argument of `entry`; it is pickled.
+        world_size: Number of ranks.
         backend: `gloo` or `nccl`.
         device: `cpu`, `cuda` or `cuda:N`, of the configuration.
-        preload: modules that the fork server imports once for all ranks; see `modules_for`.
-        ignores_signals: whether the ranks survive INT, TERM and HUP, which a terminal and systemd
+        preload: Modules that the fork server imports once for all ranks; see `modules_for`.
+        ignores_signals: Whether the ranks survive INT, TERM and HUP, which a terminal and systemd
             send to all processes; they end with this process in any case.
-        start_timeout: seconds within which all processes must run, though not be ready for work.
+        start_timeout: Seconds within which all processes must run, though not be ready for work.
 
     Raises:
-        RequestError: the program comes from stdin, or its ranks import it without a guard.
-        RankError: a process has not started in time, or the system refuses to start one.
+        RequestError: The program comes from stdin, or its ranks import it without a guard.
+        RankError: A process has not started in time, or the system refuses to start one.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(1)  # a rank that imports the script; the parent says what is wrong

@@ -61,14 +61,14 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     """Return the world that a launcher gives this process: torchrun, one like it, or srun.
 
     Args:
-        environment: variables, with those of the launcher.
+        environment: Variables, with those of the launcher.
 
     Returns:
         None if no launcher started the process, also in a batch script outside srun, and in an srun
         of one task.
 
     Raises:
-        RequestError: the variables are no numbers, or contradict each other.
+        RequestError: The variables are no numbers, or contradict each other.
     """
     if any(name in environment for name in _TORCHRUN):
         world = _torchrun_world(environment)
@@ -92,7 +92,7 @@ def is_secondary_rank(launched: World | None) -> TypeGuard[World]:
     """Whether a launcher started this rank and it is not rank 0.
 
     Args:
-        launched: result of `find_world`.
+        launched: Result of `find_world`.
     """
     return launched is not None and launched.launcher is not None and launched.rank != 0
 
@@ -111,10 +111,10 @@ def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int
     Under Slurm the defaults are the job's first host and a port that depends on the job id.
 
     Args:
-        environment: variables, with these or Slurm's.
+        environment: Variables, with these or Slurm's.
 
     Raises:
-        RequestError: there is no MASTER_ADDR and no list of hosts, or MASTER_PORT is no port.
+        RequestError: There is no MASTER_ADDR and no list of hosts, or MASTER_PORT is no port.
     """
     host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
     if not host:

@@ -36,7 +36,7 @@ def find_ffmpeg() -> str:
     """Return the path of the ffmpeg that imageio-ffmpeg contains or finds.
 
     Raises:
-        OutputError: there is none.
+        OutputError: There is none.
     """
     import imageio_ffmpeg  # 50 ms
 
@@ -64,14 +64,14 @@ def run_ffmpeg(
     """Run ffmpeg and return its stdout.
 
     Args:
-        arguments: options, inputs and outputs.
-        frames: array whose bytes are its stdin.
-        seconds: time after which it is killed.
-        files: open descriptors that it inherits.
+        arguments: Options, inputs and outputs.
+        frames: Array whose bytes are its stdin.
+        seconds: Time after which it is killed.
+        files: Open descriptors that it inherits.
 
     Raises:
-        MediaFailure: it failed, or did not end in time.
-        OutputError: there is no ffmpeg.
+        MediaFailure: It failed, or did not end in time.
+        OutputError: There is no ffmpeg.
     """
     done = _finished([*_QUIET, *arguments], frames, seconds, files)
     # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
@@ -87,13 +87,13 @@ def probe_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] =
     """Return what ffmpeg prints of an input when it only opens it: its streams, or why it cannot.
 
     Args:
-        source: options of the input, up to its `-i NAME`.
-        seconds: time after which it is killed.
-        files: open descriptors that it inherits.
+        source: Options of the input, up to its `-i NAME`.
+        seconds: Time after which it is killed.
+        files: Open descriptors that it inherits.
 
     Raises:
-        MediaFailure: it did not end in time.
-        OutputError: there is no ffmpeg.
+        MediaFailure: It did not end in time.
+        OutputError: There is no ffmpeg.
     """
     # Without an output ffmpeg always fails.
     done = _finished([*_START, "-loglevel", "info", *source], None, seconds, files)
@@ -110,14 +110,14 @@ def decode_frames(
     """Yield the frames of a video, upright, in RGB, one at a time.
 
     Args:
-        source: options of the input, up to its `-i NAME` and those of the output.
-        seconds: time after which ffmpeg is killed.
-        stream: ffmpeg's specifier of the stream to decode.
-        files: open descriptors that it inherits.
+        source: Options of the input, up to its `-i NAME`, and those of the output.
+        seconds: Time after which ffmpeg is killed.
+        stream: Ffmpeg's specifier of the stream to decode.
+        files: Open descriptors that it inherits.
 
     Raises:
-        MediaFailure: the video cannot be decoded, or ffmpeg did not end in time.
-        OutputError: there is no ffmpeg.
+        MediaFailure: The video cannot be decoded, or ffmpeg did not end in time.
+        OutputError: There is no ffmpeg.
     """
     # As PPM, because its header gives the size of each frame.
     output = ["-map", stream, "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]

@@ -21,8 +21,8 @@ def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
     """Yield a clause for each box of a video by which a player would show `ours` unlike `theirs`.
 
     Raises:
-        OSError: a file cannot be read.
-        MediaFailure: its boxes are damaged, or too many.
+        OSError: A file cannot be read.
+        MediaFailure: Its boxes are damaged, or too many.
     """
     (our_boxes, our_colours), (their_boxes, their_colours) = map(_sample_entry, (ours, theirs))
     if further := sorted(our_boxes - their_boxes - _HARMLESS):

@@ -32,13 +32,13 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
     Parent folders of `name` are created, and links are followed.
 
     Args:
-        name: path of the file or folder.
-        suffix: end of the temporary name, by which writers choose the format.
+        name: Path of the file or folder.
+        suffix: End of the temporary name, by which writers choose the format.
         files: None for a file; for a folder, a pattern of its files' names: an existing folder with
             others is not replaced.
 
     Raises:
-        OutputError: it cannot be written, or the block raised an error of the system or of svdpp.
+        OutputError: It cannot be written, or the block raised an error of the system or of svdpp.
     """
     temporary, lock = None, -1
     try:
@@ -72,16 +72,16 @@ def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
     A missing folder is created, and removed if it stays empty.
 
     Args:
-        folder: folder of the files.
-        clip: name of a clip: keeps out those that write the same clip, or the whole folder. Empty:
+        folder: Folder of the files.
+        clip: Name of a clip: keeps out those that write the same clip, or the whole folder. Empty:
             every process that writes into `folder`.
 
     Yields:
         Why the file system cannot lock; "" if it can.
 
     Raises:
-        RequestError: another process writes there.
-        OutputError: the folder cannot be written.
+        RequestError: Another process writes there.
+        OutputError: The folder cannot be written.
     """
     check_writable(folder)
     is_new = not folder.exists()
@@ -113,7 +113,7 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
     """Write `record` as indented JSON, completely or not at all.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: It cannot be written.
     """
     write_text(path, json_text(record))
 
@@ -130,7 +130,7 @@ def write_text(path: Path, text: str) -> None:
     """Write `text`, completely or not at all.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: It cannot be written.
     """
     with atomic_output(str(path), path.suffix) as temporary:
         temporary.write_text(text)
@@ -152,7 +152,7 @@ def check_writable(folder: Path) -> None:
     removes the files that killed writers left in it.
 
     Raises:
-        OutputError: neither is possible.
+        OutputError: Neither is possible.
     """
     try:
         existing = Path(os.path.realpath(folder))
@@ -173,11 +173,11 @@ def check_replaceable(name: str, files: re.Pattern[str] | None = None) -> None:
     """Check that `atomic_output` can replace what exists at `name`.
 
     Args:
-        name: path of the file or folder.
-        files: pattern of the names of a folder's files; see `atomic_output`.
+        name: Path of the file or folder.
+        files: Pattern of the names of a folder's files; see `atomic_output`.
 
     Raises:
-        OutputError: something else has that name.
+        OutputError: Something else has that name.
     """
     with disk_errors(f"{name!r} cannot be written"):
         _check_place(Path(os.path.realpath(name)), files)
@@ -212,10 +212,10 @@ def disk_errors(text: str) -> Iterator[None]:
     """Turn an OSError of the block into an error with a sentence.
 
     Args:
-        text: beginning of the sentence, which the reason follows.
+        text: Beginning of the sentence, which the reason follows.
 
     Raises:
-        OutputError: the block raised an OSError.
+        OutputError: The block raised an OSError.
     """
     try:
         yield

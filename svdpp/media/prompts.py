@@ -31,12 +31,12 @@ def parse_prompts(data: bytes, name: str) -> list[str]:
     marks are dropped, also inside, where files that were joined have them.
 
     Args:
-        data: content of the file: UTF-8, with or without a byte order mark, or UTF-16 or UTF-32
+        data: Content of the file: UTF-8, with or without a byte order mark, or UTF-16 or UTF-32
             with one.
-        name: option and file, for messages.
+        name: Option and file, for messages.
 
     Raises:
-        InputError: a line is not text or no prompt, or there is no prompt.
+        InputError: A line is not text or no prompt, or there is no prompt.
     """
     prompts = []
     for number, line in enumerate(_lines(data, name), start=1):

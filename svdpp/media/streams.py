@@ -63,15 +63,15 @@ def probe_streams(
     """Return the streams of an input without reading their packets: `times` are empty.
 
     Args:
-        source: ffmpeg's options of the input, up to its `-i NAME`.
-        files: open descriptors that ffmpeg inherits.
-        seconds: time after which ffmpeg is killed.
+        source: Ffmpeg's options of the input, up to its `-i NAME`.
+        files: Open descriptors that ffmpeg inherits.
+        seconds: Time after which ffmpeg is killed.
 
     Returns:
         None of them if the file has no header that can be read.
 
     Raises:
-        MediaFailure: ffmpeg did not end in time.
+        MediaFailure: Ffmpeg did not end in time.
     """
     return list(_parse_log(probe_log(source, seconds=seconds, files=files)))
 
@@ -87,7 +87,7 @@ def read_streams(path: Path) -> list[Stream]:
     """Return all streams of an mp4, with the times of their packets.
 
     Raises:
-        MediaFailure: it cannot be read, or has too many packets.
+        MediaFailure: It cannot be read, or has too many packets.
     """
     # Without -copyts ffmpeg begins at the first packet's time; a player shows nothing until then.
     source = ["-copyts", *mp4_source(path)]
@@ -125,10 +125,10 @@ def read_colours(path: Path) -> set[str]:
     They are those of the H.264 stream; the container's are in its box `colr`.
 
     Args:
-        path: mp4 of at most as many frames as a clip has.
+        path: Mp4 of at most as many frames as a clip has.
 
     Raises:
-        MediaFailure: ffmpeg did not end in time.
+        MediaFailure: Ffmpeg did not end in time.
     """
     # Data attached to frames could fill the log.
     filters = "sidedata=mode=delete,showinfo=checksum=0"

@@ -72,17 +72,18 @@ def write_clip(
     that has no other files.
 
     Args:
-        frames: uint8 of shape (F, H, W, 3), RGB.
-        output: path, format and quality.
-        fps: frames per second; an mp4 has those of `frame_rate`.
+        frames: Frames, uint8 of shape (F, H, W, 3), RGB.
+        output: Path, format and quality.
+        fps: Frames per second; an mp4 has those of `frame_rate`.
         metadata: JSON values, which `read_metadata` returns.
-        audio: samples int16 of shape (N, channels) and their rate; only an mp4 has it.
+        audio: Samples, int16 of shape (N, channels), and their rate in Hz; None: silent. Only an
+            mp4 has sound.
 
     Returns:
         The `file_sha256` of the written file.
 
     Raises:
-        OutputError: it cannot be written, or is not whole when it is read back.
+        OutputError: It cannot be written, or is not whole when it is read back.
     """
     frames = _checked(frames)
     text = json.dumps(dict(metadata), allow_nan=False)
@@ -110,7 +111,7 @@ def frame_rate(fps: float) -> Fraction:
     for 30000/1001, 59.94 for 60000/1001. Other rates are exact to a thousandth.
 
     Args:
-        fps: frames per second.
+        fps: Frames per second.
     """
     for whole in _NTSC:
         ntsc = Fraction(1000 * whole, 1001)
@@ -123,7 +124,7 @@ def check_output(output: OutputConfig) -> None:
     """Check that `write_clip` can replace what exists at the output's path.
 
     Raises:
-        OutputError: something else has that name.
+        OutputError: Something else has that name.
     """
     check_replaceable(output.path, _FRAME_NAME if output.format == "frames" else None)
 
@@ -135,7 +136,7 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     duration contains the greatest common divisor of all durations; if all are equal, it is one.
 
     Raises:
-        InputError: the file is damaged, of another format, or beyond the limits of a clip.
+        InputError: The file is damaged, of another format, or beyond the limits of a clip.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -158,7 +159,7 @@ def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> l
     transparency and what else is in the file.
 
     Raises:
-        InputError: one of the two cannot be read.
+        InputError: One of the two cannot be read.
     """
     if format == "mp4":
         with _reading(ours, format):
@@ -202,7 +203,7 @@ def folder_faults(folder: Path) -> list[str]:
     """Return how a viewer would show the PNG files of a clip unlike their pixels in RGB.
 
     Raises:
-        InputError: one of them cannot be read.
+        InputError: One of them cannot be read.
     """
     with _reading(folder, "frames"):
         names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
@@ -245,11 +246,11 @@ def folder_difference(folder: Path, num_frames: int) -> FolderDifference:
     """Compare the names in a folder of frames with those that `write_clip` gives.
 
     Args:
-        folder: folder of a clip.
-        num_frames: number of the clip's frames.
+        folder: Folder of a clip.
+        num_frames: Number of the clip's frames.
 
     Raises:
-        InputError: the folder cannot be read.
+        InputError: The folder cannot be read.
     """
     with _reading(folder, "frames"):
         files = {each.name: each.is_file() for each in folder.iterdir()}
@@ -294,7 +295,7 @@ def read_metadata(path: Path) -> dict[str, object]:
     """Return the `metadata` that `write_clip` stored in the clip, in any format.
 
     Raises:
-        InputError: it has none, or cannot be read.
+        InputError: It has none, or cannot be read.
     """
     with _reading(path, "a clip"):
         record = json.loads(_metadata_text(path) or "null")
@@ -319,7 +320,7 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a clip's file; for a folder, of the names and hashes of its files.
 
     Raises:
-        InputError: it cannot be read, or is no regular file.
+        InputError: It cannot be read, or is no regular file.
     """
     with _reading(path, "a clip"):
         if not path.is_dir():
@@ -340,10 +341,10 @@ def frames_sha256(frames: Frames) -> str:
     """Return the SHA-256 of the frames' bytes in C order.
 
     Args:
-        frames: uint8 of shape (F, H, W, 3).
+        frames: Frames, uint8 of shape (F, H, W, 3).
 
     Raises:
-        ValueError: they have another dtype or shape.
+        ValueError: They have another dtype or shape.
     """
     return hashlib.sha256(_checked(frames).data).hexdigest()
 
@@ -416,7 +417,7 @@ def read_audio(path: Path) -> AudioSamples:
     """Return the sound of an mp4, int16 of shape (N, 2), and its rate, 48 kHz.
 
     Raises:
-        InputError: it has no sound, or cannot be read.
+        InputError: It has no sound, or cannot be read.
     """
     rate = 48000
     output = ["-map", "0:a:0", "-ar", str(rate), "-ac", "2", "-f", "s16le", "pipe:1"]

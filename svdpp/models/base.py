@@ -50,8 +50,8 @@ class Partner(Protocol):
         """Send what `evaluate` computes, and receive the other rank's.
 
         Args:
-            step: index of the step, which both ranks must be at.
-            evaluate: computes this rank's tensors.
+            step: Index of the step, which must be that of the other rank.
+            evaluate: Function that computes this rank's tensors.
 
         Returns:
             The other rank's tensors, of the same names, shapes and dtypes.

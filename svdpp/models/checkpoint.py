@@ -139,11 +139,11 @@ class Checkpoint:
         """Check that a clip has what the model needs, and nothing that it ignores.
 
         Args:
-            sampling: resolved sampling parameters of the clip.
-            request: the clip.
+            sampling: Resolved sampling parameters of the clip.
+            request: Request of the clip.
 
         Raises:
-            RequestError: an image, video or prompt is missing, superfluous, or not as `sampling`
+            RequestError: An image, video or prompt is missing, superfluous, or not as `sampling`
                 says.
         """
         visual, image = "a video" if sampling.from_video else "an image", request.image is not None
@@ -174,7 +174,7 @@ class Checkpoint:
         """Return `sampling` with the model's own values in place of None.
 
         Raises:
-            RequestError: the parameters are of another family, or this model cannot run them.
+            RequestError: The parameters are of another family, or this model cannot run them.
         """
         if sampling.family != self.family:
             raise RequestError(
@@ -205,7 +205,7 @@ class Checkpoint:
         """Return the files with a component's weights, and the dtypes of the weights in each.
 
         Raises:
-            ModelError: a file is missing or damaged, or the weights are quantised.
+            ModelError: A file is missing or damaged, or the weights are quantised.
         """
         paths = [self.folder / name for name in weight_files(self.folder, part, self.variant)]
         files = {path: read_dtypes(path) for path in paths}
@@ -224,10 +224,10 @@ class Checkpoint:
         ones, also of other processes, only the files that have changed.
 
         Args:
-            parts: components whose files are read; None: all.
+            parts: Components whose files are read; None: all.
 
         Raises:
-            ModelError: a file is missing or cannot be read.
+            ModelError: A file is missing or cannot be read.
         """
         parts = self.weighted_components if parts is None else parts
         paths = sorted({path for part in parts for path in self.weight_files(part)})
@@ -245,10 +245,10 @@ class Checkpoint:
         """Make diffusers' scheduler of the checkpoint.
 
         Args:
-            sampling: sampling parameters, of which `flow_shift` changes it; None: as published.
+            sampling: Sampling parameters, of which `flow_shift` changes it; None: as published.
 
         Raises:
-            ModelError: the config is not that of such a scheduler.
+            ModelError: The config is not that of such a scheduler.
         """
         import diffusers  # seconds
 
@@ -262,10 +262,10 @@ class Checkpoint:
         """Return the timesteps of a clip's steps, a tensor of shape (steps,) on the CPU.
 
         Args:
-            sampling: resolved sampling parameters.
+            sampling: Resolved sampling parameters.
 
         Raises:
-            ModelError: the scheduler cannot make so many.
+            ModelError: The scheduler cannot make so many.
         """
         scheduler = self.build_scheduler(sampling)
         with library_errors("scheduler", self):
@@ -281,10 +281,10 @@ class Checkpoint:
         `WanPipeline.__call__`.
 
         Args:
-            sampling: resolved sampling parameters.
+            sampling: Resolved sampling parameters.
 
         Raises:
-            ModelError: the scheduler cannot make so many steps.
+            ModelError: The scheduler cannot make so many steps.
         """
         if self.boundary_ratio is None:
             return None
@@ -296,13 +296,13 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Find the checkpoint of `model`, download what is missing of a hub model, and check it.
 
     Args:
-        model: name of a folder, a hub id, or `demo`, with its options.
-        weights: whether the headers of all weights are read too; otherwise only configs are.
+        model: Name of a folder, a hub id, or `demo`, with its options.
+        weights: Whether the headers of all weights are read too; otherwise only configs are.
 
     Raises:
-        ModelError: the checkpoint is missing, incomplete, damaged, or of a kind that svdpp does
-            not run.
-        RequestError: the options contradict the checkpoint.
+        ModelError: The checkpoint is missing, incomplete, damaged, or of a kind that svdpp does not
+            run.
+        RequestError: The options contradict the checkpoint.
     """
     with _located(model) as local:
         if local is not None and model.revision is not None:
@@ -325,12 +325,12 @@ def with_weights(
     Of a folder all components are checked: its fingerprint is that of all weights.
 
     Args:
-        checkpoint: checkpoint that was found without weights.
-        model: model that it belongs to.
-        components: names of components with weights.
+        checkpoint: Checkpoint that was found without weights.
+        model: Model that it belongs to.
+        components: Names of components with weights.
 
     Raises:
-        ModelError: weights or LoRAs are missing, damaged, quantised, or do not fit the model.
+        ModelError: Weights or LoRAs are missing, damaged, quantised, or do not fit the model.
     """
     loras = [
         find_lora(lora, local_files_only=model.local_files_only, checkpoint=checkpoint)
@@ -447,8 +447,8 @@ class Configs:
         """Return the config of one component.
 
         Args:
-            part: name of the component.
-            defaults: values for keys that the config lacks, as the component's class has them.
+            part: Name of the component.
+            defaults: Values for keys that the config lacks, as the component's class has them.
         """
         config = self._configs[part]
         return JsonFile(config.label, {**defaults, **config.values})

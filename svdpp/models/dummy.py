@@ -48,7 +48,7 @@ class DummyUNet(nn.Module):
 
         Args:
             latent: (B, C, F, H, W), in the network's dtype.
-            step: index of the step, on which the result depends.
+            step: Index of the step, on which the result depends.
 
         Returns:
             The new latent, of the same shape and dtype.
@@ -100,8 +100,8 @@ class DummyModel:
         """Draw a clip's noise on the CPU, so that every device starts from the same latent.
 
         Args:
-            prepared: not used.
-            request: clip, of which only the seed is used.
+            prepared: Not used.
+            request: Clip, of which only the seed is used.
 
         Returns:
             A packet with the latent, (B, C, F, H, W) in the dtype of `spec`.
@@ -126,11 +126,11 @@ class DummyModel:
         """Run steps of the same network, which carries nothing from step to step.
 
         Args:
-            tensors: packet before the first of these steps.
-            start: first step.
-            end: step before which the range ends.
-            after_step: callback that gets each step's index and its latent.
-            partner: other rank of a pair: each gives half of the elements, in half of the time.
+            tensors: Packet before the first of these steps.
+            start: First step.
+            end: Step before which the range ends.
+            after_step: Callback that gets each step's index and its latent.
+            partner: Other rank of a pair: each gives half of the elements, in half of the time.
                 None: this rank does all.
 
         Returns:
@@ -164,8 +164,8 @@ class DummyModel:
         """Return small black frames, one for each of the latent's, in the time of a decode.
 
         Args:
-            _: packet, which is not used.
-            frames: range of frames to make; None: all.
+            _: Packet, which is not used.
+            frames: Range of frames to make; None: all.
 
         Returns:
             (F, 8, 8, 3) uint8, on the device.

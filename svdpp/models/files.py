@@ -73,11 +73,11 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
     """Convert errors of the libraries within the block, whose input comes from the checkpoint.
 
     Args:
-        component: name of what is loaded, for the message.
-        checkpoint: checkpoint that the message names; None: it names none.
+        component: Name of what is loaded, for the message.
+        checkpoint: Checkpoint that the message names; None: it names none.
 
     Raises:
-        ModelError: the block raised anything but a lack of memory, which passes unchanged.
+        ModelError: The block raised anything but a lack of memory, which passes unchanged.
     """
     label = f"{checkpoint.label}: " if checkpoint else ""
     try:
@@ -113,9 +113,9 @@ class JsonFile:
         """Return a `ModelError` whose message begins with the file's label, which details name.
 
         Args:
-            message: rest of the sentence.
-            hint: fix, if there is a better one than to download the checkpoint again.
-            details: further details, by name.
+            message: Rest of the sentence.
+            hint: Fix, if there is a better one than to download the checkpoint again.
+            details: Further details, by name.
         """
         return ModelError(
             f"{self.label}: {message}", hint, details={"file": self.label, **(details or {})}
@@ -125,7 +125,7 @@ class JsonFile:
         """Return the integer at `key`.
 
         Raises:
-            ModelError: it is not an integer from 1 to `largest`.
+            ModelError: It is not an integer from 1 to `largest`.
         """
         value = self.values.get(key)
         if type(value) is not int or not 1 <= value <= largest:
@@ -139,12 +139,12 @@ class JsonFile:
         """Check the value at `key`.
 
         Args:
-            key: key of the object.
-            expected: only value that svdpp runs.
-            reason: clause that follows the comma of the message.
+            key: Key of the object.
+            expected: The only value that svdpp runs.
+            reason: Clause that follows the comma of the message.
 
         Raises:
-            ModelError: the value is another one.
+            ModelError: The value is another one.
         """
         if (value := self.values.get(key)) != expected:
             raise self.error(
@@ -157,11 +157,11 @@ class JsonFile:
         """Check that `key` is not set; of a list, that no element is.
 
         Args:
-            key: key of the object.
-            reason: clause with what it would do, such as "draws noise".
+            key: Key of the object.
+            reason: Clause with what it would do, such as "draws noise".
 
         Raises:
-            ModelError: it is set.
+            ModelError: It is set.
         """
         value = self.values.get(key)
         if any(value) if isinstance(value, list) else value:
@@ -174,11 +174,11 @@ def read_json(folder: Path, name: str) -> JsonFile:
     """Read the JSON object in a file of a checkpoint, of at most 16 MiB.
 
     Args:
-        folder: folder of the checkpoint.
-        name: name of the file below it, which is also its label in messages.
+        folder: Folder of the checkpoint.
+        name: Name of the file below it, which is also its label in messages.
 
     Raises:
-        ModelError: the file is missing, is not regular, cannot be read, or holds no JSON object.
+        ModelError: The file is missing, is not regular, cannot be read, or holds no JSON object.
     """
     if not (folder / name).is_file():  # also a pipe, which would never end
         raise ModelError(f"{name} is missing", details={"file": name})
@@ -201,14 +201,14 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """Download the files that svdpp reads, unless they are cached.
 
     Args:
-        model: hub model, with its revision and variant.
-        components: components whose weights are needed, besides all configs.
+        model: Hub model, with its revision and variant.
+        components: Components whose weights are needed, besides all configs.
 
     Returns:
         The folder of the snapshot in the hub's cache.
 
     Raises:
-        ModelError: the hub cannot be reached or refuses, or the disk is full.
+        ModelError: The hub cannot be reached or refuses, or the disk is full.
     """
     with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
@@ -260,11 +260,11 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
     Messages do not quote the library's, which contain URLs and advice for other programs.
 
     Args:
-        model: model that is downloaded.
-        components: components whose weights are downloaded, for the message.
+        model: Model that is downloaded.
+        components: Components whose weights are downloaded, for the message.
 
     Raises:
-        ModelError: a download failed.
+        ModelError: A download failed.
     """
     from huggingface_hub import errors
 
@@ -369,9 +369,9 @@ def variant_of(folder: Path, component: str, variant: str | None) -> str | None:
     As in diffusers, a component that lacks the variant is read without it if others have it.
 
     Args:
-        folder: folder of the checkpoint.
-        component: name of the component.
-        variant: variant that is asked for, such as fp16; None: the plain files.
+        folder: Folder of the checkpoint.
+        component: Name of the component.
+        variant: Variant that is asked for, such as fp16; None: the plain files.
     """
     if variant is None or _has_names(folder, component, variant):
         return variant
@@ -387,15 +387,15 @@ def weight_files(folder: Path, component: str, variant: str | None) -> list[str]
     transformers the file.
 
     Args:
-        folder: folder of the checkpoint.
-        component: name of the component.
-        variant: variant that is asked for; see `variant_of`.
+        folder: Folder of the checkpoint.
+        component: Name of the component.
+        variant: Variant that is asked for; see `variant_of`.
 
     Returns:
         Names below `folder`.
 
     Raises:
-        ModelError: there are no such files, or the index is damaged.
+        ModelError: There are no such files, or the index is damaged.
     """
     variant = variant_of(folder, component, variant)
     names, known = _file_names(folder, component), _weight_names(component, variant)
@@ -438,7 +438,7 @@ def read_dtypes(path: Path) -> list[str]:
     """Return the dtype of each tensor in a safetensors file, as it is spelt there (F32, BF16).
 
     Raises:
-        ModelError: the file cannot be read, or is damaged.
+        ModelError: The file cannot be read, or is damaged.
     """
     return [entry["dtype"] for entry in read_safetensors_header(path)[1].values()]
 
@@ -450,7 +450,7 @@ def fingerprint(folder: Path, files: Iterable[Path]) -> str:
     number; `Checkpoint.file_hashes` notices everything.
 
     Raises:
-        ModelError: a file cannot be read, or is damaged.
+        ModelError: A file cannot be read, or is damaged.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -472,7 +472,7 @@ def read_safetensors_header(path: Path) -> tuple[bytes, dict[str, Any]]:
         The header's bytes, and by the name of each tensor its `dtype`, `shape` and `data_offsets`.
 
     Raises:
-        ModelError: the file cannot be read, or is damaged.
+        ModelError: The file cannot be read, or is damaged.
     """
     label = f"{path.parent.name}/{path.name}"
     try:

@@ -33,10 +33,10 @@ def hash_files(paths: Iterable[Path]) -> dict[Path, str]:
     """Return the SHA-256 of each whole file, in hex; files that have changed are read in parallel.
 
     Args:
-        paths: files of any size; links are followed.
+        paths: Files of any size; links are followed.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: A file cannot be read.
     """
     listed = list(paths)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -47,10 +47,10 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a whole file, in hex; it is read if it is new or has changed.
 
     Args:
-        path: file; links are followed.
+        path: File; links are followed.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     key, state = str(path.resolve()), _state(path)
     with _lock:

@@ -9,13 +9,13 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
     """Check that the model makes clips of this size from an image.
 
     Args:
-        target: side of a square clip, in pixels.
-        unit: pixels of which height and width are multiples.
-        height: height of the clip.
-        width: width of the clip.
+        target: Side of a square clip, in pixels.
+        unit: Pixels of which height and width are multiples.
+        height: Height of the clip.
+        width: Width of the clip.
 
     Raises:
-        RequestError: it makes none; the hint names the nearest size.
+        RequestError: It makes none; the hint names the nearest size.
     """
     from diffusers.pipelines.hunyuan_video1_5 import image_processor  # seconds
 

@@ -53,18 +53,18 @@ def estimate(
     It changes nothing that the threads of a process share: others may compute meanwhile.
 
     Args:
-        checkpoint: checked checkpoint; only its configs are read.
-        model: model that the checkpoint belongs to.
-        sampling: resolved sampling parameters.
+        checkpoint: Checked checkpoint; only its configs are read.
+        model: Model that the checkpoint belongs to.
+        sampling: Resolved sampling parameters.
         device: `cpu`, or a CUDA device, for which no workspaces of kernels are counted.
-        num_threads: intra-op threads of a CPU rank, on which kernels and so their memory depend.
+        num_threads: Intra-op threads of a CPU rank, on which kernels and so their memory depend.
 
     Returns:
         Bytes of weights and, at the peak, of activations, for each part.
 
     Raises:
-        RequestError: the model cannot make a clip of this size.
-        ModelError: a component cannot be made from its config.
+        RequestError: The model cannot make a clip of this size.
+        ModelError: A component cannot be made from its config.
     """
     workspace_threads = num_threads if device == "cpu" else None
     with _size_errors(model, sampling):
@@ -384,8 +384,8 @@ class MemoryTracker(TorchDispatchMode):
     `peak` is their highest sum in bytes.
 
     Args:
-        known: tensors that exist before.
-        workspace_threads: intra-op threads of a CPU rank, whose convolutions' temporary bytes are
+        known: Tensors that exist before.
+        workspace_threads: Intra-op threads of a CPU rank, whose convolutions' temporary bytes are
             counted, too. None counts none.
     """
 
@@ -486,8 +486,8 @@ def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     slower there, except with 16 images or more, a stride or a dilation.
 
     Args:
-        args: arguments of `aten.convolution`.
-        num_threads: threads of the process that will run it.
+        args: Arguments of `aten.convolution`.
+        num_threads: Threads of the process that will run it.
     """
     tensor, weight, bias, stride, padding, dilation, is_transposed, *rest = args
     depends_on_threads = (

@@ -36,10 +36,10 @@ def measure_distances(
     """Replace the failed checks of latents, frames and sound by comparisons, where possible.
 
     Args:
-        tasks: finished clips of one configuration.
-        results: their checks so far, in the same order; they are changed.
-        reference: final latents, frames and sound of the clips whose hashes differ, by index.
-        tolerance: allowed difference of each element.
+        tasks: Finished clips of one configuration.
+        results: Their checks so far, in the same order; they are changed.
+        reference: Final latents, frames and sound of the clips whose hashes differ, by index.
+        tolerance: Allowed difference of each element.
     """
     pending = [index for index, result in enumerate(results) if has_other_bits(result.checks)]
     by_pairs = [index for index in pending if tasks[index].pair_config is not None]

@@ -49,14 +49,14 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
     """Return the clips that `inputs` name, each once, by its JSON or else by its file.
 
     Args:
-        inputs: files, or folders whose clips are taken.
+        inputs: Files, or folders whose clips are taken.
 
     Returns:
         None of them if the inputs are images.
 
     Raises:
-        RequestError: some inputs are clips and others are not.
-        InputError: an input is a run's manifest, or a folder cannot be read.
+        RequestError: Some inputs are clips and others are not.
+        InputError: An input is a run's manifest, or a folder cannot be read.
     """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
@@ -89,10 +89,10 @@ def read_clip(path: Path) -> ClipOnDisk:
     """Read a clip's metadata.
 
     Args:
-        path: the clip's JSON, or its file, which has the metadata inside.
+        path: JSON of the clip, or its file, which has the metadata inside.
 
     Raises:
-        InputError: it does not exist, or its metadata are not a clip's.
+        InputError: It does not exist, or its metadata are not a clip's.
     """
     if path.suffix == ".json":
         return _read_clip_json(path)
@@ -107,13 +107,13 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
     """Return the image, or the further video of a name, that a clip was made from, by its sha256.
 
     Args:
-        clip: finished clip.
-        image: the file, or a folder that holds it; None searches the recorded path, then the clip's
+        clip: Finished clip.
+        image: File, or a folder that holds it; None searches the recorded path, then the clip's
             folder.
-        video: name of the further video; empty for the image.
+        video: Name of the further video; empty for the image.
 
     Raises:
-        InputError: no file there has the recorded hash.
+        InputError: No file there has the recorded hash.
     """
     metadata, folder = clip.metadata, clip.path.parent
     suffixes: tuple[str, ...] = IMAGE_SUFFIXES
@@ -262,9 +262,9 @@ def check_file(
     with what is encoded here: pixels, sound, and how a player shows them.
 
     Args:
-        clip: finished clip.
-        frames: recomputed frames, uint8 of shape (F, H, W, 3).
-        sound: recomputed samples, int16 of shape (N, channels), and their rate; None for a silent
+        clip: Finished clip.
+        frames: Recomputed frames, uint8 of shape (F, H, W, 3).
+        sound: Recomputed samples, int16 of shape (N, channels), and their rate; None for a silent
             clip.
     """
     recorded, found = clip.metadata["file_sha256"], None

@@ -62,7 +62,7 @@ def plan_verification(
 
     Args:
         paths: JSONs or files of finished clips.
-        settings: options of the user.
+        settings: Options of the user.
 
     Returns:
         Tasks grouped by configuration, so that each group loads the model once; and a failed one
@@ -89,9 +89,9 @@ def verify_clips(
     """Recompute clips of one configuration, one after the other, and compare each.
 
     Args:
-        tasks: at least one clip.
-        observers: callables that get (0, event) for each event of the recomputation.
-        tolerance: allowed difference of each element, for clips whose tensors can be had; see
+        tasks: At least one clip.
+        observers: Callables that get (0, event) for each event of the recomputation.
+        tolerance: Allowed difference of each element, for clips whose tensors can be had; see
             `clip_distance`.
 
     Returns:

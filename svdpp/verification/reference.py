@@ -56,13 +56,13 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
     """Compute the clips, and report each.
 
     Args:
-        device: torch's name of the device.
-        reporter: reporter of the reference's events.
-        setup: clips to compute, and tensors to keep.
+        device: Torch's name of the device.
+        reporter: Reporter of the reference's events.
+        setup: Clips to compute, and tensors to keep.
 
     Raises:
-        OutOfMemoryError: the model or a clip does not fit.
-        InputError: a clip's input cannot be read.
+        OutOfMemoryError: The model or a clip does not fit.
+        InputError: A clip's input cannot be read.
     """
     begun, checkpoint, sampling = time.monotonic(), setup.checkpoint, setup.config.sampling
     reference: Reference | _DummyReference
@@ -223,11 +223,11 @@ class Reference:
         """Make one clip by `__call__`.
 
         Args:
-            request: seed and prompts of the clip.
-            source: image or frames, fitted to the frame's shape; None for a prompt alone.
-            sampling: resolved parameters.
-            before_steps: callback before the denoiser's first call.
-            after_step: callback that gets each step's index, with its latent, the solver's history
+            request: Seed and prompts of the clip.
+            source: Image or frames, fitted to the frame's shape; None for a prompt alone.
+            sampling: Resolved parameters.
+            before_steps: Callback before the denoiser's first call.
+            after_step: Callback that gets each step's index, with its latent, the solver's history
                 and the predictions.
 
         Returns:

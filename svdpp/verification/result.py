@@ -217,15 +217,15 @@ def compare_tensors(
     """Compare two tensors of one shape and dtype, in host memory.
 
     Args:
-        what: kind of the tensors. Of frames (uint8) and audio (int16), levels are compared.
-        ours: tensor of the pipelined run.
-        theirs: tensor of the reference, to which `tolerance.rtol` is relative.
-        location: clip, step and rank that computed `ours`.
-        axes: the tensors' axes, one letter each, to name the place of a difference.
-        tolerance: allowed difference of each element. Other integers than levels must be equal.
+        what: Kind of the tensors. Of frames (uint8) and audio (int16), levels are compared.
+        ours: Tensor of the pipelined run.
+        theirs: Tensor of the reference, to which `tolerance.rtol` is relative.
+        location: Clip, step and rank that computed `ours`.
+        axes: Tensors' axes, one letter each, to name the place of a difference.
+        tolerance: Allowed difference of each element. Other integers than levels must be equal.
 
     Raises:
-        ValueError: shapes or dtypes differ.
+        ValueError: Shapes or dtypes differ.
     """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise ValueError(f"{what}: {ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")

@@ -60,23 +60,23 @@ def verify(
     default every bit must be equal.
 
     Args:
-        config: options of the pipelined run; the reference has the same model and parameters.
-        requests: clips to make; their outputs are not written.
-        atol: allowed absolute difference: of latents in their own units, of frames and sound as a
+        config: Options of the pipelined run; the reference has the same model and parameters.
+        requests: Clips to make; their outputs are not written.
+        atol: Allowed absolute difference: of latents in their own units, of frames and sound as a
             share of the highest level.
-        rtol: allowed difference relative to the reference's element.
-        layout: as for `Pipeline`; `auto` chooses the best one for these requests.
-        fault: function that tests call in each rank, with its number, to damage it.
-        observers: callables that get (rank, event) for each event of the ranks.
-        open_observer: function that opens an observer for each of the two runs, "pipelined" and
+        rtol: Allowed difference relative to the reference's element.
+        layout: Layout, as for `Pipeline`; `auto` chooses the best one for these requests.
+        fault: Function that tests call in each rank, with its number, to damage it.
+        observers: Callables that get (rank, event) for each event of the ranks.
+        open_observer: Function that opens an observer for each of the two runs, "pipelined" and
             "sequential".
 
     Returns:
         All comparisons; a difference is a result, not an error.
 
     Raises:
-        RequestError: the request cannot be run, or a tolerance is negative or not finite.
-        RankError: a rank of the pipelined run, or the reference, died or stalled.
+        RequestError: The request cannot be run, or a tolerance is negative or not finite.
+        RankError: A rank of the pipelined run, or the reference, died or stalled.
 
     Example:
         >>> from svdpp import ClipRequest, ModelConfig, PipelineConfig, SvdSampling, verify
@@ -137,11 +137,11 @@ def run_pipelined(
     """Run `requests` through the ranks, and keep what is compared.
 
     Args:
-        config: options of the run.
-        requests: clips to make; their outputs are not written.
-        folder: existing folder that gets latents, frames and sound.
-        fault: function that tests call in each rank, with its number, to damage it.
-        observers: callables that get (rank, event) for each event of the ranks.
+        config: Options of the run.
+        requests: Clips to make; their outputs are not written.
+        folder: Existing folder that gets latents, frames and sound.
+        fault: Function that tests call in each rank, with its number, to damage it.
+        observers: Callables that get (rank, event) for each event of the ranks.
 
     Returns:
         The metadata of each clip.
@@ -171,20 +171,20 @@ def run_reference(
     """Compute each clip by diffusers in a process of its own.
 
     Args:
-        config: options of the pipelined run; the reference uses one device of it.
-        requests: clips to make; their outputs are not written.
-        steps: numbers of steps after which the latent is kept.
-        tensor_folder: existing folder that gets these latents, the frames and the sound; None keeps
+        config: Options of the pipelined run; the reference uses one device of it.
+        requests: Clips to make; their outputs are not written.
+        steps: Numbers of steps after which the latent is kept.
+        tensor_folder: Existing folder that gets these latents, the frames and the sound; None keeps
             nothing.
-        observers: callables that get (0, event) for each event of the reference.
+        observers: Callables that get (0, event) for each event of the reference.
 
     Returns:
         The hashes of each clip, and whether GPU memory ran short.
 
     Raises:
-        RequestError: a request has sampling parameters of its own, or cannot be run.
-        OutOfMemoryError: the model does not fit on one device.
-        RankError: the reference's process died or stalled.
+        RequestError: A request has sampling parameters of its own, or cannot be run.
+        OutOfMemoryError: The model does not fit on one device.
+        RankError: The reference's process died or stalled.
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError("the reference computes no clips with sampling parameters of their own")

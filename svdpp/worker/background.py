@@ -59,8 +59,8 @@ class Reporter:
     """Sender of a rank's events to the parent; any thread may call it.
 
     Args:
-        channel: channel to the parent.
-        other_host: name of the rank's host, for the errors of clips; empty on rank 0's host.
+        channel: Channel to the parent.
+        other_host: Name of the rank's host, for the errors of clips; empty on rank 0's host.
     """
 
     def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
@@ -94,7 +94,7 @@ class Reporter:
         """Send one event.
 
         Raises:
-            OSError: the parent is gone.
+            OSError: The parent is gone.
         """
         self._channel.send(event.to_bytes())
 
@@ -102,9 +102,9 @@ class Reporter:
         """Set what heartbeats report; send one at once if the action or the waiting changes.
 
         Args:
-            action: action that the rank performs; None: it has no work.
-            step: step of a DENOISE; -1: none.
-            waiting: whether it waits for a packet, an image or a disk.
+            action: Action that the rank performs; None: it has no work.
+            step: Step of a DENOISE; -1: none.
+            waiting: Whether it waits for a packet, an image or a disk.
         """
         before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
         if (action, waiting) != (before.action, before.waiting):
@@ -114,8 +114,8 @@ class Reporter:
         """Set what heartbeats report before the rank has joined, and send one.
 
         Args:
-            phase: phase in words, such as "loading the model".
-            peer: rank to which this rank opens a link; -1: none.
+            phase: Phase in words, such as "loading the model".
+            peer: Rank to which this rank opens a link; -1: none.
         """
         self._now = Heartbeat(phase=phase, peer=peer)
         self.send(self._now)
@@ -174,9 +174,9 @@ class BoundedExecutor:
     An error that a call raises is reported as the rank's, and waiting for the call raises it.
 
     Args:
-        name: name of the thread.
-        device: device of the rank.
-        reporter: reporter of the errors; its heartbeats say whether a call is queued.
+        name: Name of the thread.
+        device: Device of the rank.
+        reporter: Reporter of the errors; its heartbeats say whether a call is queued.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
@@ -191,7 +191,7 @@ class BoundedExecutor:
         """Queue one call with its arguments; block while two others are queued.
 
         Raises:
-            BaseException: what an earlier call raised.
+            BaseException: What an earlier call raised.
         """
         while len(self._waiting) >= _MAX_WAITING:
             self._finish_first()
@@ -222,11 +222,11 @@ class ClipWriter(BoundedExecutor):
     """Writer of clips, one at a time, in the order of `put`.
 
     Args:
-        reporter: sender of `ClipDone` or the clip's error.
-        conditions: conditions for each clip's JSON; see `worker.device.conditions_of`.
-        device: device of the rank.
-        tensor_store: store of frames and sound for verification; None: nothing is kept.
-        host: host name for each clip's JSON; empty unless a launcher has started the ranks.
+        reporter: Sender of `ClipDone` or the clip's error.
+        conditions: Conditions for each clip's JSON; see `worker.device.conditions_of`.
+        device: Device of the rank.
+        tensor_store: Store of frames and sound for verification; None: nothing is kept.
+        host: Host name for each clip's JSON; empty unless a launcher has started the ranks.
     """
 
     def __init__(
@@ -253,10 +253,10 @@ class ClipWriter(BoundedExecutor):
         """Queue a clip, whose tensors may be on the device and not yet complete.
 
         Args:
-            job: request and metadata of the clip.
-            packet: the clip's packet after its last step.
-            decoded: frames, (F, H, W, 3) uint8 RGB; None: only the latent is hashed.
-            audio: sound of the clip; None: the model makes none.
+            job: Request and metadata of the clip.
+            packet: Clip's packet after its last step.
+            decoded: Frames, (F, H, W, 3) uint8 RGB; None: only the latent is hashed.
+            audio: Sound of the clip; None: the model makes none.
         """
         self.submit(self._write_or_report, job, packet, decoded, audio, record_event(self._device))
 
@@ -322,9 +322,9 @@ class LatentCheckpointWriter(BoundedExecutor):
     """Writer of latent checkpoints. The first failed write is reported; its clip goes on.
 
     Args:
-        folder: folder of the checkpoints.
-        device: device of the rank.
-        reporter: sender of `CheckpointLost`.
+        folder: Folder of the checkpoints.
+        device: Device of the rank.
+        reporter: Sender of `CheckpointLost`.
     """
 
     def __init__(self, folder: LatentCheckpoints, device: torch.device, reporter: Reporter) -> None:
@@ -361,9 +361,9 @@ class ImageReader:
     """Reader of images: those of `enqueue` in order, at most one ahead, and of `prepare_early`.
 
     Args:
-        prepare: function for the part of an encode that needs no device; called in the reader's
+        prepare: Function for the part of an encode that needs no device; called in the reader's
             threads.
-        device: device of the rank.
+        device: Device of the rank.
     """
 
     def __init__(
@@ -388,8 +388,8 @@ class ImageReader:
         """Prepare the image of a clip that `enqueue` gets later.
 
         Args:
-            request: request of the clip.
-            done: callback that gets the seconds of the preparation, in another thread.
+            request: Request of the clip.
+            done: Callback that gets the seconds of the preparation, in another thread.
         """
         start = time.monotonic()
         future = self._early_thread.submit(self._read, request)
@@ -400,13 +400,13 @@ class ImageReader:
         """Return the prepared image of a clip, and start to read the next one.
 
         Args:
-            clip: next clip in the order of `enqueue`.
+            clip: Next clip in the order of `enqueue`.
 
         Returns:
             The image, or tensors of it; empty if the clip is made from text alone.
 
         Raises:
-            InputError: the file is missing, damaged, or has changed since the request was checked.
+            InputError: The file is missing, damaged, or has changed since the request was checked.
         """
         future = self._ahead.pop(clip)
         try:

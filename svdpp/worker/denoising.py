@@ -35,9 +35,9 @@ class Denoising:
     rank has posted the receive for it.
 
     Args:
-        context: context of the rank.
-        action: action to perform, a DENOISE.
-        packet: the clip's packet before the first step of the action.
+        context: Context of the rank.
+        action: Action to perform, a DENOISE.
+        packet: Clip's packet before the first step of the action.
     """
 
     def __init__(self, context: RankContext, action: Action, packet: Packet) -> None:
@@ -50,8 +50,8 @@ class Denoising:
         """Do the steps and check each of them; the packet then has the result.
 
         Raises:
-            ClipCancelledError: the clip was cancelled, or dropped by the other rank of the pair.
-            NotFiniteError: a latent has become NaN or infinite.
+            ClipCancelledError: The clip was cancelled, or dropped by the other rank of the pair.
+            NotFiniteError: A latent has become NaN or infinite.
         """
         context, action, packet = self._context, self._action, self._packet
         context.reporter.set_position(action, action.start)
@@ -74,12 +74,12 @@ class Denoising:
         """Send this rank's prediction of a step, and return the other rank's.
 
         Args:
-            step: step of the clip.
-            evaluate: function that returns this rank's prediction, by name.
+            step: Step of the clip.
+            evaluate: Function that returns this rank's prediction, by name.
 
         Raises:
-            MismatchError: the other rank's prediction has another name, shape or dtype.
-            ClipCancelledError: the other rank has dropped the clip.
+            MismatchError: The other rank's prediction has another name, shape or dtype.
+            ClipCancelledError: The other rank has dropped the clip.
         """
         context, clip = self._context, self._action.clip
         pending = self._expected(step)  # the receive is posted before this rank's own evaluation
@@ -146,9 +146,9 @@ class StepChecks:
     """Checks of the steps of one DENOISE; on CUDA one step late, so that the device never idles.
 
     Args:
-        device: device of the rank.
-        rank: number of the rank, for the error.
-        on_done: callback that gets each step that passed, and its seconds on the device.
+        device: Device of the rank.
+        rank: Number of the rank, for the error.
+        on_done: Callback that gets each step that passed, and its seconds on the device.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class StepChecks:
         """Queue the check of the latent after `step`, and read the checks that are due.
 
         Raises:
-            NotFiniteError: the latent of a step that was due is NaN or infinite.
+            NotFiniteError: The latent of a step that was due is NaN or infinite.
         """
         now = AsyncFlag(self._device, torch.isfinite(latent).all())
         self._queued.append((step, self._last, now))
@@ -175,7 +175,7 @@ class StepChecks:
         """Wait for all checks.
 
         Raises:
-            NotFiniteError: the latent of a step is NaN or infinite.
+            NotFiniteError: The latent of a step is NaN or infinite.
         """
         self._read(keep=0)
 

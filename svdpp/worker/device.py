@@ -34,12 +34,12 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     """Choose this rank's device, make it the thread's current one, and apply the settings.
 
     Args:
-        config: configuration; its device is `cpu`, `cuda` (a GPU for each rank) or `cuda:N`.
-        world: world of the rank, with its place on its host.
+        config: Configuration; its device is `cpu`, `cuda` (a GPU for each rank) or `cuda:N`.
+        world: World of the rank, with its place on its host.
 
     Raises:
-        RequestError: there is no such device, or it cannot be used.
-        OutOfMemoryError: it has no memory for a context.
+        RequestError: There is no such device, or it cannot be used.
+        OutOfMemoryError: It has no memory for a context.
     """
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
@@ -64,9 +64,9 @@ def conditions_of(
     """Return the conditions that a rank's bits depend on, which every hash is recorded with.
 
     Args:
-        config: configuration of the pipeline.
-        checkpoint: checkpoint of the model; None for the dummy.
-        device: name of the device that the rank has taken.
+        config: Configuration of the pipeline.
+        checkpoint: Checkpoint of the model; None for the dummy.
+        device: Name of the device that the rank has taken.
 
     Returns:
         JSON values by name: settings of torch, and of a GPU its model and library versions.
@@ -113,7 +113,7 @@ class MemoryPressure:
     those of a later pipeline in the same process.
 
     Args:
-        device: device of the rank, after its model is loaded; on the CPU nothing falls back.
+        device: Device of the rank, after its model is loaded; on the CPU nothing falls back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -133,7 +133,7 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
     """Return the peak of this process on a device, in bytes.
 
     Args:
-        device: name of the device, such as `cuda:1`.
+        device: Name of the device, such as `cuda:1`.
 
     Returns:
         On CUDA the peaks of bytes in tensors and of bytes that torch's allocator reserved. On the
@@ -169,7 +169,7 @@ def status_bytes(name: str) -> int:
     """Return a size from /proc/self/status in bytes.
 
     Args:
-        name: name in proc(5): VmRSS is the current resident set, VmHWM its peak.
+        name: Name in proc(5): VmRSS is the current resident set, VmHWM its peak.
     """
     text = Path("/proc/self/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
@@ -201,12 +201,12 @@ def out_of_memory_named(
     """Turn an error that reports a lack of memory into one that names the work, device and bytes.
 
     Args:
-        doing: current work; None while the model loads.
-        device: device on which the block works; None: not known yet.
-        rank: number of the rank; None: the process of the reference.
+        doing: Action at work; None while the model loads.
+        device: Device on which the block works; None: not known yet.
+        rank: Number of the rank; None: the process of the reference.
 
     Raises:
-        OutOfMemoryError: memory ran out. `details` has `device`, `rank`, and clip and step of an
+        OutOfMemoryError: Memory ran out. `details` has `device`, `rank`, and clip and step of an
             action; `requested_bytes` if the message says it (Python's own and those of CUDA's
             libraries do not); and `free_bytes`, measured if the message does not say it.
     """
@@ -242,9 +242,9 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     """Set what the bits depend on in this process. Call it before any work on the device.
 
     Args:
-        num_threads: threads of one operation on the CPU; the rounding of sums depends on it.
-        device: name of the device, such as `cuda:1`.
-        deterministic: torch's strict mode: operations without a deterministic kernel raise an
+        num_threads: Threads of one operation on the CPU; the rounding of sums depends on it.
+        device: Name of the device, such as `cuda:1`.
+        deterministic: Torch's strict mode: operations without a deterministic kernel raise an
             error, and TF32 is off. False: torch keeps its own settings.
     """
     torch.set_num_threads(num_threads)
@@ -287,8 +287,8 @@ class ClipProfiler:
     It takes the second clip that the rank denoises, if there is one: the first meets cold caches.
 
     Args:
-        path: path of the trace, which is written after the clip's last action.
-        device: name of the rank's device.
+        path: Path of the trace, which is written after the clip's last action.
+        device: Name of the rank's device.
     """
 
     def __init__(self, path: Path, device: str) -> None:
@@ -313,7 +313,7 @@ class ClipProfiler:
         """Profile from the start of the clip's first action to the end of its last.
 
         Raises:
-            OutputError: the trace cannot be written.
+            OutputError: The trace cannot be written.
         """
         if action == self._first:
             self._profile.start()

@@ -252,8 +252,8 @@ def parse(message: bytes) -> Any:
     """Return the command or event that `to_bytes` wrote.
 
     Raises:
-        ValueError: it is not JSON, or a field is missing, unknown or of another type.
-        KeyError: it names no message.
+        ValueError: It is not JSON, or a field is missing, unknown or of another type.
+        KeyError: It names no message.
     """
     values = json.loads(message)
     return _CLASSES[values.pop("kind")].model_validate(values)
@@ -263,8 +263,8 @@ def describe_position(action: Action | None, step: int) -> str:
     """Return a rank's position in words; empty outside of actions.
 
     Args:
-        action: action that the rank performs; None: none.
-        step: step of a DENOISE; -1: none.
+        action: Action that the rank performs; None: none.
+        step: Step of a DENOISE; -1: none.
     """
     if action is None:
         return ""

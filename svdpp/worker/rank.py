@@ -68,7 +68,7 @@ def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
     """Run a rank of a pipeline to its end.
 
     Raises:
-        SvdppError: the rank failed; the error has been reported to the parent.
+        SvdppError: The rank failed; the error has been reported to the parent.
     """
     if setup.fault is not None:
         setup.fault(launch.world.rank)
@@ -97,13 +97,13 @@ def run_rank(
     """Do a rank's work on its device, and report every error to the parent before raising it.
 
     Args:
-        launch: channel to the parent, and the rank's place in the world.
-        config: configuration of the pipeline.
-        work: function that gets the device and the reporter, and returns after the first `Stop`.
+        launch: Channel to the parent, and the rank's place in the world.
+        config: Configuration of the pipeline.
+        work: Function that gets the device and the reporter, and returns after the first `Stop`.
 
     Raises:
-        RequestError: the device cannot be used.
-        OutOfMemoryError: the device has no memory for a context.
+        RequestError: The device cannot be used.
+        OutOfMemoryError: The device has no memory for a context.
     """
     reporter = Reporter(launch.channel, "" if launch.world.on_first_host else launch.host)
     try:
@@ -216,15 +216,15 @@ def load_rank_model(
     """Load the parts of a model that a rank needs.
 
     Args:
-        config: model, sampling parameters and, for a dummy that sleeps, costs.
-        checkpoint: checkpoint of the model; None for the dummy.
-        device: device of the weights.
-        roles: roles of the rank; parts for other roles are not loaded.
-        rank: number of the rank, by whose costs a dummy sleeps.
+        config: Model, sampling parameters and, for a dummy that sleeps, costs.
+        checkpoint: Checkpoint of the model; None for the dummy.
+        device: Device of the weights.
+        roles: Roles of the rank; parts for other roles are not loaded.
+        rank: Number of the rank, by whose costs a dummy sleeps.
 
     Raises:
-        ModelError: the checkpoint is incomplete or damaged.
-        OutOfMemoryError: the device has too little memory.
+        ModelError: The checkpoint is incomplete or damaged.
+        OutOfMemoryError: The device has too little memory.
     """
     if checkpoint is None:
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
@@ -314,9 +314,9 @@ class CommandReceiver:
         """Yield this rank's actions until the parent says stop and none is left.
 
         Args:
-            take_batch: callback that gets each batch on arrival, and returns this rank's actions.
-            on_idle: callback for each time that no action is left.
-            prepare_image: callback that gets requests whose images are prepared early.
+            take_batch: Callback that gets each batch on arrival, and returns this rank's actions.
+            on_idle: Callback for each time that no action is left.
+            prepare_image: Callback that gets requests whose images are prepared early.
         """
         self._take_batch, self._prepare_image = take_batch, prepare_image
         while True:

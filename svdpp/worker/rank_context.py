@@ -44,7 +44,7 @@ class RankContext:
         """Check that the parent still needs a clip.
 
         Raises:
-            ClipCancelledError: it does not.
+            ClipCancelledError: It does not.
         """
         if self.is_cancelled(clip):
             raise ClipCancelledError

@@ -24,8 +24,8 @@ class Router:
     clip can take only the routes that these allow.
 
     Args:
-        config: resolved configuration.
-        checkpoint: checkpoint of its model; None for the dummy model.
+        config: Resolved configuration.
+        checkpoint: Checkpoint of its model; None for the dummy model.
     """
 
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
@@ -43,11 +43,11 @@ class Router:
         """Return the route of a resolved request's clip; it starts after the steps that are done.
 
         Args:
-            clip: index of the clip.
-            request: resolved request.
+            clip: Index of the clip.
+            request: Resolved request.
 
         Raises:
-            RequestError: some ranks have not loaded what the clip needs.
+            RequestError: Some ranks have not loaded what the clip needs.
         """
         layout = self.config_of(request).layout
         route = layout.route(clip)
@@ -94,8 +94,8 @@ class Router:
         """Return each rank's actions for resolved requests.
 
         Args:
-            requests: resolved requests of the clips.
-            first: index of the first clip.
+            requests: Resolved requests of the clips.
+            first: Index of the first clip.
         """
         routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]
         return build_schedule(routes, self._config.world_size)
@@ -107,12 +107,12 @@ def resolve_clip_config(
     """Return the configuration of a clip with its own sampling parameters.
 
     Args:
-        sampling: sampling parameters of the clip.
-        config: configuration of the pipeline.
-        checkpoint: checkpoint of its model; None for the dummy model.
+        sampling: Sampling parameters of the clip.
+        config: Configuration of the pipeline.
+        checkpoint: Checkpoint of its model; None for the dummy model.
 
     Raises:
-        RequestError: the model cannot make such clips.
+        RequestError: The model cannot make such clips.
     """
     if checkpoint is None:
         frames = config.model.dummy_latent.shape[2]

@@ -47,18 +47,18 @@ def run_secondary_rank(
     """Run a rank other than 0 of a launcher's world; end the process unless all work succeeded.
 
     Args:
-        entry: entry point of the rank, such as `rank_main`.
-        argument: second argument of `entry`.
-        config: world, backend and deadlines, equal to those of rank 0.
-        device: name of the rank's device, for messages.
-        observers: callbacks that get this rank and each of its events.
-        say: see `Pipeline.serve`.
-        ignores_signals: whether it survives INT, TERM and HUP: rank 0, which gets the same ones,
+        entry: Entry point of the rank, such as `rank_main`.
+        argument: Second argument of `entry`.
+        config: World, backend and deadlines, equal to those of rank 0.
+        device: Name of the rank's device, for messages.
+        observers: Callbacks that get this rank and each of its events.
+        say: Function that gets the last message; see `Pipeline.serve`.
+        ignores_signals: Whether it survives INT, TERM and HUP: rank 0, which gets the same ones,
             ends the run in its own time.
 
     Raises:
-        RankError: rank 0 cannot be reached, or does not answer in time.
-        RequestError: this rank's command line differs from that of rank 0.
+        RankError: Rank 0 cannot be reached, or does not answer in time.
+        RequestError: This rank's command line differs from that of rank 0.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -103,9 +103,9 @@ def report_start_failure(world: World, error: dict[str, Any], *, timeout: float)
     """Report to rank 0 why this rank cannot start.
 
     Args:
-        world: world that the launcher gives this process.
-        error: result of `errors.error_to_dict`.
-        timeout: seconds to reach rank 0.
+        world: World that the launcher gives this process.
+        error: Result of `errors.error_to_dict`.
+        timeout: Seconds to reach rank 0.
 
     Returns:
         Whether rank 0 could be reached.

@@ -54,9 +54,9 @@ class PipelineStage:
     """One rank's share of every clip. Performs any list of actions, in its order.
 
     Args:
-        context: context of the rank.
-        model: model with the parts that the actions need.
-        sampling: parameters of clips whose requests have none.
+        context: Context of the rank.
+        model: Model with the parts that the actions need.
+        sampling: Parameters of clips whose requests have none.
     """
 
     def __init__(self, context: RankContext, model: VideoModel, sampling: SamplingConfig) -> None:
@@ -95,8 +95,8 @@ class PipelineStage:
         """Prepare for actions that `run` gets later: take their jobs, begin to read images.
 
         Args:
-            actions: this rank's actions for further clips.
-            jobs: jobs of these clips, and perhaps of others.
+            actions: This rank's actions for further clips.
+            jobs: Jobs of these clips, and perhaps of others.
         """
         own = {action.clip for action in actions}
         taken = {job.clip: self._with_sampling(job) for job in jobs if job.clip in own}
@@ -122,11 +122,11 @@ class PipelineStage:
         An error that concerns one clip is reported, and a tombstone takes its packet's place.
 
         Raises:
-            MismatchError: a packet is not the expected one.
-            TransportError: a packet could not be sent or received.
-            OutOfMemoryError: the device or the host has too little memory.
-            DeviceError: the GPU failed.
-            ModelError: the model evaluates its guidance in a way that a pair cannot divide.
+            MismatchError: A packet is not the expected one.
+            TransportError: A packet could not be sent or received.
+            OutOfMemoryError: The device or the host has too little memory.
+            DeviceError: The GPU failed.
+            ModelError: The model evaluates its guidance in a way that a pair cannot divide.
         """
         self._reporter.set_position(action)
         profiler = self._context.profiler
@@ -138,7 +138,7 @@ class PipelineStage:
         """Note that no action is left for now; the time until the next one is not a wait.
 
         Raises:
-            MismatchError: this rank has sent other packets than its actions say. This is checked
+            MismatchError: This rank has sent other packets than its actions say. This is checked
                 here, because a receiver can only wait for a packet that never leaves.
         """
         self._check_sends()
@@ -149,7 +149,7 @@ class PipelineStage:
         """Wait until every packet has left and every clip is written.
 
         Raises:
-            TransportError: a packet could not be sent.
+            TransportError: A packet could not be sent.
         """
         with self._waiting(None):
             self._transport.drain()

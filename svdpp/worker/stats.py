@@ -24,10 +24,10 @@ class StatsSampler:
     """A thread that sends `RankStats` at its start, every second, and at its end.
 
     Args:
-        send: callback that gets the samples, in the thread; the last one in the caller of `stop`.
-        device: device of the rank.
+        send: Callback that gets the samples, in the thread; the last one in the caller of `stop`.
+        device: Device of the rank.
         uuid: UUID of its GPU, with or without the prefix `GPU-`; None on the CPU.
-        moved: function that returns the bytes that the rank has sent and received so far.
+        moved: Function that returns the bytes that the rank has sent and received so far.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
     """Return load, memory and power of a GPU as fields of `RankStats`.
 
     Args:
-        nvml: module `pynvml`, initialised. It creates no CUDA context.
+        nvml: Module `pynvml`, initialised. It creates no CUDA context.
         handle: NVML's handle of the GPU.
 
     Returns:

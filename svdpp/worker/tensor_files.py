@@ -35,8 +35,8 @@ class LatentCheckpoints:
     written under other conditions or with other weights.
 
     Args:
-        folder: created when the first packet is saved.
-        conditions: see `worker.device.conditions_of`.
+        folder: Folder, created when the first packet is saved.
+        conditions: Conditions of the rank; see `worker.device.conditions_of`.
         weights: SHA-256, in hex, of the weight files on this host, by name. The key has only their
             times and sizes.
     """
@@ -55,12 +55,12 @@ class LatentCheckpoints:
         """Write a packet, and remove those of earlier steps of the same clip.
 
         Args:
-            key: key of the clip; see `config.pipeline.latents_key`.
-            packet: packet whose tensors are on the CPU.
-            in_host_memory: names of the tensors that `load` leaves on the CPU.
+            key: Key of the clip; see `config.pipeline.latents_key`.
+            packet: Packet whose tensors are on the CPU.
+            in_host_memory: Names of the tensors that `load` leaves on the CPU.
 
         Raises:
-            OutputError: the folder cannot be written.
+            OutputError: The folder cannot be written.
         """
         metadata = {
             "schema_version": _SCHEMA_VERSION,
@@ -102,12 +102,12 @@ class LatentCheckpoints:
         """Return the error for a packet that a clip cannot resume from; its hint removes the file.
 
         Args:
-            key: key of the clip; see `config.pipeline.latents_key`.
-            clip: index of the clip in this run.
-            step: number of steps that were done.
-            name: the clip's name; empty: its number.
-            why: reason, as the end of the sentence.
-            details: further details of the error.
+            key: Key of the clip; see `config.pipeline.latents_key`.
+            clip: Index of the clip in this run.
+            step: Number of steps that were done.
+            name: Clip's name; empty: its number.
+            why: End of the sentence: the reason.
+            details: Further details of the error.
         """
         path = checkpoint_path(self._folder, key, step)
         return InputError(
@@ -120,14 +120,14 @@ class LatentCheckpoints:
         """Return the packet written after `step` steps.
 
         Args:
-            key: key of the clip; see `config.pipeline.latents_key`.
-            clip: index of the clip in this run.
-            step: number of steps that were done.
-            device: device of its tensors, except those that were in host memory.
-            name: the clip's name in errors; empty: its number.
+            key: Key of the clip; see `config.pipeline.latents_key`.
+            clip: Index of the clip in this run.
+            step: Number of steps that were done.
+            device: Device of its tensors, except those that were in host memory.
+            name: Clip's name in errors; empty: its number.
 
         Raises:
-            InputError: the file is missing, damaged, or of other conditions or weights.
+            InputError: The file is missing, damaged, or of other conditions or weights.
         """
         path = checkpoint_path(self._folder, key, step)
         unfit = partial(self.unfit, key, clip, step, name)
@@ -215,7 +215,7 @@ def audio_hashes(audio: Audio | None) -> dict[str, Any]:
     """Return the metadata of a clip's sound; empty for a clip without sound.
 
     Args:
-        audio: sound in host memory, (N, channels) int16; None: the clip has none.
+        audio: Sound in host memory, (N, channels) int16; None: the clip has none.
     """
     if audio is None:
         return {}
@@ -229,8 +229,8 @@ class TensorStore:
     `step7_branch0` (what step 7 predicts for a branch of the guidance), `frames` and `audio`.
 
     Args:
-        folder: existing folder.
-        send: callback that gets each file's name and content, which another process passes to
+        folder: Existing folder.
+        send: Callback that gets each file's name and content, which another process passes to
             `put`; None: this process writes the files.
     """
 
@@ -257,7 +257,7 @@ class TensorStore:
         """Return the tensors that `keep` got.
 
         Raises:
-            FileNotFoundError: there are none of this clip and name.
+            FileNotFoundError: There are none of this clip and name.
         """
         tensors: Tensors = load_file(self._folder / f"clip{clip}_{name}")
         return tensors

@@ -10,7 +10,7 @@ def families(incomplete: str) -> list[str]:
     """Return families of models for a shell.
 
     Args:
-        incomplete: what they must begin with.
+        incomplete: Beginning of the value, as typed so far.
     """
     return [name for name in SAMPLING_CLASSES if name.startswith(incomplete)]
 
@@ -19,7 +19,7 @@ def models(incomplete: str) -> list[str]:
     """Return the built-in models and the default one for a shell.
 
     Args:
-        incomplete: what they must begin with.
+        incomplete: Beginning of the value, as typed so far.
     """
     known = (DEMO_MODEL, DUMMY_MODEL, DEFAULT_MODEL)
     return [name for name in known if name.startswith(incomplete)]
@@ -29,7 +29,7 @@ def presets(incomplete: str) -> list[str]:
     """Return published costs for a shell.
 
     Args:
-        incomplete: what they must begin with.
+        incomplete: Beginning of the value, as typed so far.
     """
     return [name for name in PRESETS if name.startswith(incomplete)]
 
@@ -38,7 +38,7 @@ def devices(incomplete: str) -> list[str]:
     """Return devices for a shell.
 
     Args:
-        incomplete: what they must begin with.
+        incomplete: Beginning of the value, as typed so far.
     """
     return [name for name in ("auto", "cuda", "cpu") if name.startswith(incomplete)]
 
@@ -47,7 +47,7 @@ def configurations(incomplete: str) -> list[str]:
     """Return the configurations of benchmarks that come with svdpp for a shell.
 
     Args:
-        incomplete: what they must begin with.
+        incomplete: Beginning of the value, as typed so far.
     """
     from svdpp.bench.config import shipped
 

@@ -48,12 +48,12 @@ def option(
     """Return an option with a value, for `Annotated`.
 
     Args:
-        names: as users type them; without any, the field's name with dashes.
-        panel: one of `PANELS`.
-        metavar: placeholder of the value in the help.
-        help: one or two sentences without square brackets, which rich takes for markup.
-        common: whether `--help` shows it; `--help-all` shows all.
-        more: further arguments of `typer.Option`.
+        names: Names as users type them; without any, the field's name with dashes.
+        panel: One of `PANELS`.
+        metavar: Placeholder of the value in the help.
+        help: One or two sentences without square brackets, which rich takes for markup.
+        common: Whether `--help` shows it; `--help-all` shows all.
+        more: Further arguments of `typer.Option`.
     """
     return typer.Option(
         *names, rich_help_panel=panel, metavar=metavar, help=help, hidden=not common, **more
@@ -64,11 +64,12 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
     """Return an option without a value, for `Annotated`.
 
     Args:
-        names: as users type them, at least one; Typer would add a negative one to a field's name.
-        panel: one of `PANELS`.
-        help: as for `option`.
-        common: as for `option`.
-        more: further arguments of `typer.Option`.
+        names: Names as users type them, at least one; Typer would add a negative one to a field's
+            name.
+        panel: One of `PANELS`.
+        help: Help text, as for `option`.
+        common: Whether `--help` shows it, as for `option`.
+        more: Further arguments of `typer.Option`.
     """
     return option(*names, panel=panel, metavar="", help=help, common=common, **more)
 
@@ -79,7 +80,7 @@ def options_field(options: Mapping[str, Any]) -> Any:
     Its value is a mapping of the given ones.
 
     Args:
-        options: annotation of each, by the name of its parameter.
+        options: Annotation of each, by the name of its parameter.
     """
     return field(default_factory=dict, metadata={"options": options})
 
@@ -88,7 +89,7 @@ def collected_options(each: Field[Any]) -> Mapping[str, Any]:
     """Return the options that a field of an option group collects; empty for most fields.
 
     Args:
-        each: field of a dataclass.
+        each: Field of a dataclass.
     """
     options: Mapping[str, Any] = each.metadata.get("options", {})
     return options
@@ -100,8 +101,8 @@ def path_option(*names: str, **about: Any) -> Any:
     Whether the file exists and can be read or written is the command's own check.
 
     Args:
-        names: as for `option`.
-        about: further arguments of `option`.
+        names: Names as users type them, as for `option`.
+        about: Further arguments of `option`.
     """
     return option(*names, parser=_path, **about)
 
@@ -110,9 +111,9 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
     """Return a positional argument, for `Annotated`.
 
     Args:
-        metavar: placeholder in the help.
-        help: one or two sentences without square brackets.
-        more: further arguments of `typer.Argument`.
+        metavar: Placeholder in the help.
+        help: One or two sentences without square brackets.
+        more: Further arguments of `typer.Argument`.
     """
     return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
 
@@ -121,8 +122,8 @@ def path_argument(metavar: str, help: str) -> Any:
     """Return a positional argument that is a path; an empty one is refused.
 
     Args:
-        metavar: placeholder in the help.
-        help: one or two sentences without square brackets.
+        metavar: Placeholder in the help.
+        help: One or two sentences without square brackets.
     """
     return argument(metavar, help, parser=_path)
 
@@ -131,11 +132,11 @@ def in_range(low: int, high: int | None = None) -> Any:
     """Return a check of a whole number, for `callback` of an option.
 
     Args:
-        low: smallest number.
-        high: largest number; None: there is no limit.
+        low: Smallest number.
+        high: Largest number; None: there is no limit.
 
     Raises:
-        RequestError: the check is called with another number.
+        RequestError: The check is called with another number.
     """
 
     def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
@@ -154,7 +155,7 @@ def canonical_name(name: str) -> str:
     """Return the present name of an option or choice.
 
     Args:
-        name: without dashes, such as `world` or `dithered`.
+        name: Name without dashes, such as `world` or `dithered`.
     """
     return ALIASES.get(name, name)
 
@@ -163,7 +164,7 @@ def with_aliases(options: list[str]) -> list[str]:
     """Return options with their further names: `--gpus` as `--gpus` and `--world`.
 
     Args:
-        options: names of one option.
+        options: Names of one option.
     """
     further = [f"--{old}" for old, new in ALIASES.items() if f"--{new}" in options]
     return [*options, *further]

@@ -214,8 +214,8 @@ class ModelOptions:
         None for models that are known without a look: the default, the demo and the dummy one.
 
         Raises:
-            ModelError: there is no such model, or svdpp does not run it.
-            RequestError: the options contradict the checkpoint.
+            ModelError: There is no such model, or svdpp does not run it.
+            RequestError: The options contradict the checkpoint.
         """
         if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return None
@@ -238,11 +238,11 @@ class ModelOptions:
 
         Args:
             device: `cpu`, `cuda` or `cuda:N`, which decides the default precision.
-            family: of the model; None: read it, if needed.
-            more: further fields.
+            family: Family of the model; None: read it, if needed.
+            more: Further fields.
 
         Raises:
-            RequestError: a field is wrong, or the dummy model is given what it does not take.
+            RequestError: A field is wrong, or the dummy model is given what it does not take.
         """
         dtype = self.dtype
         if dtype is None:
@@ -262,10 +262,10 @@ class ModelOptions:
         """Return the given values, else the model's defaults, else those of diffusers.
 
         Args:
-            from_image: whether clips start from an image, for families that need not.
+            from_image: Whether clips start from an image, for families that need not.
 
         Raises:
-            RequestError: a parameter is not of the model's family, or out of range.
+            RequestError: A parameter is not of the model's family, or out of range.
         """
         values = {**vars(self), "num_inference_steps": self.steps}
         values = {name: values[name] for name in (*OPTION_PARAMS, "fit")}
@@ -305,14 +305,14 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
     """Parse the values of `--param NAME=VALUE`.
 
     Args:
-        texts: one for each option.
-        family: of the model.
+        texts: Values of the option, one for each time that it is given.
+        family: Family of the model.
 
     Returns:
         Values by name, in the types of the family's parameters.
 
     Raises:
-        RequestError: a text is not NAME=VALUE, or no parameter of the family.
+        RequestError: A text is not NAME=VALUE, or no parameter of the family.
     """
     known = extra_params(SAMPLING_CLASSES[family])
     values: dict[str, float] = {}
@@ -335,13 +335,13 @@ def parse_seeds(text: str) -> list[int]:
     """Parse the value of `--seeds`.
 
     Args:
-        text: such as `1,3,5-7`.
+        text: Value of the option, such as `1,3,5-7`.
 
     Returns:
         Seeds in that order, each once.
 
     Raises:
-        RequestError: the text is no list of seeds and ranges, or has too many.
+        RequestError: The text is no list of seeds and ranges, or has too many.
     """
     seeds: dict[int, None] = {}  # a set that keeps its order
     for part in text.split(","):

@@ -33,7 +33,7 @@ def layout_options_field(**shown_defaults: str) -> Any:
     """Return a field of an option group that collects the options of a `ParallelConfig`.
 
     Args:
-        shown_defaults: defaults in words, by option, where a command has others.
+        shown_defaults: Defaults in words, by option, where a command has others.
     """
     kinds = get_type_hints(ParallelConfig)
     options = {}
@@ -65,7 +65,7 @@ def gpus_option(default: str) -> Any:
     """Return the option for the number of ranks.
 
     Args:
-        default: text for the default.
+        default: Default, in words.
     """
     return option(
         "--gpus",
@@ -80,8 +80,8 @@ def seconds_option(name: str, help: str) -> Any:
     """Return an option for a time limit.
 
     Args:
-        name: with its dashes.
-        help: what happens after that time.
+        name: Name of the option, with its dashes.
+        help: Sentence about what happens after that time.
     """
     return option(name, panel=RECOVERY, metavar="SECONDS", help=help)
 
@@ -90,7 +90,7 @@ def costs_option(default: str) -> Any:
     """Return the option for costs.
 
     Args:
-        default: text for the default.
+        default: Default, in words.
     """
     return option(
         panel=LAYOUT,
@@ -197,10 +197,10 @@ class PipelineOptions(ModelOptions):
         """Return the device; `auto` is decided by the GPUs of this machine and the model.
 
         Args:
-            any_on_cpu: whether the CPU is acceptable for every model, as it is for a check.
+            any_on_cpu: Whether the CPU is acceptable for every model, as it is for a check.
 
         Raises:
-            RequestError: there is no GPU, and the model is too slow for a CPU.
+            RequestError: There is no GPU, and the model is too slow for a CPU.
         """
         return find_device(self.device, self.model, any_on_cpu=any_on_cpu)
 
@@ -215,13 +215,13 @@ class PipelineOptions(ModelOptions):
         """Return the request for a pipeline with these options.
 
         Args:
-            device: type of the device, `cuda` or `cpu`, if it is decided; "": decide it here.
-            from_image: whether clips start from an image; None: if the model needs one.
-            settings: further fields of the `PipelineConfig`.
-            more: further fields of the request.
+            device: Type of the device, `cuda` or `cpu`, if it is decided; "": decide it here.
+            from_image: Whether clips start from an image; None: if the model needs one.
+            settings: Further fields of the `PipelineConfig`.
+            more: Further fields of the request.
 
         Raises:
-            RequestError: the options contradict each other, or the model.
+            RequestError: The options contradict each other, or the model.
         """
         sampling = self.sampling_config(
             from_image=self.needs_image if from_image is None else from_image

@@ -95,7 +95,7 @@ class RangeCall:
         """Return the packet after the last step of the range, or before the first one.
 
         Args:
-            inputs: facts of the clip that later calls need, from a call that encodes; None: the
+            inputs: Facts of the clip that later calls need, from a call that encodes; None: the
                 received ones.
         """
         known = self.given["given"] if self.given else inputs
@@ -109,13 +109,13 @@ class RangeCall:
         """Call the pipeline.
 
         Args:
-            arguments: arguments of its `__call__`.
+            arguments: Arguments of its `__call__`.
 
         Returns:
             The pipeline's result; None if the call ends before a step.
 
         Raises:
-            ModelError: it draws from torch's global generator, or has another number of steps.
+            ModelError: It draws from torch's global generator, or has another number of steps.
         """
         callback = step_callback(self.pipe, self._on_step_end)
         before, result, problem = _global_states(self._device), None, ""
@@ -186,10 +186,10 @@ class RangeCall:
         """Do what `scheduler.step` of the pipeline does, or replay it in a phantom step.
 
         Args:
-            scheduler: scheduler, of which a pipeline may have several.
-            real: its own method, bound.
-            args: positional arguments.
-            kwargs: other arguments.
+            scheduler: Scheduler, of which a pipeline may have several.
+            real: Its own method, bound.
+            args: Positional arguments.
+            kwargs: Other arguments.
         """
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
@@ -341,8 +341,8 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
     """Return the argument of `__call__` that is called after each step; empty if it takes none.
 
     Args:
-        pipe: pipeline.
-        function: callback that gets the pipeline, the step's index, its timestep and a dict of
+        pipe: Pipeline.
+        function: Callback that gets the pipeline, the step's index, its timestep and a dict of
             tensors.
     """
     name = "callback_on_step_end"
@@ -395,16 +395,16 @@ class GuidanceBranches:
         """Evaluate one branch of the guidance, and exchange the results.
 
         Args:
-            step: index of the step.
+            step: Index of the step.
             real: `forward` of the denoiser.
-            args: positional arguments of the call.
-            kwargs: other arguments.
+            args: Positional arguments of the call.
+            kwargs: Other arguments.
 
         Returns:
             What the call returns on both ranks.
 
         Raises:
-            ModelError: the step does not call the denoiser as the rule says.
+            ModelError: The step does not call the denoiser as the rule says.
         """
         self._calls += 1
         branch, is_first = self.partner.branch, self._calls == 1
@@ -438,7 +438,7 @@ class GuidanceBranches:
         """Check that both branches of a step are evaluated, before the scheduler's step.
 
         Raises:
-            ModelError: only one is.
+            ModelError: Only one is.
         """
         if self.spec.branches == "calls" and self._calls == 1:
             raise ModelError(
@@ -469,13 +469,13 @@ def split_batch(
 
     Args:
         branch: 0 or 1: position in the batch.
-        spec: spec of the family, which names the arguments with a batch.
+        spec: Spec of the family, which names the arguments with a batch.
         real: `forward` of the denoiser, whose signature names the arguments.
-        args: positional arguments of the call.
-        kwargs: other arguments.
+        args: Positional arguments of the call.
+        kwargs: Other arguments.
 
     Raises:
-        ModelError: an argument has another batch, or it is not known whether it has one.
+        ModelError: An argument has another batch, or it is not known whether it has one.
     """
     bound = inspect.signature(real).bind(*args, **kwargs)
     for name, value in bound.arguments.items():

@@ -32,11 +32,11 @@ def latent_spec(
     """Return shape and dtype of a clip's latent after `step` steps.
 
     Args:
-        pipe: a loaded pipeline; components without their weights are enough.
-        checkpoint: checkpoint of the pipeline.
-        sampling: resolved parameters of the clip.
-        dtype: dtype of the denoiser.
-        step: number of steps done; 0: the latent as it was drawn.
+        pipe: Loaded pipeline; components without their weights are enough.
+        checkpoint: Checkpoint of the pipeline.
+        sampling: Resolved parameters of the clip.
+        dtype: Dtype of the denoiser.
+        step: Number of steps done; 0: the latent as it was drawn.
     """
     spec = checkpoint.spec
     is_stepped = step > 0 and checkpoint.scheduler_class == _CASTING

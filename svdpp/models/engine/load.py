@@ -68,15 +68,15 @@ def load_pipeline(
     """Load the pipeline of a rank; components of other ranks are skeletons.
 
     Args:
-        checkpoint: checked checkpoint, with weights.
-        model: model that it belongs to.
-        sampling: resolved sampling parameters.
-        roles: roles of the rank.
-        device: device of the rank.
+        checkpoint: Checked checkpoint, with weights.
+        model: Model that it belongs to.
+        sampling: Resolved sampling parameters.
+        roles: Roles of the rank.
+        device: Device of the rank.
 
     Raises:
-        ModelError: files are missing, or do not fit together.
-        OutOfMemoryError: a component does not fit on the device.
+        ModelError: Files are missing, or do not fit together.
+        OutOfMemoryError: A component does not fit on the device.
     """
     silence_libraries()
     place, needed = torch.device(device), checkpoint.components_of(roles, sampling)
@@ -105,13 +105,13 @@ def build_pipeline(
     """Make a pipeline of loaded components.
 
     Args:
-        checkpoint: checked checkpoint.
-        from_image: whether it is diffusers' pipeline for clips from an image.
-        parts: components by name.
-        device: device that the pipeline says it is on, even if its first component is a skeleton.
+        checkpoint: Checked checkpoint.
+        from_image: Whether it is diffusers' pipeline for clips from an image.
+        parts: Components by name.
+        device: Device that the pipeline says it is on, even if its first component is a skeleton.
 
     Raises:
-        ModelError: the components do not make a pipeline.
+        ModelError: The components do not make a pipeline.
     """
     cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
     own = {**parts, "scheduler": checkpoint.build_scheduler(None)}
@@ -126,11 +126,11 @@ def component_class(part: str, name: str) -> Any:
     """Return the class of a component, of diffusers or transformers.
 
     Args:
-        part: name of the component, for errors.
-        name: name of the class in `model_index.json`.
+        part: Name of the component, for errors.
+        name: Name of the class in `model_index.json`.
 
     Raises:
-        ModelError: the installed libraries have no such class.
+        ModelError: The installed libraries have no such class.
     """
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
     with library_errors(part):
@@ -159,10 +159,10 @@ def apply_memory_options(
     """Apply `memory_opt` (feed-forward in chunks) and `channels_last` to a component.
 
     Args:
-        checkpoint: checked checkpoint.
-        part: name of the component.
-        module: component; weights of its Conv2d become NHWC, and those of its Conv3d NDHWC.
-        model: model with the options.
+        checkpoint: Checked checkpoint.
+        part: Name of the component.
+        module: Component; weights of its Conv2d become NHWC, and those of its Conv3d NDHWC.
+        model: Model with the options.
     """
     if not checkpoint.spec.memory_options:
         return
@@ -203,13 +203,13 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     """Load a component without weights: a tokenizer, an image processor or a guider.
 
     Args:
-        checkpoint: checked checkpoint.
-        part: name of the component, which is that of its folder.
-        cls: class of the component. Of a processor in a tokenizer's place, only the tokenizer is
+        checkpoint: Checked checkpoint.
+        part: Name of the component, which is that of its folder.
+        cls: Class of the component. Of a processor in a tokenizer's place, only the tokenizer is
             loaded.
 
     Raises:
-        ModelError: the component's files are missing or damaged.
+        ModelError: The component's files are missing or damaged.
     """
     folder = checkpoint.folder / part
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
@@ -228,7 +228,7 @@ def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
     """Load each `TextProcessor` of a checkpoint, by the name of its component.
 
     Raises:
-        ModelError: the component's files are missing or damaged.
+        ModelError: The component's files are missing or damaged.
     """
     tokenizers = {part: component_class(part, name) for part, name in checkpoint.classes}
     return {
@@ -333,8 +333,8 @@ def build_module(cls: Any, folder: Path) -> Any:
     nothing that the threads of a process share, such as torch's default dtype.
 
     Args:
-        cls: class of the module.
-        folder: folder with the config.
+        cls: Class of the module.
+        folder: Folder with the config.
     """
     if _is_diffusers(cls):
         return cls.from_config(cls.load_config(folder, local_files_only=True))
@@ -356,8 +356,8 @@ def fp32_parameters(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     5.23.
 
     Args:
-        module: module of diffusers or transformers.
-        dtype: dtype that it is loaded in.
+        module: Module of diffusers or transformers.
+        dtype: Dtype that it is loaded in.
     """
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if dtype == torch.float32 or (dtype != torch.float16 and not _is_diffusers(type(module))):

@@ -49,7 +49,7 @@ class EngineModel:
         """Return a model of the same loaded components with other sampling parameters.
 
         Args:
-            sampling: resolved parameters of the same family. They may be for clips from text alone
+            sampling: Resolved parameters of the same family. They may be for clips from text alone
                 where this model's are for clips from an image, not the other way round.
         """
         pipe = self._pipe
@@ -66,10 +66,10 @@ class EngineModel:
         """Return shape and dtype of all tensors that a packet must have, by name.
 
         Args:
-            tensors: the packet's; its structure names the others.
+            tensors: Tensors of the packet; its structure names the others.
 
         Raises:
-            ValueError: the structure cannot be read.
+            ValueError: The structure cannot be read.
         """
         if STRUCTURE not in tensors:
             present = {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
@@ -84,7 +84,7 @@ class EngineModel:
         """Do the part of an encode that needs no device; a thread may run it beside the steps.
 
         Args:
-            source: image or frames, fitted to the clip's shape.
+            source: Image or frames, fitted to the clip's shape.
 
         Returns:
             For SVD the pixels for CLIP, (1, 3, 224, 224) in [0, 1], and for the VAE, (1, 3, H, W)
@@ -99,14 +99,14 @@ class EngineModel:
         """Encode a clip's prompts and image, and draw its noise.
 
         Args:
-            prepared: result of `prepare`; empty for clips from text.
-            request: clip with its prompts and seed.
+            prepared: Result of `prepare`; empty for clips from text.
+            request: Clip with its prompts and seed.
 
         Returns:
             The packet before the first step: what later steps and the decode need.
 
         Raises:
-            ModelError: the pipeline draws random numbers from torch's global generator.
+            ModelError: The pipeline draws random numbers from torch's global generator.
         """
         assert bool(prepared) == self._sampling.from_image
         source: Any = prepared or None
@@ -128,18 +128,18 @@ class EngineModel:
         """Run steps `start` to `end` (exclusive).
 
         Args:
-            tensors: packet before them, which stays unchanged.
-            start: first step.
-            end: step before which the range ends; above `start`.
-            after_step: callback that gets each step's index and its latent.
-            partner: other rank of a pair: each evaluates one branch of the guidance, and both get
+            tensors: Tensors of the packet before these steps, which stay unchanged.
+            start: First step.
+            end: Step before which the range ends; above `start`.
+            after_step: Callback that gets each step's index and its latent.
+            partner: Other rank of a pair: each evaluates one branch of the guidance, and both get
                 the same result. None: this rank evaluates both.
 
         Returns:
             The packet after them.
 
         Raises:
-            ModelError: the pipeline does not run as its spec says.
+            ModelError: The pipeline does not run as its spec says.
         """
         assert start < end
         branches = None
@@ -154,15 +154,15 @@ class EngineModel:
         """Decode the packet after the last step; its sound, if any, is then in `audio`.
 
         Args:
-            tensors: packet.
-            frames: range of whole chunks of frames, whose latents the pipeline's own decode gets;
+            tensors: Tensors of the packet.
+            frames: Range of whole chunks of frames, whose latents the pipeline's own decode gets;
                 None: all frames.
 
         Returns:
             Frames (F, H, W, 3) uint8 RGB, on the device.
 
         Raises:
-            NotFiniteError: the VAE or the vocoder returned NaN or infinity, which would become
+            NotFiniteError: The VAE or the vocoder returned NaN or infinity, which would become
                 black.
         """
         postprocess = self._pipe.video_processor.postprocess_video
@@ -187,8 +187,8 @@ class EngineModel:
         """Return the pipeline's result, a tuple, with another postprocessing of the decoded video.
 
         Args:
-            tensors: packet after the last step.
-            postprocess: function of the video, (1, 3, F, H, W), that replaces the pipeline's own
+            tensors: Packet after the last step.
+            postprocess: Function of the video, (1, 3, F, H, W), that replaces the pipeline's own
                 method.
         """
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
@@ -241,15 +241,15 @@ def load_engine_model(
     """Load the components that one rank needs.
 
     Args:
-        checkpoint: checked checkpoint, with weights.
-        model: model that it belongs to.
-        sampling: resolved sampling parameters.
-        device: device of the rank, such as `cuda:1`.
-        roles: roles of the rank.
+        checkpoint: Checked checkpoint, with weights.
+        model: Model that it belongs to.
+        sampling: Resolved sampling parameters.
+        device: Device of the rank, such as `cuda:1`.
+        roles: Roles of the rank.
 
     Raises:
-        ModelError: the files do not fit together.
-        OutOfMemoryError: a component does not fit on the device.
+        ModelError: The files do not fit together.
+        OutOfMemoryError: A component does not fit on the device.
     """
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
     return EngineModel(pipe, checkpoint, sampling, model.dtype)
@@ -267,11 +267,11 @@ def call_arguments(
     The pipeline gets the clip's scheduler and, if it has a guider, one with the clip's scale.
 
     Args:
-        pipe: pipeline, which is changed.
-        checkpoint: checkpoint that it belongs to.
-        sampling: resolved sampling parameters.
-        request: clip with its prompts and seed.
-        source: image, frames or videos that the clip starts from; None: text alone.
+        pipe: Pipeline, which is changed.
+        checkpoint: Checkpoint that it belongs to.
+        sampling: Resolved sampling parameters.
+        request: Clip with its prompts and seed.
+        source: Image, frames or videos that the clip starts from; None: text alone.
     """
     spec = checkpoint.spec
     pipe.scheduler = checkpoint.build_scheduler(sampling)
@@ -296,9 +296,9 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
     """Return black pictures in place of what a clip starts from; None if it starts from text alone.
 
     Args:
-        sampling: resolved sampling parameters.
-        whole: whether they have the true size and number; otherwise the frames of videos are as
-            few or as small as the pipelines take.
+        sampling: Resolved sampling parameters.
+        whole: Whether they have the true size and number; otherwise the frames of videos are as few
+            or as small as the pipelines take.
     """
     if not sampling.from_image:
         return None
@@ -327,11 +327,11 @@ def to_audio(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
     """Return the sound of a clip, as diffusers writes it into files; None if there is none.
 
     Args:
-        pipe: pipeline whose vocoder made it.
+        pipe: Pipeline whose vocoder made it.
         audio: (1, channels, N), from -1 to 1; None: the pipeline makes no sound.
 
     Raises:
-        NotFiniteError: the vocoder returned NaN or infinity.
+        NotFiniteError: The vocoder returned NaN or infinity.
     """
     if audio is None:
         return None

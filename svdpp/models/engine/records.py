@@ -69,12 +69,12 @@ class Packer:
         """Return the structure of a value, and keep its tensors.
 
         Args:
-            value: nested lists, tuples, dicts and outputs of the libraries, with tensors and plain
+            value: Nested lists, tuples, dicts and outputs of the libraries, with tensors and plain
                 values.
-            name: beginning of the names of its tensors.
+            name: Beginning of the names of its tensors.
 
         Raises:
-            ModelError: it holds something else, which no packet carries.
+            ModelError: It holds something else, which no packet carries.
         """
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value, name)
@@ -131,13 +131,13 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
     """Return the value that a packer took, with copies of its tensors.
 
     Args:
-        node: structure of the value. A tensor that did not travel is NaN everywhere (0 for
+        node: Structure of the value. A tensor that did not travel is NaN everywhere (0 for
             integers), and takes no memory.
-        tensors: tensors of the packet, by name.
-        device: device of those that did not travel.
+        tensors: Tensors of the packet, by name.
+        device: Device of the tensors that did not travel.
 
     Raises:
-        ValueError: the structure names a class that is no output of the libraries.
+        ValueError: The structure names a class that is no output of the libraries.
     """
 
     def tensor(leaf: Node) -> torch.Tensor:
@@ -177,7 +177,7 @@ def named_tensors(structure: Any) -> dict[str, tuple[tuple[int, ...], torch.dtyp
     """Return shape and dtype of every tensor that travels with a packet's structure, by name.
 
     Args:
-        structure: structure of a packet, or a part of it.
+        structure: Structure of a packet, or a part of it.
     """
     if isinstance(structure, list):
         parts = structure
@@ -227,8 +227,8 @@ def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, An
     """Return the scheduler's state: what steps have changed in its `__dict__`.
 
     Args:
-        before: result of `scheduler_snapshot`.
-        scheduler: the same scheduler after steps.
+        before: Result of `scheduler_snapshot`.
+        scheduler: The same scheduler, some steps later.
     """
     return {
         key: value
@@ -299,8 +299,8 @@ class Records:
         """Return `real` such that its calls are recorded or replayed.
 
         Args:
-            name: name of the method in records, such as `vae.encode`.
-            real: method of the pipeline or of a component.
+            name: Name of the method in records, such as `vae.encode`.
+            real: Method of the pipeline or of a component.
         """
 
         @functools.wraps(real)
@@ -339,7 +339,7 @@ class Records:
         """Return the structure of the records; the first latent gets the name `latents`.
 
         Args:
-            packer: packer that keeps the tensors.
+            packer: Packer that keeps the tensors.
         """
         for name, result, _ in self._made:
             if name == _NOISE_RECORD:
@@ -358,8 +358,8 @@ class Records:
         """Return the received records for the next packet, without what only the first step uses.
 
         Args:
-            received: tensors of the packet that this rank got.
-            tensors: tensors of the next packet, to which those that still travel are added.
+            received: Tensors of the packet that this rank got.
+            tensors: Tensors of the next packet, to which those that still travel are added.
         """
         records = copy.deepcopy(self.given or [])
         for record in records:
@@ -380,8 +380,8 @@ def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
     """Replace methods of one object while the context lasts.
 
     Args:
-        target: pipeline or a part of it; others of its class stay as they are.
-        methods: new methods by name.
+        target: Pipeline or a part of it; others of its class stay as they are.
+        methods: New methods by name.
     """
     before = {name: vars(target)[name] for name in methods if name in vars(target)}
     for name, method in methods.items():
