@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from email.utils import formatdate, parsedate_to_datetime
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 from fastapi import Response
@@ -40,7 +41,7 @@ class PrivateFile(FileResponse):
         """
         headers = {
             "Cache-Control": "private, max-age=3600, immutable",
-            "Content-Disposition": _disposition(name),
+            "Content-Disposition": content_disposition(name),
             "Last-Modified": formatdate(changed_at, usegmt=True),
         }
         if sha256:
@@ -107,10 +108,10 @@ def _stem(job: Job) -> str:
     return re.sub(r"\.\w+$", "", job.input_name) or "clip"
 
 
-def _disposition(name: str) -> str:
+def content_disposition(name: str, kind: Literal["inline", "attachment"] = "inline") -> str:
     """Return the header of a file's name, for clients that read ASCII only, too (RFC 6266)."""
     plain = re.sub(r"[^A-Za-z0-9._ -]", "_", name)
-    return f"inline; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
+    return f"{kind}; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
 
 
 def _tags(text: str) -> Iterable[str]:

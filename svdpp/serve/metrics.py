@@ -192,7 +192,7 @@ class Metrics(Collector):
                 self._queue.num_unreadable,
             ),
             ("live_ranks", "Ranks alive.", num_ranks),
-            ("event_streams", "Open event streams.", self._num_streams()),
+            ("event_streams", "Open event streams and archives.", self._num_streams()),
             ("verification_mismatch", "1 once a clip differed: an alert.", self._has_mismatch),
         ):
             yield GaugeMetricFamily(f"svdpp_{name}", text, value)

@@ -90,8 +90,9 @@ class AuthMiddleware:
                 await error_response(error)(scope, receive, response)
             else:
                 # HEAD is answered as GET, of which uvicorn then leaves out the body; that of events
-                # has no end.
-                is_head = scope["method"] == "HEAD" and not scope["path"].endswith("/events")
+                # has no end, and an archive would be read for nothing.
+                streams = ("/events", "/archive")
+                is_head = scope["method"] == "HEAD" and not scope["path"].endswith(streams)
                 forwarded_scope = {**scope, "method": "GET"} if is_head else scope
                 await self.app(forwarded_scope, body, response)
                 scope["route"] = forwarded_scope.get("route")

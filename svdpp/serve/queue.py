@@ -688,6 +688,14 @@ class JobQueue:
                 break
         return found[:limit]
 
+    def completed_ids(self, owner: str, limit: int) -> list[str]:
+        """Return the ids of an owner's finished clips, at most `limit`, by the time of request."""
+        query = (
+            "SELECT id FROM jobs WHERE owner = ? AND state = 'completed' AND NOT remove_asked "
+            "ORDER BY seq LIMIT ?"
+        )
+        return [id for (id,) in self.backend.fetch_all(query, owner, limit)]
+
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
         """Return id and parameters of the jobs that wait for this server, in their order."""
         runnable, values = self._runnable

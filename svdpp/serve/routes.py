@@ -7,14 +7,15 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
 from pydantic_core import from_json
@@ -26,8 +27,9 @@ from starlette.requests import ClientDisconnect
 from svdpp.config import SAMPLING_CLASSES
 from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
+from svdpp.serve.archive import MAX_CLIPS, clip_members, zip_members
 from svdpp.serve.auth import Owner
-from svdpp.serve.files import PrivateFile, clip_name, input_name
+from svdpp.serve.files import PrivateFile, clip_name, content_disposition, input_name
 from svdpp.serve.job import JobState
 from svdpp.serve.middleware import JSON_MEDIA_TYPE, MAX_JSON_BYTES
 from svdpp.serve.request_schema import VideoRequest
@@ -247,6 +249,56 @@ def list_videos(
     )
 
 
+# Above the routes of ids, for one of which its path would be taken.
+@routes.get("/v1/videos/archive", **_file_response("application/zip"))
+def get_archive(
+    service: ServiceDep,
+    owner: OwnerDep,
+    ids: Annotated[
+        list[str] | None,
+        Query(max_length=1000, description="Of finished videos; by default all of this key."),
+    ] = None,
+) -> Response:
+    """Send finished clips as one zip, not compressed, with a readable name each.
+
+    The last file is `clips.jsonl`, which has the video of each clip and its `file`.
+    """
+    _check_streams(service, owner)
+    service.queue.store.check()
+    found = _archive_ids(service, owner, ids)
+    name = f"clips-{datetime.fromtimestamp(service.queue.now()):%Y-%m-%d}.zip"
+    headers = {"Content-Disposition": content_disposition(name, "attachment")}
+    parts = _archive_parts(service, owner, zip_members(clip_members(service, owner, found)))
+    return StreamingResponse(parts, media_type="application/zip", headers=headers)
+
+
+def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[str]:
+    """Return the ids of the clips of an archive, of which there is at least one."""
+    if ids:
+        return [service.completed(id, owner).id for id in dict.fromkeys(ids)]
+    found = service.queue.completed_ids(owner.name, MAX_CLIPS + 1)
+    if not found:
+        hint = "its status says how far a video is"
+        raise ApiError(404, "no_clips", "no video of this key is completed", hint)
+    if len(found) > MAX_CLIPS:
+        text = f"an archive has {MAX_CLIPS} clips at most, and more are completed"
+        hint = "name those that it should have by `ids`"
+        raise ApiError(413, "too_many_clips", text, hint, field="ids", limit=MAX_CLIPS)
+    return found
+
+
+async def _archive_parts(
+    service: Service, owner: Owner, parts: Generator[bytes, None, None]
+) -> AsyncIterator[bytes]:
+    """Yield the bytes of an archive, read in threads; it counts as a stream of the key."""
+    with service.subscribers.subscribe(owner.name):
+        try:
+            while (part := await _in_thread(next, parts, None)) is not None:
+                yield part
+        finally:
+            parts.close()
+
+
 @routes.get("/v1/videos/{id}")
 def get_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
     """Show a video's state, progress and ETA."""
@@ -335,10 +387,10 @@ def _check_streams(service: Service, owner: Owner) -> None:
     subscribers, hint = service.subscribers, "GET /v1/videos/{id} says the same"
     if owner.name and subscribers.count(owner.name) >= MAX_STREAMS_OF_KEY:
         limit = MAX_STREAMS_OF_KEY
-        text = f"{limit} clients of this key follow clips already"
+        text = f"{limit} clients of this key follow clips or read archives already"
         raise ApiError(429, "too_many_streams", text, hint, retry=10, limit=limit)
     if subscribers.total >= MAX_STREAMS:
-        text = f"{MAX_STREAMS} clients follow clips already"
+        text = f"{MAX_STREAMS} clients follow clips or read archives already"
         raise ApiError(503, "too_many_streams", text, hint, retry=10, limit=MAX_STREAMS)
 
 

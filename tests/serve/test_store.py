@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,7 +84,10 @@ def _any_server_makes_and_serves_a_clip(pair: Pair, store: FileStore) -> None:
     ids = [*first.add(steps=2), *second.add(steps=2)]
     for id in ids:
         first.wait_for(id, "completed")
+        archive = second.client.get("/v1/videos/archive", params={"ids": id}).content
         clip = _content(first, id)
+        with zipfile.ZipFile(io.BytesIO(archive)) as files:
+            assert files.read(files.namelist()[0]) == clip
         assert _content(second, id) == clip
         assert _content(second, id, Range="bytes=10-19") == clip[10:20]
         assert _content(second, id, "input") == _content(first, id, "input") == PHOTO
