@@ -118,6 +118,8 @@ def _settings(name: str, arguments: list[str]) -> list[str]:
     if name == "verify" and is_finished:
         return []
     words = SETTINGS.get(name, "").split()
+    if "demo-text" in arguments:  # it knows one size and one number of frames
+        words = [] if name == "verify" else ["--overwrite"]
     return [word for word in words if word != "--overwrite" or "--resume" not in arguments]
 
 

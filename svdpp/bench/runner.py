@@ -10,7 +10,7 @@ from pathlib import Path
 
 from svdpp.bench.config import BenchConfig, Workload
 from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE, check_measurable
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.sampling import PromptedSampling
 from svdpp.diagnostics.run_metrics import RunMetrics, collect_run_metrics
 from svdpp.diagnostics.utilisation import count_flops, peak_tflops
@@ -21,11 +21,11 @@ from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.launch.world import find_world
 from svdpp.media.inputs import (
-    EXAMPLE_PROMPT,
     ClipInput,
     MediaFile,
     check_inputs,
     example_images,
+    example_prompt,
     round_robin,
 )
 from svdpp.plan.costs import PartFlops
@@ -217,17 +217,19 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     """All inputs with the first seed, then all with the second, and so on."""
     is_dummy = config.model.is_dummy
-    inputs = [ClipInput()] if is_dummy else _inputs(asked.workload, config.sampling)
+    inputs = [ClipInput()] if is_dummy else _inputs(asked.workload, config)
     return round_robin(inputs, asked.measure.seeds, asked.workload.clips)
 
 
-def _inputs(workload: Workload, sampling: SamplingConfig) -> list[ClipInput]:
+def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:
     """Each image with each prompt; an image is None if clips start from text."""
+    sampling = config.sampling
     images: Sequence[MediaFile | None] = [None]
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:
         given = workload.images or [str(path) for path in example_images()]
         images = check_inputs(given, sampling.video_frames)
-    example = EXAMPLE_PROMPT if isinstance(sampling, PromptedSampling) else None
+    takes_prompts = isinstance(sampling, PromptedSampling)
+    example = example_prompt(config.model.name) if takes_prompts else None
     prompts: Sequence[str | None] = workload.prompts or [example]
     still = check_inputs([str(example_images()[0])])[0]
     videos = tuple((name, still) for name in sampling.videos)

@@ -16,7 +16,7 @@ from svdpp.cli.option_names import OPTION_OF_FIELD
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
 from svdpp.cli.options.pipeline import PeakTflops
-from svdpp.config import DEMO_MODEL, DUMMY_MODEL
+from svdpp.config import DEMO_MODELS, DUMMY_MODEL
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, VerificationError
 from svdpp.launch.world import World, is_secondary_rank
@@ -192,8 +192,8 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     model, clips = one.config.model, pluralize(one.asked.workload.clips, "clip")
     rounds = pluralize(one.asked.measure.repeats, "round")
     console.info(f"{rounds} of {clips}, {model.name} {model.dtype}, {one.config.layout}")
-    if model.name in (DEMO_MODEL, DUMMY_MODEL):
-        console.info("this is not Stable Video Diffusion, and its figures say nothing of SVD")
+    if model.name in (*DEMO_MODELS, DUMMY_MODEL):
+        console.info("this model is a toy, and its figures say nothing of real ones")
     progress = partial(Progress, console, costs=one.config.costs, ranks=False)
     one.run(console.info, kept.add, progress)
     if one.asked.profile:

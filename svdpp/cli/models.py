@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,7 +12,14 @@ from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import argument
-from svdpp.config import SAMPLING_CLASSES, ModelConfig, SamplingConfig, extra_params
+from svdpp.config import (
+    DEMO_MODELS,
+    SAMPLING_CLASSES,
+    ModelConfig,
+    SamplingConfig,
+    extra_params,
+    sampling_of_model,
+)
 from svdpp.errors import ModelError, RequestError
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
@@ -28,18 +36,18 @@ class ModelsOptions:
         str | None,
         argument(
             "FAMILY|MODEL",
-            "A family that the list names, or a diffusers folder or hub id.",
-            autocompletion=complete.families,
+            "A family or demo that the list names, or a diffusers folder or hub id.",
+            autocompletion=complete.families_and_demos,
         ),
     ] = None
 
 
-@app.command(
-    **command_settings("svdpp models", "svdpp models ltx2", "svdpp models path/to/checkpoint")
-)
+@app.command(**command_settings("svdpp models", "svdpp models ltx2", "svdpp models demo-text"))
 @with_option_groups
 def models(console: Console, options: ModelsOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
+
+    Under each family of the list is a model of the hub that it runs; demos come with svdpp.
 
     A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
     configs are read; svdpp plan --memory estimates its memory.
@@ -47,9 +55,13 @@ def models(console: Console, options: ModelsOptions) -> None:
     name = options.name
     if name is None:
         found = [describe(family) for family in SAMPLING_CLASSES]
-        columns = ("family", "title", "from")
-        rows = [{**one, "from": " or ".join(one["inputs"])} for one in found]
-        console.table([{key: row[key] for key in columns} for row in rows])
+        for one in found:
+            starts_from = " or ".join(one["inputs"])
+            console.result(_fold(f"{one['family']}: {one['title']}; from {starts_from}"))
+            console.result(_fold(f"    {one['options']}"))
+        for name, demo in DEMO_MODELS.items():
+            console.result(_fold(f"{name}: {demo.title}"))
+            console.result(f"    --model {name}")
     else:
         found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
         words = {
@@ -61,7 +73,12 @@ def models(console: Console, options: ModelsOptions) -> None:
             for key, one in found[0]["parameters"].items()
         }
         console.show({**found[0], "parameters": words})
-    console.json({"schema_version": 1, "families": found})
+    console.json({"schema_version": 1, "families": found, "demos": [*DEMO_MODELS]})
+
+
+def _fold(text: str) -> str:
+    """Return a line of the list in lines of at most 80 characters."""
+    return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def describe(family: str) -> dict[str, Any]:
@@ -76,6 +93,9 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.config.families.registry import FAMILY_SPECS
 
     spec, sampling = FAMILY_SPECS[family], SAMPLING_CLASSES[family]()
+    # A checkpoint's own pipeline decides, unless the family only borrows it.
+    as_family = f" --family {family}" if spec.aliases else ""
+    remark = f", {spec.example_remark}" if spec.example_remark else ""
     classes = {"text": spec.text_pipeline, _visual(sampling): spec.image_pipeline}
     return {
         "family": family,
@@ -85,11 +105,20 @@ def describe(family: str) -> dict[str, Any]:
         "schedulers": list(spec.schedulers),
         "lora": spec.loras,
         "example": spec.example,
+        "options": f"--model {spec.example}{as_family}{remark}",
         "license": spec.license,
+        **_describe_parameters(sampling),
+    }
+
+
+def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
+    """Return the parameters' values as defaults, and the limits of those of the family alone."""
+    return {
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
             name: {
-                **{"default": param.default, "default_in_words": param.shown_default},
+                "default": getattr(sampling, name),
+                "default_in_words": param.shown_default,
                 **{"lowest": param.lowest, "highest": param.highest, "help": param.help},
             }
             for name, param in extra_params(type(sampling)).items()
@@ -111,12 +140,17 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
     except ModelError as error:
         if "/" in name:
             raise
-        known = ", ".join(SAMPLING_CLASSES)
+        known = ", ".join((*SAMPLING_CLASSES, *DEMO_MODELS))
         raise RequestError(
             f"there is no family or model {name!r}", f"one of {known}", details={"name": name}
         ) from error
-    about = describe(checkpoint.family)
-    del about["example"], about["license"]  # the checkpoint may have another license
+    sampling = sampling_of_model(
+        name, checkpoint.family, {}, from_image=checkpoint.image_use == "needed"
+    ).with_model_defaults(model_frames=checkpoint.model_frames)
+    about = {**describe(checkpoint.family), **_describe_parameters(sampling)}
+    # The checkpoint may have another license.
+    for of_example in ("example", "options", "license"):
+        del about[of_example]
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())
     takes = {"needed": [visual], "optional": ["text", visual], "refused": ["text"]}
     for unused in checkpoint.unused_parameters:
@@ -128,4 +162,17 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         "components": list(checkpoint.weighted_components),
         "experts": checkpoint.num_experts,
         "schedulers": [checkpoint.scheduler_class],
+        **_describe_demo(name),
     }
+
+
+def _describe_demo(name: str) -> dict[str, Any]:
+    """Return the license of a demo, and the words and a prompt that it knows; else nothing."""
+    if name not in DEMO_MODELS:
+        return {}
+    demo = DEMO_MODELS[name]
+    about: dict[str, Any] = {"license": demo.license}
+    if demo.words:
+        about["words"] = {what: list(words) for what, words in demo.words.items()}
+        about["prompt"] = demo.prompt
+    return about

@@ -161,7 +161,7 @@ class RunCommand:
         # Before the clips' names, which would be those of one image for each prompt.
         takes_it = not has_prompt or isinstance(self._sampling, PromptedSampling)
         refused = f"model {options.model!r} takes no prompt"
-        require(takes_it, refused, "leave it out", model=options.model)
+        require(takes_it, refused, "leave it out, or try --model demo-text", model=options.model)
         missing = "INPUT is missing: name an image, or give a prompt to a model that takes one"
         require(has_prompt or bool(options.inputs), missing, "svdpp run photo.jpg")
 

@@ -37,8 +37,8 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
         option(
             panel=MODEL,
             metavar="MODEL",
-            help="dummy (a small random Conv3d network without weight files), demo, a diffusers "
-            "folder or a hub id.",
+            help="dummy (a small random Conv3d network without weight files), demo, demo-text, "
+            "a diffusers folder or a hub id.",
             common=True,
             envvar="SVDPP_MODEL",
             show_envvar=False,

@@ -179,7 +179,7 @@ def verify(
 def _requests(
     options: VerifyOptions, inputs: Sequence[str], *, from_image: bool
 ) -> list[ClipRequest]:
-    from svdpp.media.inputs import EXAMPLE_PROMPT, check_inputs, example_images, round_robin
+    from svdpp.media.inputs import check_inputs, example_images, example_prompt, round_robin
 
     no_images = options.is_dummy and bool(inputs)
     require(not no_images, "the dummy model takes no images", "use --model demo")
@@ -188,7 +188,7 @@ def _requests(
     sampling = options.sampling_config(from_image=from_image)
     if from_image:
         images = check_inputs(inputs or [str(example_images()[0])], sampling.video_frames)
-    example = None if options.family == "svd" else EXAMPLE_PROMPT
+    example = None if options.family == "svd" else example_prompt(options.model)
     combined = options.combined(images, sampling, example=example)
     num_clips = options.clips or max(2, len(combined))
     return round_robin(combined, range(seed, seed + num_clips), num_clips)

@@ -3,6 +3,7 @@
 Their `__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.
 """
 
+from svdpp.config.demo_models import DEMO_MODELS
 from svdpp.config.families.ltx import LtxSampling
 from svdpp.config.families.registry import (
     OPTION_PARAMS,
@@ -15,7 +16,6 @@ from svdpp.config.families.wan import WanSampling
 from svdpp.config.pipeline import (
     DEFAULT_MODEL,
     DEMO_MODEL,
-    DEMO_SAMPLING,
     DUMMY_MODEL,
     ClipRequest,
     Dtype,

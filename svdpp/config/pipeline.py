@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, get_args
 
+from svdpp.config.demo_models import DEMO_MODELS
 from svdpp.config.families.registry import OPTION_PARAMS, SAMPLING_CLASSES, SamplingConfig
 from svdpp.config.families.svd import SvdSampling
 from svdpp.config.limits import (
@@ -52,15 +53,6 @@ DUMMY_MODEL = "dummy"
 
 # Frames that `memory_opt` decodes at a time: from diffusers' low-memory recipe for SVD.
 _LOW_MEMORY_CHUNK = 2
-#: The demo model's defaults where they differ from diffusers' (svdpp/assets/demo-model/README.md).
-DEMO_SAMPLING: Mapping[str, Any] = {
-    "height": 128,
-    "width": 128,
-    "num_frames": 14,
-    "motion_bucket_id": 40,
-    "max_guidance_scale": 1.1,
-    "noise_aug_strength": 0.02,
-}
 
 
 def amp_error() -> RequestError:
@@ -138,7 +130,7 @@ class ModelConfig:
     """The weights and their precision."""
 
     name: str = DEFAULT_MODEL
-    """A hub id, a diffusers folder, `demo` (built in), or `dummy` (a small random Conv3d)."""
+    """A hub id, a diffusers folder, one of `DEMO_MODELS`, or `dummy` (a small random Conv3d)."""
     family: str | None = None
     """Family as which to run a checkpoint that several can run; None: that of its own pipeline."""
     revision: str | None = None
@@ -188,13 +180,13 @@ class ModelConfig:
 
 
 def is_built_in(model: ModelConfig) -> bool:
-    """Whether a model is known without a look at its files: the default, the demo or the dummy."""
+    """Whether a model is known without a look at its files, and treated as SVD's."""
     return model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL)
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """Return a model's defaults that differ from diffusers'; empty except for the demo model."""
-    return DEMO_SAMPLING if model_name == DEMO_MODEL else {}
+    """Return a model's defaults that differ from diffusers'; empty except for demo models."""
+    return DEMO_MODELS[model_name].sampling if model_name in DEMO_MODELS else {}
 
 
 def sampling_of_model(

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from svdpp.config import (
-    DEMO_MODEL,
+    DEMO_MODELS,
     DUMMY_MODEL,
     Dtype,
     ModelConfig,
@@ -85,11 +85,11 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
 
         if torch.cuda.is_available():  # False for a CPU build of torch
             return "cuda"
-    if any_on_cpu or model_name in (DEMO_MODEL, DUMMY_MODEL):
+    if any_on_cpu or model_name in (*DEMO_MODELS, DUMMY_MODEL):
         return "cpu"
     raise RequestError(
         "there is no GPU, and this model takes minutes for each step on a CPU",
-        "`device` cpu runs it there anyway; `model` demo is small enough for a CPU",
+        "`device` cpu runs it there anyway; `model` demo or demo-text is small enough",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
 
-from svdpp.config import DEMO_MODEL, ModelConfig, PipelineConfig, SamplingConfig
+from svdpp.config import DEMO_MODELS, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.memory_process import estimate_memory
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.launch.gpus import available_bytes, format_gib, free_bytes
@@ -115,7 +115,7 @@ _RANK_BYTES = 128 * 2**20
 #: Memory to prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, one of 4
 #: megapixels beside it (111 MiB).
 _IMAGE_BYTES = 768 * 2**20
-#: Clips of the demo up to this size take half a gigabyte at most.
+#: Clips of the demos up to this size take half a gigabyte at most.
 _DEMO_PIXELS = 2**18
 #: As safetensors spells them.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -238,7 +238,7 @@ def check_memory(
     if config.device != "cpu" or checkpoint is None:
         return
     pixels = sampling.frames * sampling.height * sampling.width
-    if checkpoint.name == DEMO_MODEL and pixels <= _DEMO_PIXELS:
+    if checkpoint.name in DEMO_MODELS and pixels <= _DEMO_PIXELS:
         return
     free = available_bytes()
     needed = _total_bytes_needed(config, checkpoint, ranks)

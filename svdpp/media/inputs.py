@@ -23,7 +23,7 @@ from typing import IO, Literal
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
 
-from svdpp.config import ClipRequest, Fit, PipelineConfig, SamplingConfig
+from svdpp.config import DEMO_MODELS, ClipRequest, Fit, PipelineConfig, SamplingConfig
 from svdpp.config.limits import MAX_MEGAPIXELS
 from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
@@ -290,8 +290,17 @@ def _files_in(folder: str) -> list[Path]:
 
 _FOLDER = Path(__file__).resolve().parent.parent / "assets" / "photos"
 
-#: For commands that need any prompt.
-EXAMPLE_PROMPT = "a rowing boat drifts on a calm lake"
+_EXAMPLE_PROMPT = "a rowing boat drifts on a calm lake"
+
+
+def example_prompt(model_name: str) -> str:
+    """Return a prompt for commands that need any; for a demo one that it can follow.
+
+    Args:
+        model_name: name of a model that takes prompts.
+    """
+    demo = DEMO_MODELS.get(model_name)
+    return (demo.prompt if demo else None) or _EXAMPLE_PROMPT
 
 
 def example_images() -> list[Path]:
@@ -323,7 +332,7 @@ def example_requests(
         raise RequestError(f"`prompt` is not for {config.model.name}", "leave `prompt` out")
     takes_image = sampling.from_image if isinstance(sampling, PromptedSampling) else not is_dummy
     image = str(example_images()[0]) if takes_image else None
-    text = EXAMPLE_PROMPT if prompt is None else prompt
+    text = example_prompt(config.model.name) if prompt is None else prompt
     return [
         ClipRequest(
             seed=seed + clip,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from svdpp.config import (
     DEFAULT_MODEL,
-    DEMO_MODEL,
+    DEMO_MODELS,
     ClipRequest,
     ModelConfig,
     SamplingConfig,
@@ -296,7 +296,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
     """Find the checkpoint of `model`, download what is missing of a hub model, and check it.
 
     Args:
-        model: Name of a folder, a hub id, or `demo`, with its options.
+        model: Name of a folder, a hub id, or one of `DEMO_MODELS`, with its options.
         weights: Whether the headers of all weights are read too; otherwise only configs are.
 
     Raises:
@@ -344,7 +344,7 @@ def with_weights(
             checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted_components
         files = [path for part in checked for path in checkpoint.weight_files(part)]
-        changes = local is not None and model.name != DEMO_MODEL
+        changes = local is not None and model.name not in DEMO_MODELS
         return replace(
             checkpoint,
             loras=tuple(loras),
@@ -373,8 +373,8 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
 
 def _local_folder(name: str) -> Path | None:
     """Return the folder that `name` refers to; None if it can only be a hub id."""
-    if name == DEMO_MODEL:
-        return _ASSETS / "demo-model"
+    if name in DEMO_MODELS:
+        return _ASSETS / DEMO_MODELS[name].folder
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return Path(path).resolve()

@@ -35,7 +35,7 @@ from svdpp.errors import (
 #: Hint for a checkpoint that is whole, but that svdpp cannot run.
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
 #: Hint for a name that is not a model.
-MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, or demo"
+MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo or demo-text"
 
 #: Configs of all families, and tokenizers; a few megabytes.
 _CONFIG_PATTERNS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL, SAMPLING_CLASSES
+from svdpp.config import DEFAULT_MODEL, DEMO_MODELS, DUMMY_MODEL, SAMPLING_CLASSES
 from svdpp.plan.costs import PRESETS
 
 
@@ -15,13 +15,23 @@ def families(incomplete: str) -> list[str]:
     return [name for name in SAMPLING_CLASSES if name.startswith(incomplete)]
 
 
+def families_and_demos(incomplete: str) -> list[str]:
+    """Return families of models and the demos for a shell.
+
+    Args:
+        incomplete: what they must begin with.
+    """
+    known = (*SAMPLING_CLASSES, *DEMO_MODELS)
+    return [name for name in known if name.startswith(incomplete)]
+
+
 def models(incomplete: str) -> list[str]:
     """Return the built-in models and the default one for a shell.
 
     Args:
         incomplete: Beginning of the value, as typed so far.
     """
-    known = (DEMO_MODEL, DUMMY_MODEL, DEFAULT_MODEL)
+    known = (*DEMO_MODELS, DUMMY_MODEL, DEFAULT_MODEL)
     return [name for name in known if name.startswith(incomplete)]
 
 

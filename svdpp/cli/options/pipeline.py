@@ -109,7 +109,7 @@ Device = Annotated[
         panel=LAYOUT,
         metavar="DEVICE",
         help="cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, over "
-        "gloo. auto: GPUs if there are any, else the CPU for demo and dummy, verify and doctor.",
+        "gloo. auto: GPUs if there are any, else the CPU for demos and dummy, verify and doctor.",
         envvar="SVDPP_DEVICE",
         show_envvar=False,
         autocompletion=complete.devices,

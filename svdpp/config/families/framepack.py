@@ -60,6 +60,7 @@ FRAMEPACK = FamilySpec(
     sampling=FramepackSampling,
     title="FramePack",
     example="lllyasviel/FramePackI2V_HY",
+    example_remark="once saved as a whole pipeline",
     license="Tencent Hunyuan Community License",
     denoiser="HunyuanVideoFramepackTransformer3DModel",
     image_pipeline="HunyuanVideoFramepackPipeline",

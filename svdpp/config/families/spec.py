@@ -90,6 +90,8 @@ class FamilySpec:
     """Name that users know."""
     example: str
     """Hub id of a published checkpoint."""
+    example_remark: str = ""
+    """Remark on the example that users need before they can name it; empty: none."""
     license: str
     """License of the example's weights, as its publisher calls it."""
     denoiser: str

@@ -13,6 +13,7 @@ const STATES = { loading: "Loading", gone: "Server gone", locked: "Locked", star
 /** What to say of built-in models that only try out a server. */
 export const TOY_MODELS = {
   demo: "demo is a toy model: it shows how the server works, not what Stable Video Diffusion makes.",
+  "demo-text": "demo-text is a toy model: it moves one coloured shape. Try: a red circle moves right on a blue background",
   dummy: "dummy is no model: it only takes time, and its clips have no files.",
 };
 
