@@ -297,7 +297,7 @@ def example_prompt(model_name: str) -> str:
     """Return a prompt for commands that need any; for a demo one that it can follow.
 
     Args:
-        model_name: name of a model that takes prompts.
+        model_name: Name of a model that takes prompts.
     """
     demo = DEMO_MODELS.get(model_name)
     return (demo.prompt if demo else None) or _EXAMPLE_PROMPT

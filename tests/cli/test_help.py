@@ -63,7 +63,7 @@ def test_spellings_of_diffusers_are_taken() -> None:
         ("svdpp ver", ["verify"]),
         ("svdpp run --spl", ["--split"]),  # also options that the short help leaves out
         ("svdpp run --split a", ["alternating"]),
-        ("svdpp run --model d", ["demo", "dummy"]),
+        ("svdpp run --model d", ["demo", "demo-text", "dummy"]),
         ("svdpp run --costs svd-xt-h", ["svd-xt-h100-pcie"]),
         ("svdpp run --family wan_v2", ["wan_v2v"]),
         ("svdpp models lt", families("lt")),

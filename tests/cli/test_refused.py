@@ -91,7 +91,11 @@ OTHERS = [
     ),
     (f"simulate {TRACE}", 8, "a folder above it, is a file"),
     (f"profile {_DEMO} --out folder", 8, "'folder'"),
-    (f"run {PHOTO_}", 2, "on a CPU\nhint: --device cpu runs it there anyway; --model demo is"),
+    (
+        f"run {PHOTO_}",
+        2,
+        "on a CPU\nhint: --device cpu runs it there anyway; --model demo or demo-text",
+    ),
     (f"profile {_DEMO} --repeats 0", 2, "--repeats must be 1 or more, got 0"),
 ]
 BENCH = [

@@ -19,7 +19,7 @@ def families_and_demos(incomplete: str) -> list[str]:
     """Return families of models and the demos for a shell.
 
     Args:
-        incomplete: what they must begin with.
+        incomplete: Beginning of the value, as typed so far.
     """
     known = (*SAMPLING_CLASSES, *DEMO_MODELS)
     return [name for name in known if name.startswith(incomplete)]

@@ -1,0 +1,89 @@
+"""The demos, and what `svdpp models` says of them and of the families."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from svdpp.cli.options import complete
+from svdpp.config import DEMO_MODELS
+from svdpp.config.families.registry import FAMILY_SPECS
+from svdpp.media.video import read_frames
+from tests.support.shell import PHOTO, ROOT, assert_error, svdpp_here
+
+PROMPT = "a red circle moves right on a blue background"
+
+
+def asked(name: str) -> dict[str, Any]:
+    answer = svdpp_here("models", name, "--json")
+    assert answer.code == 0, answer
+    (about,) = json.loads(answer.out)["families"]
+    return about
+
+
+def test_the_list_names_a_model_for_each_family_in_80_columns() -> None:
+    answer = svdpp_here("models")
+    assert answer.code == 0, answer
+    lines = answer.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for family, spec in FAMILY_SPECS.items():
+        assert any(line.startswith(f"{family}: {spec.title[:20]}") for line in lines), family
+        assert any(line.startswith(f"    --model {spec.example}") for line in lines), family
+    # Checkpoints of these are of another family unless it is asked for by name.
+    borrowed = [line for line in lines if " --family " in line]
+    assert len(borrowed) == sum(bool(spec.aliases) for spec in FAMILY_SPECS.values()) > 0
+    assert [name for name in DEMO_MODELS if f"    --model {name}" not in lines] == []
+
+
+@pytest.mark.parametrize("name", DEMO_MODELS)
+def test_a_demo_tells_its_own_defaults(name: str) -> None:
+    about, demo = asked(name), DEMO_MODELS[name]
+    told = {**about["defaults"], **{k: v["default"] for k, v in about["parameters"].items()}}
+    assert {key: told[key] for key in demo.sampling} == demo.sampling
+    assert (about["model"], about["license"]) == (name, demo.license)
+    assert "example" not in about  # of the family, with another license
+    clip = [PHOTO] if "text" not in about["inputs"] else ["--prompt", PROMPT]
+    # Without --device: no GPU is needed.
+    dry = svdpp_here("run", *clip, "--model", name, "--dry-run")
+    assert dry.code == 0, dry
+    sampling = about["defaults"]
+    assert f"{sampling['width']}x{sampling['height']}" in dry.out + dry.err
+    assert name in complete.models("d")
+    assert name in complete.families_and_demos("d")
+
+
+def test_demo_text_knows_the_words_that_it_lists() -> None:
+    folder = ROOT / "svdpp/assets" / DEMO_MODELS["demo-text"].folder
+    file = json.loads((folder / "tokenizer/tokenizer.json").read_text())
+    known = {piece.removeprefix("\u2581") for piece, _ in file["model"]["vocab"]}
+    about = asked("demo-text")
+    words = {word for texts in about["words"].values() for text in texts for word in text.split()}
+    assert {*words, *about["prompt"].split()} <= known
+    assert "  colours: red, green, blue," in svdpp_here("models", "demo-text").out
+
+
+def test_a_demo_refuses_what_the_other_one_takes() -> None:
+    assert_error(svdpp_here("run", PHOTO, "--model", "demo-text"), 2, "takes no image")
+    refused = svdpp_here("run", "--prompt", PROMPT, "--model", "demo")
+    assert_error(refused, 2, "takes no prompt\nhint: leave it out, or try --model demo-text")
+
+
+@pytest.mark.slow
+def test_a_prompt_steers_the_clip_of_demo_text(tmp_path: Path) -> None:
+    run = ("run", "--model", "demo-text", "--prompt", PROMPT, "--device", "cpu", "--threads", "1")
+    made = svdpp_here(*run, "--steps", "12", "-o", str(tmp_path / "clip.mp4"))
+    assert made.code == 0, made
+    frames = np.asarray(read_frames(tmp_path / "clip.mp4", "mp4"), np.float32)
+    assert frames.shape == (16, 64, 64, 3)
+    red = (frames[..., 0] > 150) & (frames[..., 2] < 100)
+    blue = (frames[..., 2] > 150) & (frames[..., 0] < 100)
+    assert 0.6 < blue.mean() < 0.98
+    places = [np.nonzero(frame)[1].mean() for frame in red]
+    assert places[0] < 26 < 38 < places[-1]
+    assert np.all(np.diff(places) > -1)
+    proven = svdpp_here("verify", str(tmp_path / "clip.mp4"))
+    assert proven.code == 0, proven
