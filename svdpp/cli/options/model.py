@@ -56,7 +56,7 @@ ModelName = Annotated[
     option(
         panel=MODEL,
         metavar="MODEL",
-        help="A hub id, a diffusers folder, or a toy: demo for images, demo-text for prompts.",
+        help="A hub id, a diffusers folder, demo or demo-text.",
         common=True,
         envvar="SVDPP_MODEL",
         show_envvar=False,
