@@ -407,7 +407,8 @@ def _print_forecasts(
     console.table([_comparison_row(row) for row in rows])
     lines = (
         "",
-        f"total: {pluralize(num_clips, 'clip')} on {pluralize(world_size, 'rank')}",
+        f"total: {pluralize(num_clips, 'clip')} on {pluralize(world_size, 'rank')}"
+        + _extrapolation(rows),
         "per min: clips of a long queue; all others in seconds, of these clips",
         "first: as of a clip alone; mean: of a clip from its start; jitter: between clips",
     )
@@ -420,6 +421,15 @@ def _print_forecasts(
         roles = () if row.layout is None else row.layout.roles
         if idle := sum(not role.part_names for role in roles):
             console.info(f"warning: {row.name}: {idle} of {world_size} ranks have nothing to do")
+
+
+def _extrapolation(rows: Sequence[LayoutForecast]) -> str:
+    """Return the remark on clips that no forecast computed; empty if there are none."""
+    forecasts = [row.forecast for row in rows if row.forecast is not None]
+    computed = min((each.computed_clips for each in forecasts), default=0)
+    if all(each.computed_clips == each.clips for each in forecasts):
+        return ""
+    return f"; computed for the first {computed}, the others continue at their rate"
 
 
 def _comparison_row(row: LayoutForecast) -> dict[str, str]:
@@ -443,5 +453,6 @@ def _row_json(row: LayoutForecast) -> dict[str, Any]:
             "seconds_per_clip": row.seconds_per_clip,
             "jitter_seconds": row.forecast.jitter,
             "latency_seconds": row.forecast.latency,
+            "computed_clips": row.forecast.computed_clips,
         }
     return {"name": row.name, "note": row.note or None, **facts}

@@ -386,7 +386,7 @@ class RunCommand:
         check_outputs(found, self.seeds, policy)
         clips = plan_clips(found, self.seeds, policy, config, checkpoint)
         console.info(why)
-        ranks = estimate_ranks(config)
+        ranks = estimate_ranks(config, checkpoint)
         console.result(_describe(config, clips.requests))
         console.report(
             {

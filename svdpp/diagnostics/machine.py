@@ -286,7 +286,7 @@ def _model(config: PipelineConfig, _: Path) -> str:
 
 def _memory(config: PipelineConfig, _: Path) -> str:
     """The plan's estimate for each rank, against the free memory of its device."""
-    needed = estimate_ranks(config)
+    needed = estimate_ranks(*resolve_config(config, weights="none"))
     if config.device == "cuda":
         devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
     else:

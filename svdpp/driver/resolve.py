@@ -163,17 +163,13 @@ def memory_as_costs(
     return estimate_parts(*resolved).as_costs()
 
 
-def estimate_ranks(config: PipelineConfig) -> list[int]:
+def estimate_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> list[int]:
     """Return the estimated peak of each rank in bytes, on its GPU or, on the CPU, on the host.
 
     Args:
-        config: Configuration that the user asks for.
-
-    Raises:
-        RequestError: The model cannot make such clips.
-        ModelError: The model is missing or not supported.
+        config: Resolved configuration.
+        checkpoint: Checkpoint of its model; None for the dummy model, which takes next to none.
     """
-    config, checkpoint = resolve_config(config, weights="none")
     parts = estimate_parts(config, checkpoint)
     return [
         parts.of_rank(roles).peak_bytes + _process_bytes(config.device)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from svdpp.errors import RequestError
@@ -15,12 +15,13 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
-#: The most visits (one clip at one rank) in a forecast; that many take a few seconds.
-MAX_VISITS = 5_000_000
+#: The most visits (one clip at one rank) that a forecast computes, which takes about two seconds.
+#: Further clips continue at the rate of those before.
+MAX_VISITS = 2**21
 
 # Clips for each rank in a queue that is long enough for a constant rate.
 _QUEUED_PER_RANK = 16
-# A makespan is forecast for at most so many clips, and extrapolated at a constant time per clip.
+# The most clips that a choice between layouts computes of each.
 _LARGE_SAMPLE = 65_536
 
 #: The path of one clip: each rank that it visits, and the seconds of work there.
@@ -62,6 +63,19 @@ class Forecast:
     """Mean of a clip, from its arrival, or else its first action, to its end."""
     bubble: float
     """Fraction of the time of all ranks in which they are idle, 0 to 1."""
+    computed_clips: int
+    """Number of clips that were computed; the others continue at `seconds_per_clip`."""
+
+    def extended(self, num_clips: int) -> Forecast:
+        """Return the forecast of more clips, which continue at the rate of these.
+
+        Args:
+            num_clips: Number of all clips, at least `clips`.
+        """
+        makespan = self.makespan + (num_clips - self.clips) * self.seconds_per_clip
+        busy = (1 - self.bubble) * self.makespan * num_clips / self.clips
+        bubble = max(0.0, 1 - busy / makespan) if makespan else 0.0
+        return replace(self, clips=num_clips, makespan=makespan, bubble=bubble)
 
     def to_json(self) -> dict[str, float]:
         """Return the main times in seconds, and the bubble."""
@@ -252,6 +266,7 @@ def sum_up(
         jitter=math.sqrt(math.fsum((gap - seconds_per_clip) ** 2 for gap in gaps) / window),
         latency=math.fsum(end - begun for begun, end in clips) / len(clips),
         bubble=max(0.0, 1 - busy / (makespan * world_size)) if makespan else 0.0,
+        computed_clips=len(clips),
     )
 
 
@@ -261,33 +276,54 @@ def sum_up(
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast clips in a layout, by the costs of the layout.
 
-    The result equals a simulation of the action lists. It takes about a microsecond for each visit
-    of a clip at a rank, and computes one replica only if all replicas are alike.
+    The result equals a simulation of the action lists, which takes 15 to 20 times as long: a visit
+    of a clip at a rank costs about a microsecond here, and `layout="auto"` compares dozens of
+    layouts. Only one replica is computed if all replicas are alike. Beyond `MAX_VISITS` the further
+    clips continue at the rate of those before; see `Forecast.computed_clips`.
 
     Args:
         layout: The layout.
         num_clips: Number of clips, all there from the start.
 
     Raises:
-        RequestError: They are too many to forecast, or the costs lack the time of a transfer
-            between hosts.
+        RequestError: The pipeline is so long that its rate would take minutes to compute, or the
+            costs lack the time of a transfer between hosts.
     """
-    if layout.decode_parallel_size > layout.cfg_parallel_size:
-        return summarise(
-            simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size
-        )
-    alike = layout.replicas_are_alike
-    visits = min(num_clips, 2 * -(-num_clips // layout.data_parallel_size)) if alike else num_clips
-    if visits * layout.num_stages > MAX_VISITS:
+    count = min(num_clips, _most_clips(layout))
+    if count < min(num_clips, 2 * layout.num_stages):  # the ranks are not even all busy by then
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
             "are too many to forecast",
-            f"use `clips` {max(1, MAX_VISITS // layout.num_stages)} or fewer: the rate is the same",
+            f"use `clips` {count} or fewer, or replicas with fewer ranks",
             details={
                 **{"clips": num_clips, "world_size": layout.world_size},
                 "replica_size": layout.replica_size,
             },
         )
+    return _forecast(layout, count).extended(num_clips)
+
+
+def _most_clips(layout: Layout) -> int:
+    """Return the number of clips that `MAX_VISITS` visits suffice for, in whole groups."""
+    visits = MAX_VISITS
+    if layout.decode_parallel_size > layout.cfg_parallel_size:  # simulated by its action lists
+        visits //= 20
+    each = max(1, visits // layout.num_stages)
+    clips = each
+    if layout.replicas_are_alike and layout.data_parallel_size > 1:
+        # One of them is computed, or two if one has a clip more.
+        clips = each * layout.data_parallel_size // 2
+    group = layout.data_parallel_size * layout.num_decoders
+    return max(1, clips // group) * group
+
+
+def _forecast(layout: Layout, num_clips: int) -> Forecast:
+    """Forecast all of the clips, however many they are."""
+    if layout.decode_parallel_size > layout.cfg_parallel_size:
+        return summarise(
+            simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size
+        )
+    alike = layout.replicas_are_alike
     known: dict[tuple[int, int, Cuts], tuple[StageTimes, float]] = {}
 
     def stage_times_and_work(clip: int) -> tuple[StageTimes, float]:
@@ -332,9 +368,8 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
     """
     many = min(_QUEUED_PER_RANK * layout.world_size, _LARGE_SAMPLE)
     sample = min(num_clips, max(2 * layout.world_size, many))
-    forecast = forecast_layout(layout, sample)
-    more = (num_clips - sample) * forecast.seconds_per_clip
-    return forecast.makespan + more, forecast.latency
+    forecast = forecast_layout(layout, sample).extended(num_clips)
+    return forecast.makespan, forecast.latency
 
 
 def steady_seconds_per_clip(layout: Layout) -> float:

@@ -237,10 +237,10 @@ def _check_gpu(config: PipelineConfig) -> None:
     """Refuse a GPU on which the ranks leave too little: they must not run out of memory."""
     if config.device == "cpu":
         return
-    from svdpp.driver.resolve import estimate_ranks
+    from svdpp.driver.resolve import estimate_ranks, resolve_config
     from svdpp.launch.gpus import free_bytes
 
-    (need,) = estimate_ranks(config)
+    (need,) = estimate_ranks(*resolve_config(config, weights="none"))
     free = free_bytes(config.device)
     if need > free:
         raise OutOfMemoryError(

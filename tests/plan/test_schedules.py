@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from svdpp.errors import RequestError
+from svdpp.plan import forecast
 from svdpp.plan.actions import (
     Action,
     Kind,
@@ -253,9 +254,9 @@ def test_alternating_is_as_fast_as_data_parallel(
 ) -> None:
     costs = PRESETS["svd-xt-a100"]
     options: dict[str, Any] = {"split": "alternating", "num_decoders": decoders, "costs": costs}
-    forecast = forecast_layout(layout(num_steps, world_size, **options), 60 * world_size)
+    times = forecast_layout(layout(num_steps, world_size, **options), 60 * world_size)
     clip = costs.encode_on(0) + num_steps * costs.step_on(0) + costs.decode_on(0)
-    assert 0.99 <= clip / world_size / forecast.seconds_per_clip <= 1.001
+    assert 0.99 <= clip / world_size / times.seconds_per_clip <= 1.001
 
 
 def test_what_would_take_minutes_is_refused() -> None:
@@ -265,7 +266,35 @@ def test_what_would_take_minutes_is_refused() -> None:
     assert caught.value.message == (
         "100000 clips on 4096 ranks in replicas of 4096 are too many to forecast"
     )
-    assert caught.value.hint == "use `clips` 1220 or fewer: the rate is the same"
+    assert caught.value.hint == "use `clips` 512 or fewer, or replicas with fewer ranks"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split": "alternating"},
+        {"split": "balanced", "num_decoders": 2},
+        {"data_parallel_size": 3},
+        {"data_parallel_size": 2, "split": "alternating"},
+        {"decode_parallel_size": 3, "chunks": (8, 4, 4)},
+    ],
+)
+def test_clips_beyond_those_computed_continue_at_the_same_rate(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = PRESETS["svd-xt-a100"]
+    shape = layout(28, 6, costs=costs, **options)
+    whole = forecast_layout(shape, 500)
+    assert whole.computed_clips == 500
+
+    monkeypatch.setattr(forecast, "MAX_VISITS", 600 * (20 if "chunks" in options else 1))
+    extended = forecast_layout(shape, 500)
+
+    assert extended.clips == 500
+    assert extended.computed_clips < 500
+    for name in ("makespan", "first_clip", "seconds_per_clip"):
+        assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.01), name
+    assert extended.bubble == pytest.approx(whole.bubble, abs=0.01)
 
 
 # --- the grid ------------------------------------------------------------------------------------
