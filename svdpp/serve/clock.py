@@ -12,6 +12,9 @@ from svdpp.errors import OutputError
 
 #: Seconds between two clocks beyond which nothing is deleted by its age.
 MAX_SKEW = 60.0
+#: Seconds after a server's start in which nothing is deleted by its age: a machine that has just
+#: booted may have a wrong clock until NTP sets it, which `check_skew` then notices.
+SETTLING_SECONDS = 600.0
 
 
 class ClockError(OutputError):
@@ -34,7 +37,13 @@ class SteadyClock:
     """
 
     def __init__(self) -> None:
-        self._start = time.time() - uptime()
+        self._created = uptime()
+        self._start = time.time() - self._created
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the clock has been watched for `SETTLING_SECONDS`."""
+        return uptime() - self._created >= SETTLING_SECONDS
 
     def now(self) -> float:
         """Return the unix time in seconds."""

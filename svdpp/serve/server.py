@@ -32,6 +32,7 @@ from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.serve import routes
 from svdpp.serve.auth import Keys
+from svdpp.serve.clock import SteadyClock
 from svdpp.serve.middleware import AuthMiddleware
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
@@ -122,6 +123,7 @@ class Server:
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._http = _HttpServer(app)
+        self._clock = SteadyClock()
         error_message = "old files cannot be removed"
         retention = PeriodicThread(
             "retention", self._enforce_retention, _SWEEP_SECONDS, error_message=error_message
@@ -209,10 +211,12 @@ class Server:
 
     def _enforce_retention(self) -> None:
         """Remove jobs that are too old or too large."""
-        self._service.queue.backend.maintain()
-        limits = (self._service.settings.keep_seconds, self._service.settings.keep_bytes)
-        if limits != (None, None):
-            enforce_retention(self._service.queue, self._service.queue.now(), *limits)
+        settings, queue = self._service.settings, self._service.queue
+        queue.backend.maintain()
+        # Sizes do not depend on the clock.
+        keep_seconds = settings.keep_seconds if self._clock.is_settled else None
+        if (keep_seconds, settings.keep_bytes) != (None, None):
+            enforce_retention(queue, queue.now(), keep_seconds, settings.keep_bytes)
 
 
 class _HttpServer(uvicorn.Server):

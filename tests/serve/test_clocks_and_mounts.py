@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.errors import InputError
+from svdpp.serve import clock
 from svdpp.serve.clips import RequestBuilder
 from svdpp.serve.clock import ClockError, SteadyClock
 from svdpp.serve.job import JobState
@@ -95,6 +96,35 @@ def test_a_server_with_a_fast_clock_deletes_nothing_of_the_others(
         assert int(done.stdout) == pytest.approx(2 * _DAYS, abs=30)
         assert "ClockError" in done.stderr
         assert set(queue.clips()) == ids
+
+
+def test_a_clock_is_trusted_after_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = 1000.0
+    monkeypatch.setattr(clock, "uptime", lambda: at)
+    watched = SteadyClock()
+    at += 599.0
+    assert not watched.is_settled
+    at += 2.0
+    assert watched.is_settled
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_FAKETIME is None, reason="needs libfaketime: apt-get install libfaketime")
+def test_a_server_that_starts_with_a_wrong_clock_keeps_its_clips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that boots before NTP has set its clock."""
+    with contextlib.closing(JobQueue(tmp_path / "data")) as queue:
+        ids = {in_state(queue, JobState.COMPLETED, created_at=queue.now()) for _ in range(3)}
+    monkeypatch.setenv("LD_PRELOAD", str(_FAKETIME))
+    monkeypatch.setenv("FAKETIME", "+400d")
+    monkeypatch.setenv("DONT_FAKE_MONOTONIC", "1")
+    with HttpServer(tmp_path / "data", *QUICK, "--keep-days", "1", "--keep-gb", "1") as server:
+        monkeypatch.undo()
+        server.wait_ready()  # retention begins with the server
+        time.sleep(1.0)
+        for id in ids:
+            assert server.video(id)["status"] == "completed"
 
 
 @contextlib.contextmanager

@@ -221,7 +221,7 @@ def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPa
     config = replace(demo_config(1), device="cuda:1")
     free = [_gpu(0, 2**40), _gpu(1, 2**29)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)
-    monkeypatch.setattr("svdpp.driver.resolve.estimate_ranks", lambda _: [2**30])
+    monkeypatch.setattr("svdpp.driver.resolve.estimate_ranks", lambda *_: [2**30])
     with pytest.raises(OutOfMemoryError, match=r"cuda:1 has 0\.5 GiB free"):
         verifier._check_gpu(config)
     free[1] = _gpu(1, 2**40)
