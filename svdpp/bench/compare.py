@@ -1,4 +1,4 @@
-"""Comparison of two benchmarks: ratios of their metrics, with the noise of their rounds."""
+"""Comparison of two benchmarks: ratios of their metrics, with the noise between rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.config.limits import read_small_file
 from svdpp.errors import InputError
 
-#: The compared figures; the rate is also taken over that of other cases.
+#: Compared metrics and their labels; the rate is also divided by that of the other cases.
 _COMPARED = {
     RATE: "clips/min",
     "first_clip_seconds": "first clip, s",
@@ -23,24 +23,31 @@ _COMPARED = {
 }
 #: Ratios closer to 1 than this are never called different, however small their spread.
 _NEGLIGIBLE = 0.01
+#: Fields of the section `pipeline` that diffusers on one device depends on.
+_BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The ratio of one figure, B over A: of geometric means over the rounds.
+    """Ratio of one metric of two benchmarks A and B, with the range that noise explains.
 
-    `low` and `high` bound the ratio of a round of B and one of A, widened by the wider set times 2
-    for 3 rounds, 1 for 4, 1/2 for 5 and so on, and by the machine's own change, all on logarithms.
-    Of two equal sets, 1 lies outside in at most 2 of 1000 cases (by simulation: normal, exponential
-    and Student's t with 2 degrees of freedom; 3 to 9 rounds). None if A or B has a single round.
+    The range spans the ratios of single rounds, widened on a logarithmic scale: by the larger
+    spread of the two times 2 for 3 rounds, 1 for 4, 1/2 for 5 and so on, and by the drift of the
+    machine. If A and B are equally fast, the range misses 1 in at most 2 of 1000 comparisons (by
+    simulation: normal, exponential and Student's t with 2 degrees of freedom; 3 to 9 rounds).
     """
 
     name: str
     a: float
+    """Geometric mean over the rounds of A."""
     b: float
+    """Geometric mean over the rounds of B."""
     value: float
+    """`b` divided by `a`."""
     low: float | None
+    """Lower end of the range; None if A or B has a single round."""
     high: float | None
+    """Upper end of the range; None if A or B has a single round."""
     is_baseline: bool = False
     """Whether A and B are the same work with the same libraries on the same machine."""
 
@@ -55,52 +62,69 @@ class Ratio:
 
 
 def ratio(
-    name: str, a: Sequence[float], b: Sequence[float], *, drift: float = 0.0, **more: bool
+    name: str,
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    drift: float = 0.0,
+    is_baseline: bool = False,
 ) -> Ratio:
-    """Return the ratio of one figure, B over A, with its range.
+    """Return the ratio of one metric, B over A, with its range.
 
     Args:
-        name: Name of the figure.
-        a: Value above 0 of each round of A.
-        b: The same of B.
-        drift: Logarithm of the machine's own change between the two, by which the range is widened.
-        more: Further fields of the ratio.
+        name: Name of the metric.
+        a: Values of the rounds of A, above 0.
+        b: Values of the rounds of B, above 0.
+        drift: Logarithm of the ratio of the machine's speeds during A and B; it widens the range.
+        is_baseline: Whether A and B are the same work with the same libraries on the same machine.
     """
-    means = statistics.geometric_mean(a), statistics.geometric_mean(b)
+    mean_a, mean_b = statistics.geometric_mean(a), statistics.geometric_mean(b)
     low = high = None
-    if (rounds := min(len(a), len(b))) > 1:
-        widest = max(math.log(max(values) / min(values)) for values in (a, b))
-        margin = math.exp(2.0 ** (4 - rounds) * widest + abs(drift))
+    num_rounds = min(len(a), len(b))
+    if num_rounds > 1:
+        spread = max(math.log(max(values) / min(values)) for values in (a, b))
+        margin = math.exp(2.0 ** (4 - num_rounds) * spread + abs(drift))
         low, high = min(b) / max(a) / margin, max(b) / min(a) * margin
     return Ratio(
-        name=name, a=means[0], b=means[1], value=means[1] / means[0], low=low, high=high, **more
+        name=name,
+        a=mean_a,
+        b=mean_b,
+        value=mean_b / mean_a,
+        low=low,
+        high=high,
+        is_baseline=is_baseline,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two benches, side by side."""
+    """Comparison of two benchmarks A and B."""
 
     a: str
+    """Run id of A."""
     b: str
-    """Their names."""
+    """Run id of B."""
     ratios: list[Ratio]
     settings: list[str]
-    """The configuration fields that differ, such as `pipeline.world: 2, 4`."""
+    """Configuration fields that differ, such as `pipeline.world: 2, 4`."""
     machines: list[str]
-    """The facts about the machines that differ."""
+    """Facts about the machines that differ, in the same form."""
     same_bits: bool | None
-    """Whether the clips have the same latents; None if they are different clips."""
+    """Whether the clips have the same latents; None if the two made different clips."""
 
     @property
     def is_equal(self) -> bool | None:
         """Whether every difference is within noise; None if unknown."""
         verdicts = [ratio.is_noise for ratio in self.ratios]
-        return False if False in verdicts else None if None in verdicts else True
+        if False in verdicts:
+            return False
+        if None in verdicts:
+            return None
+        return True
 
     @property
     def verdict(self) -> str:
-        """The verdict in a sentence."""
+        """Verdict in one sentence."""
         if self.is_equal is None:
             return "unknown: a single round has no spread; use --measure.repeats=3 or more"
         beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
@@ -121,31 +145,34 @@ def compare(a: Path, b: Path) -> Comparison:
     """Compare two finished benchmarks.
 
     Args:
-        a: Folder of the results that count as 1.
-        b: Folder of the results that are compared with them.
+        a: Folder of the results of A, the denominator of the ratios.
+        b: Folder of the results of B.
 
     Raises:
         InputError: A folder holds no benchmark that can be compared.
     """
-    one, other = _read(a / SUMMARY), _read(b / SUMMARY)
+    summary_a, summary_b = _read(a / SUMMARY), _read(b / SUMMARY)
     try:
-        for summary in (one, other):
+        for summary in (summary_a, summary_b):
             is_later = summary["schema_version"] > SCHEMA_VERSION
             if is_later or not summary["cases"][PIPELINE]["rounds"]:
                 raise ValueError("of a later version, or without a round")
         facts = [_machine(_read(folder / ENVIRONMENT)) for folder in (a, b)]
         machines = _differences(facts[0], facts[1])
-        configs = one["config"], other["config"]
-        same_work = _baseline(configs[0]) == _baseline(configs[1])
-        clips = [(each["workload"]["clips"], each["measure"]["seeds"]) for each in configs]
-        same_clips = same_work and clips[0] == clips[1]
+        config_a, config_b = summary_a["config"], summary_b["config"]
+        same_work = _baseline(config_a) == _baseline(config_b)
+        same_number = config_a["workload"]["clips"] == config_b["workload"]["clips"]
+        same_seeds = config_a["measure"]["seeds"] == config_b["measure"]["seeds"]
+        same_bits = None
+        if same_work and same_number and same_seeds:
+            same_bits = summary_a["latents_sha256"] == summary_b["latents_sha256"]
         return Comparison(
-            a=one["run_id"],
-            b=other["run_id"],
-            ratios=list(_ratios(one, other, same_baseline=same_work and not machines)),
-            settings=_differences(*configs),
+            a=summary_a["run_id"],
+            b=summary_b["run_id"],
+            ratios=list(_ratios(summary_a, summary_b, same_baseline=same_work and not machines)),
+            settings=_differences(config_a, config_b),
             machines=machines,
-            same_bits=one["latents_sha256"] == other["latents_sha256"] if same_clips else None,
+            same_bits=same_bits,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         folders = f"{str(a)!r} or {str(b)!r}"
@@ -166,14 +193,14 @@ def _read(path: Path) -> Any:
 
 
 def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return libraries and hardware; a comparison may be about svdpp and its commit."""
+    """Return versions of the libraries and the hardware; that of svdpp may be what is compared."""
     versions = {name: version for name, version in facts["versions"].items() if name != "svdpp"}
     host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
     return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
 
 
 def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
-    """Yield ratios to other cases of the same rounds first: machine drift cancels out in them."""
+    """Yield the ratios; those to other cases of a round first, which the machine's drift spares."""
     for case in (ONE_DEVICE, DATA_PARALLEL):
         if case in a["speedups"] and case in b["speedups"]:
             rounds = a["speedups"][case]["rounds"], b["speedups"][case]["rounds"]
@@ -190,21 +217,25 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
 
 
 def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
-    """Return a figure of a case in each round; empty if it was not measured."""
+    """Return the values of a metric in the rounds of a case; empty if a round lacks it."""
     rounds = summary["cases"].get(case, {"rounds": []})["rounds"]
     values = [metrics.get(name) for metrics in rounds]
     return [] if None in values else values
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields that diffusers on one device depends on, except the number of clips.
+    """Return all fields that diffusers on one device depends on, except the number of clips.
 
-    A field that is None counts as missing: older benches do not have all of today's.
+    Fields that are None are left out, because summaries of earlier versions lack some fields.
     """
-    work = {k: v for k, v in config["workload"].items() if k != "clips" and v is not None}
-    ranks = {name: config["pipeline"].get(name) for name in ("device", "threads", "deterministic")}
-    parts = {"workload": work, "ranks": ranks}
-    return {"model": config["model"], "precision": config["precision"], **parts}
+    workload = {name: value for name, value in config["workload"].items() if value is not None}
+    workload.pop("clips", None)
+    return {
+        "model": config["model"],
+        "precision": config["precision"],
+        "workload": workload,
+        "ranks": {name: config["pipeline"].get(name) for name in _BASELINE_RANK_FIELDS},
+    }
 
 
 def _differences(a: object, b: object, name: str = "") -> list[str]:

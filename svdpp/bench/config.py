@@ -51,19 +51,19 @@ from svdpp.plan.parallel import Split, canonical_split, layout_fields, layout_op
 _MAX_ROUNDS = 1000
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
 
-#: Not strict, because YAML 1.1 reads 1e3 as text.
+#: Float that is also read from text, because YAML 1.1 reads 1e3 as text.
 Number = Annotated[float, Field(strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """Strict: otherwise `true` and "1" would count as 1."""
+    """Base of the sections: no unknown fields, and strict types, so that `true` is not 1."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class Model(Section):
-    """The weights; the fields are options of `svdpp run`."""
+    """Model and how it is loaded; the fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
     family: str | None = None
@@ -77,12 +77,15 @@ class Model(Section):
 
 
 def _layout_fields() -> dict[str, Any]:
-    """Return the fields of a `ParallelConfig`, by the names of their options."""
-    kinds = get_type_hints(ParallelConfig)
-    kinds |= {name: Positive for name, kind in kinds.items() if kind is int}
-    kinds["split"] = Annotated[Split, BeforeValidator(canonical_split)]
+    """Return type and default of each field of a `ParallelConfig`, by the name of its option."""
+    types = get_type_hints(ParallelConfig)
+    for name, annotation in types.items():
+        if annotation is int:
+            types[name] = Positive
+    types["split"] = Annotated[Split, BeforeValidator(canonical_split)]
+    defaults = ParallelConfig()
     return {
-        option.name: (kinds[name], getattr(ParallelConfig(), name))
+        option.name: (types[name], getattr(defaults, name))
         for name, option in layout_options().items()
     }
 
@@ -93,30 +96,35 @@ _Layout: Any = create_model("_Layout", __base__=Section, **_layout_fields())
 class Ranks(_Layout):  # type: ignore[misc]
     """Division of the work among the ranks; the fields are options of `svdpp run`.
 
-    A split that is not given is `balanced` for a model with two experts.
+    The default split is `balanced` for a model with two experts.
     """
 
     world: Positive | None = None
-    """Number of ranks W; None: every GPU, or 2 on the CPU."""
+    """Number of ranks W; None: one for each GPU, or 2 on the CPU."""
     device: str = "cuda"
     costs: str | None = None
     """Costs file or preset for the split; None: svd-xt-a100."""
     threads: Positive | None = None
-    """CPU threads of each rank, in every case; None: cores // ranks, on CUDA 1."""
+    """CPU threads of each rank, in every case; None: 1 on CUDA, else cores // ranks."""
     deterministic: bool = False
-    """torch's strict mode, in every case."""
+    """Whether torch uses only deterministic kernels, in every case."""
     allow_mixed_devices: bool = False
     checksum: bool = False
     timeout: Number = 600.0
+    """Seconds without progress after which a rank counts as stalled."""
     start_timeout: Number = 600.0
+    """Seconds within which the ranks must be ready."""
 
 
-#: Names that fields of sampling parameters have here, if they are others.
+#: Names of sampling parameters in this section that differ from those of their fields.
 _SHORT_NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
 
 
 def _parameters() -> dict[str, Any]:
-    """Return the sampling parameters of every family; None: the model's default."""
+    """Return type and default of the sampling parameters of all families.
+
+    Each default is None, which stands for the model's own.
+    """
     kinds: dict[type, Any] = {int: Annotated[int, Field(ge=0)], float: Number}
     return {
         _SHORT_NAMES.get(name, name): (kinds[param.kind] | None, None)
@@ -129,38 +137,38 @@ _Sampled: Any = create_model("_Sampled", __base__=Section, **_parameters())
 
 
 class Workload(_Sampled):  # type: ignore[misc]
-    """The clips to be made, with the sampling parameters of their model."""
+    """Clips to be made, with the sampling parameters of their model."""
 
     clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
     """Measured clips of each round, without the warm-up."""
     images: list[str] = Field(default=[])
-    """Files, which the clips take in turn; empty: the four that come with svdpp, or none for a
-    model that also makes clips from text."""
+    """Paths of images, which the clips use in turn. Empty: the four examples of svdpp, or none for
+    a model that also makes clips from text."""
     prompts: list[str] | None = Field(default=None, min_length=1)
-    """Prompts for a model that takes them, each combined with each image. None: an example."""
+    """Prompts, each combined with each image. None: an example, if the model takes prompts."""
     negative_prompt: str | None = None
     decode_chunk_size: Positive | None = None
     fit: Fit = "stretch"
 
     def sampling_values(self) -> dict[str, Any]:
-        """Return the sampling parameters by the names of their fields; None: the default."""
+        """Return the sampling parameters by the names of their fields; None: the model's own."""
         field_of = {short: name for name, short in _SHORT_NAMES.items()}
         values = self.model_dump(exclude={"clips", "images", "prompts", "negative_prompt"})
         return {field_of.get(name, name): value for name, value in values.items()}
 
 
 class Measure(Section):
-    """The number of rounds, the warm-up, and the seeds."""
+    """Number of rounds, warm-up and seeds."""
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
-    """Clips through every rank before the measured ones, in each round."""
+    """Number of clips that pass every rank before the measured ones, in each round."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
-    """Rounds; each starts the processes of every case again."""
+    """Number of rounds. Each round starts new processes for every case."""
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
-    """All images take the first seed, then all take the second, and so on, in a cycle."""
+    """Seeds, used in a cycle: the first for every input, then the second for every input, ..."""
     peak_tflops: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
-    """Peak of each device in the model's dtype, in TFLOP/s. None: the published peak of usual cards
-    (docs/benchmarks.md); for all others, and for CPUs, there is no utilisation."""
+    """Peak of each device in the model's dtype, in TFLOP/s. None: the published peak of a known GPU
+    (docs/benchmarks.md); without one, utilisation is not measured."""
 
 
 def _no_amp(precision: object) -> object:
@@ -173,20 +181,20 @@ class BenchConfig(Section):
     """Configuration of a benchmark."""
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-    """Name of the folder for its results."""
+    """Name of the folder for the results."""
     model: Model = Model()
     pipeline: Ranks = Ranks()
     workload: Workload = Workload()
     precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, BeforeValidator(_no_amp)] = None
-    """Dtype of every case. None: the default of --dtype."""
+    """Dtype of every case. None: the default of `svdpp run --dtype`."""
     measure: Measure = Measure()
     profile: bool = False
     """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
     targets: dict[str, Bound] = Field(default={})
-    """Bounds by the name of a figure, such as `tflops: {min: 100}`."""
+    """Bounds by the name of a metric, such as `tflops: {min: 100}`."""
 
     def with_defaults_from(self, config: PipelineConfig) -> BenchConfig:
-        """Return a copy with the values that depend on the machine, the model and its defaults.
+        """Return a copy in which the defaults that depend on machine and model are filled in.
 
         Args:
             config: Resolved configuration of the pipeline.
@@ -210,12 +218,12 @@ class BenchConfig(Section):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of all fields but the experiment's name and the targets: what is measured."""
+        """SHA-256 of what is measured: all fields but the experiment's name and the targets."""
         values = self.model_dump(mode="json", exclude={"experiment", "targets"})
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """Return all fields, in the form that `read_config` reads."""
+        """Return all fields as YAML that `read_config` can read."""
         values = self.model_dump()
         values["model"]["name"] = recorded_name(self.model.name)
         return str(yaml.safe_dump(redact_all(values), sort_keys=False))
@@ -227,15 +235,16 @@ def shipped() -> list[str]:
 
 
 def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
-    """Read a configuration and set the overrides in it.
+    """Read a configuration and apply the overrides.
 
     Args:
         name: Path of a YAML file, or the name of a configuration that comes with svdpp.
-        overrides: `section.field=value`, the value in YAML; later ones win.
+        overrides: Assignments `section.field=value` with the value in YAML; the last one of a field
+            wins.
 
     Raises:
         InputError: The file cannot be read, or is not YAML.
-        RequestError: A field or target is unknown, or a value does not fit.
+        RequestError: A field or target is unknown, or a value has a wrong type or range.
     """
     path = _find(name)
     content = _read(path)
@@ -260,7 +269,7 @@ def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
 
 
 def pipeline_config(asked: BenchConfig, launched: World | None = None) -> PipelineConfig:
-    """Return the configuration that `svdpp run` makes of the same options.
+    """Return the configuration that `svdpp run` would make from the same options.
 
     Args:
         asked: Configuration of the benchmark.
@@ -320,8 +329,8 @@ def _find(name: str) -> Path:
     )
 
 
-def _parsed(text: str | bytes) -> Any:
-    """Parse a YAML value without aliases, a few of which, nested, could exhaust the memory."""
+def _parse_yaml(text: str | bytes) -> Any:
+    """Parse a YAML value; reject aliases, because a few nested ones could exhaust the memory."""
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
         raise yaml.YAMLError("aliases are not taken: write the value out")
     return yaml.safe_load(text)
@@ -329,7 +338,7 @@ def _parsed(text: str | bytes) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = _parsed(read_small_file(path, "configuration"))
+        content = _parse_yaml(read_small_file(path, "configuration"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())
         raise InputError(
@@ -339,7 +348,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{str(path)!r} holds no sections, such as 'workload:'", details={"path": str(path)}
         )
-    # A section whose lines are all commented out is null: it takes its defaults.
+    # A section whose lines are all commented out is read as None; its defaults apply.
     return {key: value for key, value in (content or {}).items() if value is not None}
 
 
@@ -350,19 +359,19 @@ def _override(content: dict[str, Any], text: str) -> None:
     *sections, key = dotted.split(".")
     if sections[:1] == ["targets"] and len(sections) > 1:  # a target's name may have a dot
         sections = ["targets", ".".join(sections[1:])]
-    place = content
+    values = content
     for section in sections:
-        place = place.setdefault(section, {})
-        if not isinstance(place, dict):
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
             raise RequestError(f"{text!r}: {section!r} is not a section")
     try:
-        place[key] = _parsed(value)
+        values[key] = _parse_yaml(value)
     except yaml.YAMLError as error:
         raise RequestError(f"{text!r}: the value is not YAML") from error
 
 
 def _known(where: str) -> str:
-    """Return a hint: a field of the same name elsewhere, a similar one, or the sections."""
+    """Return a hint: a field of that name in another section, a similar one, or the sections."""
     names, last = list(BenchConfig.model_fields), where.rpartition(".")[2]
     for section, about in BenchConfig.model_fields.items():
         names += [f"{section}.{name}" for name in getattr(about.annotation, "model_fields", ())]

@@ -25,16 +25,16 @@ from svdpp.plan.forecast import Span
 
 SCHEMA_VERSION = 5
 
-#: The files of a benchmark.
+#: Names of a benchmark's files.
 SUMMARY, TABLE, CONFIG, ENVIRONMENT = "summary.json", "summary.csv", "config.yaml", "env.json"
 ROUNDS, SPANS, PROFILE, COSTS = "rounds.jsonl", "spans.jsonl", "profile.json", "costs.json"
 
-#: The figure whose ratios are the speed-ups.
+#: Metric whose ratios are the speed-ups.
 RATE = "steady_clips_per_minute"
 
 
 class Results:
-    """The folder of one run: configuration and environment, then rounds, then the summary."""
+    """Folder of one benchmark: configuration and environment, then rounds, then the summary."""
 
     def __init__(self, root: Path, bench: Bench) -> None:
         self._bench = bench
@@ -46,10 +46,10 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Append a round's figures and spans, which stay if the benchmark fails later.
+        """Append a round's metrics and spans; they are kept if the benchmark fails later.
 
         Args:
-            done: The round.
+            done: Measured round.
 
         Raises:
             OutputError: The files cannot be written.
@@ -69,7 +69,7 @@ class Results:
         """Write summary, table and costs.
 
         Returns:
-            Content of `summary.json`. Its `limits` are of the pipeline's round with the median
+            Content of `summary.json`. Its `limits` describe the pipeline's round with the median
             makespan.
         """
         bench, path = self._bench, self.folder / COSTS
@@ -107,8 +107,8 @@ def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
         trace: Measurements of the round.
 
     Yields:
-        Kind, rank, clip and what else the kind has; `start` and `end` in seconds since the first
-        span of any rank began.
+        Dict of the span's kind, rank, clip and further fields of that kind; `start` and `end` are
+        seconds since the first span of any rank began.
     """
     spans: list[TimedSpan] = [*trace.spans, *trace.steps, *trace.waits, *trace.transfers]
     spans.sort(key=lambda span: (span.start, span.rank))
@@ -133,11 +133,11 @@ def _kind_of(span: TimedSpan) -> dict[str, Any]:
 
 
 def write_table(path: Path, cases: Mapping[str, Any]) -> None:
-    """Write the figures as CSV: a row for each case and round, and one for each case over rounds.
+    """Write the metrics as CSV: a row for each round of a case, and one for all its rounds.
 
     Args:
-        path: The file.
-        cases: `cases` of a summary. A figure that a case does not have is empty.
+        path: Path of the file.
+        cases: Field `cases` of a summary. The cell of a metric that a case lacks stays empty.
     """
     names = next((list(about["over_rounds"]) for about in cases.values()), [])
     with path.open("w", encoding="ascii", newline="") as file:
@@ -163,10 +163,11 @@ def _case(bench: Bench, case: str) -> dict[str, Any]:
 
 
 def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
-    """One number for a figure of all rounds; None if no round has it.
+    """Return one value of a metric for all rounds; None if no round has it.
 
-    It is the geometric mean, so that the ratio of two cases is the mean of the rounds' ratios. For
-    shares it is the arithmetic mean, so that they still add up to 1; for memory the maximum.
+    The value is the geometric mean, so that the ratio of two cases is the mean of the rounds'
+    ratios. For shares it is the arithmetic mean, so that they still add up to 1; for memory it is
+    the maximum.
     """
     values = [metrics[name] for metrics in rounds if metrics[name] is not None]
     if not values:
@@ -179,7 +180,7 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
 
 
 def _round_metrics(bench: Bench, done: Round) -> dict[str, Any]:
-    """Return a round's figures by the names of `METRICS`; each rank's are in `rounds.jsonl`."""
+    """Return a round's metrics by the names of `METRICS`; `rounds.jsonl` has those of each rank."""
     metrics, forecast = done.metrics, done.metrics.forecast_seconds
     steps, ranks = [step.end - step.start for step in done.trace.steps], done.metrics.ranks
     wall = sum(rank.wall for rank in ranks)
@@ -206,7 +207,7 @@ def _round_metrics(bench: Bench, done: Round) -> dict[str, Any]:
 
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pipeline's clips per minute over those of each other case in the same round."""
+    """Return the pipeline's clips per minute, divided by those of each other case in each round."""
     ours = {metrics["round"]: metrics[RATE] for metrics in cases[PIPELINE]["rounds"]}
     result = {}
     for case, about in cases.items():

@@ -1,4 +1,4 @@
-"""Run of a benchmark: its cases, measured in turns."""
+"""Run of a benchmark: rounds in which each case is measured once."""
 
 from __future__ import annotations
 
@@ -32,32 +32,33 @@ from svdpp.plan.costs import PartFlops
 from svdpp.verification.verify import run_reference
 from svdpp.worker.device import reset_peak
 
-# A week: longer than any measurement of diffusers on one device.
+# A week, which is longer than any measurement of diffusers on one device.
 _BETWEEN_PIPELINES_SECONDS = 7 * 86400.0
 
 
 @dataclass(kw_only=True)
 class Round:
-    """One measured case of one round, without its warm-up."""
+    """Measurements of one case in one round, without its warm-up."""
 
     case: str
+    """Name of the case, one of `CASES`."""
     number: int
     """Number of the round, from 0."""
     trace: Trace
     metrics: RunMetrics
     sha256: list[tuple[str, str | None]]
-    """SHA-256 of latents and frames of each clip."""
+    """SHA-256 of latents and of frames, for each clip; None where a clip has no frames."""
 
 
 @dataclass
 class Bench:
-    """A configuration: its cases, and their measured rounds."""
+    """Benchmark: configuration, cases and measured rounds."""
 
     asked: BenchConfig
     config: PipelineConfig
     rounds: list[Round] = field(default_factory=list)
     out_of_memory: dict[str, OutOfMemoryError] = field(default_factory=dict)
-    """The baselines that do not fit on the devices."""
+    """Errors of the baselines that do not fit on the devices, by case."""
 
     def __post_init__(self) -> None:
         self.requests = _requests(self.asked, self.config)
@@ -66,14 +67,14 @@ class Bench:
 
     @cached_property
     def flops(self) -> PartFlops:
-        """FLOPs of one clip, counted from the model's configs: seconds, the first time."""
+        """FLOPs of one clip, counted from the model's configs, which takes seconds once."""
         return count_flops(self.config)
 
     def check_targets(self) -> None:
-        """Check that the benchmark will measure every figure that has a target.
+        """Check that the benchmark will measure every metric that has a target.
 
         Raises:
-            RequestError: It will not.
+            RequestError: A target's metric will not be measured.
         """
         dtype, given = self.config.model.dtype, self.asked.measure.peak_tflops
         on_gpu = self.config.device != "cpu"
@@ -101,16 +102,17 @@ class Bench:
     ) -> None:
         """Measure every case once in each round.
 
-        A baseline's lack of memory is a result; every other error ends the benchmark, and that one
-        too where a launcher's ranks, which cannot start again, have run out of memory.
+        A baseline that runs out of memory is a result, recorded in `out_of_memory`. Every other
+        error ends the benchmark, as does a lack of memory in ranks that a launcher has started,
+        because they cannot start again.
 
         Args:
-            log: Takes a line for each measured case.
-            keep: Takes each measured round.
-            open_observer: Opens the progress display.
+            log: Function that gets a line for each measured case.
+            keep: Function that gets each measured round.
+            open_observer: Function that opens the progress display.
         """
         repeats = self.asked.measure.repeats
-        self.flops  # noqa: B018  counted now: an error costs no measurement
+        self.flops  # noqa: B018  counted first, so that an error does not waste a measurement
         for number, case in turns(self.cases, repeats):
             if case in self.out_of_memory:
                 continue
@@ -129,10 +131,10 @@ class Bench:
             log(f"{title}: makespan {makespan:.2f} s, first clip after {first:.2f} s")
 
     def profile(self, path: Path) -> None:
-        """Make a clip in a run of its own, of which torch.profiler writes a trace of rank 0.
+        """Profile one clip on rank 0 by torch.profiler, in a separate run.
 
         Args:
-            path: The trace file.
+            path: Path of the trace.
         """
         with Pipeline(self.config, profile_path=str(path.absolute())) as pipeline:
             pipeline.run(self.requests[:2])
@@ -140,7 +142,8 @@ class Bench:
     def _measure(self, case: str, number: int, title: str, open_observer: OpenObserver) -> Round:
         reset_peak()  # a launcher's rank 0 computes in a thread of this process
         config = self.cases[case]
-        # This many clips reach every rank: all replicas, and all decoders of each.
+        # Clips go to the replicas, and within each to its decoders, in turn: this many clips reach
+        # every rank.
         parallel = config.parallel
         num_routes = parallel.data_parallel_size * parallel.num_decoders
         num_warmups = self.asked.measure.warmups * num_routes
@@ -172,22 +175,22 @@ class Bench:
 
 
 def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, case) in the order of measurement; each round begins with another case.
+    """Yield (round, case) in the order of measurement; successive rounds begin with other cases.
 
     Args:
         cases: Names of the cases.
         repeats: Number of rounds.
     """
     names = list(cases)
-    for number, turn in product(range(repeats), range(len(names))):
-        yield number, names[(number + turn) % len(names)]
+    for number, position in product(range(repeats), range(len(names))):
+        yield number, names[(number + position) % len(names)]
 
 
 def launched_pipelines(asked: BenchConfig, config: PipelineConfig) -> Iterator[Pipeline]:
-    """Yield the pipelines in which a launcher's rank other than 0 works, one after the other.
+    """Yield the pipelines that a launcher's rank other than 0 joins, one after the other.
 
-    Between two of them rank 0 may measure diffusers for as long as it likes: the others wait for
-    it without a deadline of their own. If rank 0 ends, the launcher ends them.
+    Between two of them rank 0 may measure diffusers. The other ranks wait for it for up to a week;
+    if rank 0 ends, the launcher ends them.
 
     Args:
         asked: Configuration of the benchmark.
@@ -205,8 +208,8 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """Return the pipeline and its baselines by name, with their configurations.
 
     Args:
-        config: Configuration of the pipeline. One that is data parallel itself has no such
-            baseline.
+        config: Configuration of the pipeline. If it is data parallel itself, it has no data
+            parallel baseline.
     """
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
@@ -215,14 +218,14 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 
 
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
-    """All inputs with the first seed, then all with the second, and so on."""
+    """Return the requests: all inputs with the first seed, then all with the second, and so on."""
     is_dummy = config.model.is_dummy
     inputs = [ClipInput()] if is_dummy else _inputs(asked.workload, config)
     return round_robin(inputs, asked.measure.seeds, asked.workload.clips)
 
 
 def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:
-    """Each image with each prompt; an image is None if clips start from text."""
+    """Return each image with each prompt; the image is None if clips start from text."""
     sampling = config.sampling
     images: Sequence[MediaFile | None] = [None]
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:
@@ -244,7 +247,8 @@ def differing(rounds: Sequence[Round]) -> list[str]:
     """Return the cases, rounds and clips whose bits differ from diffusers'; empty if none do.
 
     Args:
-        rounds: Rounds of all cases, at least one. Without one of diffusers the first round counts.
+        rounds: Rounds of all cases, at least one. Without a round of diffusers the first round is
+            the reference.
     """
     first = next((done for done in rounds if done.case == ONE_DEVICE), rounds[0])
     return [

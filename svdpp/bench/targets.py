@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, TargetMissedError, nearest
 
-#: The case that is measured, and its two baselines.
+#: Names of the cases: the pipeline, and its two baselines.
 PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
 CASES = (PIPELINE, DATA_PARALLEL, ONE_DEVICE)
 
-#: Ratios of the pipeline's clips per minute to those of another case, by name.
+#: Cases by the name of the pipeline's speed-up over them, a ratio of clips per minute.
 SPEEDUPS = {"speedup_over_data_parallel": DATA_PARALLEL, "speedup_over_diffusers": ONE_DEVICE}
 
 _PARTS = ("compute", "wait", "transfer", "idle", "unaccounted")
-#: The figures of each case in a summary, in its order.
+#: Names of the metrics of each case, in the order of a summary.
 METRICS = (
     *("clips", "makespan_seconds", "overhead", "first_clip_seconds", "steady_clips_per_minute"),
     *("step_p50_seconds", "step_p90_seconds", "step_p95_seconds", "tflops", "utilisation"),
@@ -30,14 +30,14 @@ _Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 
 
 class Bound(BaseModel):
-    """A bound for one figure, with the bound itself included."""
+    """Inclusive bounds of one metric."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     min: _Number | None = None
-    """Least value, in the unit of the figure; None: no lower bound."""
+    """Least value, in the unit of the metric; None: no lower bound."""
     max: _Number | None = None
-    """Largest value, in the unit of the figure; None: no upper bound."""
+    """Largest value, in the unit of the metric; None: no upper bound."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> Self:
@@ -48,90 +48,91 @@ class Bound(BaseModel):
         return self
 
     def __str__(self) -> str:
-        ends = [(">=", self.min), ("<=", self.max)]
-        return ", ".join(f"{sign} {end:g}" for sign, end in ends if end is not None)
+        limits = [(">=", self.min), ("<=", self.max)]
+        return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
     def holds(self, value: float) -> bool:
-        """Whether a value is within the bound.
+        """Whether a value is within the bounds.
 
         Args:
-            value: Figure, in its own unit.
+            value: Value, in the unit of the metric.
         """
         return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
 
 
 class Outcome(NamedTuple):
-    """A target and what was measured: a row of the table of targets."""
+    """Target and its measurement: a row of the table of targets."""
 
     name: str
-    """Name of the figure, as the configuration has it."""
+    """Name of the metric, as in the configuration."""
     bound: str
-    """The bound, such as ">= 0.95"."""
+    """Bound, such as ">= 0.95"."""
     measured: float | None
-    """Figure over all rounds; None if no round has it."""
+    """Value over all rounds; None if no round has it."""
     met: bool
-    """Whether the figure is within the bound. A figure that was not measured is not."""
+    """Whether the value is within the bound; False if it was not measured."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the case and the figure that the name of a target means.
+    """Return the case and the metric that the name of a target means.
 
     Args:
-        name: `FIGURE` of the pipeline, or `CASE.FIGURE`, such as `diffusers.step_p50_seconds`.
+        name: Name as `METRIC`, which means the pipeline's, or as `CASE.METRIC`, such as
+            `diffusers.step_p50_seconds`.
     """
-    case, _, figure = name.rpartition(".")
-    return case.replace("_", " ") or PIPELINE, figure
+    case, _, metric = name.rpartition(".")
+    return case.replace("_", " ") or PIPELINE, metric
 
 
 def check_name(name: str) -> None:
-    """Check that a target's name is that of a figure or of a speed-up.
+    """Check that a target's name is that of a metric or of a speed-up.
 
     Args:
-        name: Name as the configuration has it.
+        name: Name of the target, as in the configuration.
 
     Raises:
-        RequestError: It is neither; the hint has the nearest name.
+        RequestError: The name is neither; the hint proposes the nearest one.
     """
-    case, figure = split_name(name)
-    if name in SPEEDUPS or (case in CASES and figure in METRICS):
+    case, metric = split_name(name)
+    if name in SPEEDUPS or (case in CASES and metric in METRICS):
         return
     names = (*SPEEDUPS, *METRICS)
-    hint = nearest(figure, names, f"known: {', '.join(names)}")
-    raise RequestError(f"targets: no figure {name!r}", hint, details={"figure": name})
+    hint = nearest(metric, names, f"known: {', '.join(names)}")
+    raise RequestError(f"targets: no metric {name!r}", hint, details={"figure": name})
 
 
 def check_measurable(
     names: Collection[str], cases: Collection[str], *, on_gpu: bool, is_peak_known: bool
 ) -> None:
-    """Check before a benchmark that it measures each figure that has a target.
+    """Check before a benchmark that it will measure each metric that has a target.
 
     Args:
         names: Valid names of targets.
         cases: Cases that the benchmark measures.
-        on_gpu: Whether its ranks are on GPUs.
-        is_peak_known: Whether the peak of every rank's device is known.
+        on_gpu: Whether the ranks are on GPUs.
+        is_peak_known: Whether the peak TFLOP/s of every rank's device is known.
 
     Raises:
-        RequestError: It does not measure one of them.
+        RequestError: A target's metric will not be measured.
     """
     for name in names:
-        case, figure = split_name(name)
+        case, metric = split_name(name)
         case = SPEEDUPS.get(name, case)
         hint = f"leave targets.{name} out"
         why_not = f"targets.{name}: {case} is not a case beside this pipeline"
         require(case in cases, why_not, hint, figure=name)
         why_not = f"targets.{name}: on the CPU only peak_reserved_gib is measured"
-        require(on_gpu or figure != "peak_allocated_gib", why_not, hint, figure=name)
+        require(on_gpu or metric != "peak_allocated_gib", why_not, hint, figure=name)
         why_not = f"targets.{name}: no peak is known for the device"
         hint = "give its peak in this dtype with `peak_tflops`"
-        require(is_peak_known or figure != "utilisation", why_not, hint, figure=name)
+        require(is_peak_known or metric != "utilisation", why_not, hint, figure=name)
 
 
 def outcomes(targets: Mapping[str, Bound], summary: Mapping[str, Any]) -> list[Outcome]:
-    """Return the outcome of each target, in their order.
+    """Return the outcomes in the order of the targets.
 
     Args:
-        targets: Bounds by valid names.
+        targets: Bounds by valid names of targets.
         summary: Content of `summary.json`.
     """
     found = []
@@ -139,8 +140,8 @@ def outcomes(targets: Mapping[str, Bound], summary: Mapping[str, Any]) -> list[O
         if name in SPEEDUPS:
             value = summary["speedups"].get(SPEEDUPS[name], {}).get("over_rounds")
         else:
-            case, figure = split_name(name)
-            value = summary["cases"].get(case, {"over_rounds": {}})["over_rounds"].get(figure)
+            case, metric = split_name(name)
+            value = summary["cases"].get(case, {"over_rounds": {}})["over_rounds"].get(metric)
         found.append(Outcome(name, str(bound), value, value is not None and bound.holds(value)))
     return found
 
@@ -152,7 +153,8 @@ def check_met(found: Sequence[Outcome]) -> None:
         found: Outcomes of all targets.
 
     Raises:
-        TargetMissedError: One is not; the error names each that is not, with bound and figure.
+        TargetMissedError: A target is missed; the error names each missed one, with its bound and
+            the measured value.
     """
     missed = [each for each in found if not each.met]
     if not missed:

@@ -150,7 +150,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
             world_size: Number of ranks.
 
         Raises:
-            RequestError: There are too many ranks.
+            RequestError: The number of ranks is too large to forecast.
         """
         check_int("world_size", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK

@@ -117,7 +117,7 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
         """The allowed difference.
 
         Raises:
-            RequestError: It is negative or not finite.
+            RequestError: A tolerance is negative or not finite.
         """
         return Tolerance(atol=self.atol, rtol=self.rtol)
 

@@ -330,8 +330,8 @@ class PendingPacket:
             The packet, ready for the current stream.
 
         Raises:
-            MismatchError: It is not the expected one.
-            TransportError: It could not be received.
+            MismatchError: The packet is not the expected one.
+            TransportError: The packet could not be received.
         """
         metadata, payload = self._future.result()
         streams.record_stream(payload)

@@ -18,7 +18,8 @@ def find_costs(name_or_path: str) -> CostModel:
     """Return the preset of a name, else the costs in the file at that path.
 
     Raises:
-        RequestError: There is neither, or the run of the file has measured nothing.
+        RequestError: No preset and no file has the name, or the run of the file has measured
+            nothing.
         InputError: The file cannot be read, or holds no costs.
     """
     if name_or_path in PRESETS:

@@ -76,7 +76,7 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
         where: Text after the limits in the message; "": none.
 
     Raises:
-        RequestError: It is not.
+        RequestError: The value is not an int, or out of range.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips
@@ -95,7 +95,7 @@ def check_seconds(name: str, value: Any) -> None:
         value: Value of any type.
 
     Raises:
-        RequestError: It is not.
+        RequestError: The value is not a number, or out of range.
     """
     require(
         is_number(value) and 0 < value <= MAX_TIMEOUT_SECONDS,
@@ -116,7 +116,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
         types: Types that are allowed; `type(None)` allows None.
 
     Raises:
-        RequestError: It has another type.
+        RequestError: The value has another type.
     """
     if type(value) not in types:
         names = " or ".join("null" if each is type(None) else each.__name__ for each in types)
@@ -135,7 +135,7 @@ def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
         known: Values that are allowed.
 
     Raises:
-        RequestError: It is not.
+        RequestError: The value is none of these.
     """
     if value not in known:
         raise RequestError(
@@ -177,7 +177,7 @@ def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) ->
         max_bytes: Largest size that is read.
 
     Raises:
-        InputError: It is missing, not regular, too large, or cannot be read.
+        InputError: The file is missing, not a regular file, too large, or cannot be read.
     """
     try:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:

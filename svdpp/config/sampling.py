@@ -68,7 +68,7 @@ class Param:
             value: Value of any type; None is allowed if the default is None.
 
         Raises:
-            RequestError: It has another type, or is out of range.
+            RequestError: The value has another type, or is out of range.
         """
         if value is None and self.default is None:
             return
@@ -234,7 +234,7 @@ class CommonSampling:
         """Number of frames, once the model's is known.
 
         Raises:
-            ValueError: It is not known yet.
+            ValueError: The number is not known yet.
         """
         if self.num_frames is None:
             raise ValueError("num_frames is None: resolve it with the model first")
@@ -252,7 +252,7 @@ class CommonSampling:
             names: Names of the videos that the clip has.
 
         Raises:
-            RequestError: One is missing, or the family takes none of that name.
+            RequestError: A video is missing, or the family takes none of that name.
         """
         taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):

@@ -20,7 +20,7 @@ class Tolerance:
         rtol: Part relative to the reference's value. With both 0 the bits must be equal.
 
     Raises:
-        RequestError: One of the two is negative or not finite.
+        RequestError: `atol` or `rtol` is negative or not finite.
     """
 
     atol: float = 0.0

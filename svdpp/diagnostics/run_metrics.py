@@ -374,7 +374,7 @@ def parse_run_metrics(manifest: Mapping[str, Any], where: str) -> RunMetrics | N
         The figures; None if the run has left none.
 
     Raises:
-        InputError: They are damaged.
+        InputError: The metrics are damaged.
     """
     values = manifest.get("measured")
     if values is None:

@@ -115,7 +115,7 @@ class ClipHandle(Future[ClipResult]):
         Raises:
             SvdppError: The clip is lost, or the run has ended before it was finished.
             TimeoutError: The clip is not finished in time.
-            CancelledError: It was cancelled.
+            CancelledError: The clip was cancelled.
             RuntimeError: The calling thread is the pipeline's own.
         """
         self._owner.check_may_wait(self)
@@ -131,7 +131,7 @@ class ClipHandle(Future[ClipResult]):
 
         Raises:
             TimeoutError: The clip is not finished in time.
-            CancelledError: It was cancelled.
+            CancelledError: The clip was cancelled.
             RuntimeError: The calling thread is the pipeline's own.
         """
         self._owner.check_may_wait(self)
@@ -206,7 +206,7 @@ class ClipTracker:
             handle: Clip to wait for, which may be done already; None: any clip.
 
         Raises:
-            RuntimeError: It is that thread, which would wait for itself.
+            RuntimeError: The caller is the thread that finishes clips, which would wait for itself.
         """
         if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(

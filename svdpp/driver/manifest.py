@@ -38,7 +38,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of a run's manifest.
 
     Raises:
-        InputError: There is none, or it is of another kind or version.
+        InputError: The manifest is missing, or of another kind or version.
     """
     data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:

@@ -212,7 +212,7 @@ class Pipeline(PipelineRanks):
         """Check, as entering the block does, that this host's ranks fit into its free memory.
 
         Raises:
-            OutOfMemoryError: They do not.
+            OutOfMemoryError: The ranks do not fit.
         """
         num_local = None if self.world is None else self.world.local_size
         check_memory(self.config, self.checkpoint, self.config.layout.roles[:num_local])

@@ -351,7 +351,7 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
         allowed: Whether they may differ.
 
     Raises:
-        RequestError: They differ and may not, or share a GPU under NCCL.
+        RequestError: The ranks differ without permission, or share a GPU under NCCL.
     """
     owners: dict[str, int] = {}
     for rank, event in sorted(started.items()):

@@ -74,7 +74,7 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
         any_on_cpu: Whether the CPU is acceptable for every model, as it is for a check.
 
     Raises:
-        RequestError: There is no GPU, and the model is too slow for a CPU.
+        RequestError: The machine has no GPU, and the model is too slow for a CPU.
     """
     if device != "auto":
         return device

@@ -53,8 +53,8 @@ class RequestScheduler:
         """Return `requests` as a list, resolved: the ranks can make every clip.
 
         Raises:
-            RequestError: They cannot make one of them.
-            TypeError: One is no `ClipRequest`.
+            RequestError: The ranks cannot make one of the clips.
+            TypeError: An element is not a `ClipRequest`.
         """
         listed = list(requests)
         for index, request in enumerate(listed):

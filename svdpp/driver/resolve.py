@@ -228,7 +228,7 @@ def check_memory(
         ranks: Roles of each rank on this host.
 
     Raises:
-        OutOfMemoryError: They need more than this machine has free.
+        OutOfMemoryError: The ranks need more memory than this machine has free.
     """
     sampling = config.sampling
     if config.device != "cpu" or checkpoint is None:

@@ -143,7 +143,7 @@ class Supervisor:
         """End the ranks in order: each reports that it is done, and exits with code 0.
 
         Raises:
-            RankError: One does not.
+            RankError: A rank does not end in order.
         """
         self.send_to_all(Stop().to_bytes())
         deadline = time.monotonic() + self._config.timeout_seconds

@@ -72,7 +72,7 @@ def free_bytes(device: str) -> int:
         device: `cuda` stands for `cuda:0`.
 
     Raises:
-        RequestError: There is no such GPU.
+        RequestError: This machine has no such GPU.
     """
     index, gpus = int(device.partition(":")[2] or 0), visible_gpus()
     if index >= len(gpus):

@@ -201,7 +201,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         launched: Whether a launcher started them, which may show each rank only its own GPU.
 
     Raises:
-        RequestError: There are fewer.
+        RequestError: The machine has fewer devices.
     """
     if device == "cpu":
         return

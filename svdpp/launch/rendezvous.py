@@ -234,7 +234,7 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
         max_bytes: Larger messages are refused; None: of any size.
 
     Raises:
-        TimeoutError: There is none by the deadline.
+        TimeoutError: No message has arrived by the deadline.
         OSError: The connection is broken, or the message is larger.
         EOFError: The other end has closed the connection.
     """

@@ -114,7 +114,7 @@ def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int
         environment: Variables, with these or Slurm's.
 
     Raises:
-        RequestError: There is no MASTER_ADDR and no list of hosts, or MASTER_PORT is no port.
+        RequestError: MASTER_ADDR and a list of hosts are missing, or MASTER_PORT is not a port.
     """
     host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
     if not host:

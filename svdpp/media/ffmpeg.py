@@ -36,7 +36,7 @@ def find_ffmpeg() -> str:
     """Return the path of the ffmpeg that imageio-ffmpeg contains or finds.
 
     Raises:
-        OutputError: There is none.
+        OutputError: No ffmpeg is found.
     """
     import imageio_ffmpeg  # 50 ms
 
@@ -70,8 +70,8 @@ def run_ffmpeg(
         files: Open descriptors that it inherits.
 
     Raises:
-        MediaFailure: It failed, or did not end in time.
-        OutputError: There is no ffmpeg.
+        MediaFailure: ffmpeg failed, or did not end in time.
+        OutputError: No ffmpeg is found.
     """
     done = _finished([*_QUIET, *arguments], frames, seconds, files)
     # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
@@ -92,8 +92,8 @@ def probe_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] =
         files: Open descriptors that it inherits.
 
     Raises:
-        MediaFailure: It did not end in time.
-        OutputError: There is no ffmpeg.
+        MediaFailure: ffmpeg did not end in time.
+        OutputError: No ffmpeg is found.
     """
     # Without an output ffmpeg always fails.
     done = _finished([*_START, "-loglevel", "info", *source], None, seconds, files)
@@ -117,7 +117,7 @@ def decode_frames(
 
     Raises:
         MediaFailure: The video cannot be decoded, or ffmpeg did not end in time.
-        OutputError: There is no ffmpeg.
+        OutputError: No ffmpeg is found.
     """
     # As PPM, because its header gives the size of each frame.
     output = ["-map", stream, "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]

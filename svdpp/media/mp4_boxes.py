@@ -22,7 +22,7 @@ def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
 
     Raises:
         OSError: A file cannot be read.
-        MediaFailure: Its boxes are damaged, or too many.
+        MediaFailure: The boxes of a file are damaged or too many.
     """
     (our_boxes, our_colours), (their_boxes, their_colours) = map(_sample_entry, (ours, theirs))
     if further := sorted(our_boxes - their_boxes - _HARMLESS):

@@ -38,7 +38,8 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
             others is not replaced.
 
     Raises:
-        OutputError: It cannot be written, or the block raised an error of the system or of svdpp.
+        OutputError: The output cannot be written, or the block raised an OSError, a ValueError, a
+            RuntimeError or an error of svdpp.
     """
     temporary, lock = None, -1
     try:
@@ -113,7 +114,7 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
     """Write `record` as indented JSON, completely or not at all.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The file cannot be written.
     """
     write_text(path, json_text(record))
 
@@ -130,7 +131,7 @@ def write_text(path: Path, text: str) -> None:
     """Write `text`, completely or not at all.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The file cannot be written.
     """
     with atomic_output(str(path), path.suffix) as temporary:
         temporary.write_text(text)
@@ -152,7 +153,7 @@ def check_writable(folder: Path) -> None:
     removes the files that killed writers left in it.
 
     Raises:
-        OutputError: Neither is possible.
+        OutputError: The folder cannot be written to or created.
     """
     try:
         existing = Path(os.path.realpath(folder))

@@ -71,7 +71,7 @@ def probe_streams(
         None of them if the file has no header that can be read.
 
     Raises:
-        MediaFailure: Ffmpeg did not end in time.
+        MediaFailure: ffmpeg did not end in time.
     """
     return list(_parse_log(probe_log(source, seconds=seconds, files=files)))
 
@@ -87,7 +87,7 @@ def read_streams(path: Path) -> list[Stream]:
     """Return all streams of an mp4, with the times of their packets.
 
     Raises:
-        MediaFailure: It cannot be read, or has too many packets.
+        MediaFailure: The file cannot be read, or has too many packets.
     """
     # Without -copyts ffmpeg begins at the first packet's time; a player shows nothing until then.
     source = ["-copyts", *mp4_source(path)]
@@ -128,7 +128,7 @@ def read_colours(path: Path) -> set[str]:
         path: Mp4 of at most as many frames as a clip has.
 
     Raises:
-        MediaFailure: Ffmpeg did not end in time.
+        MediaFailure: ffmpeg did not end in time.
     """
     # Data attached to frames could fill the log.
     filters = "sidedata=mode=delete,showinfo=checksum=0"

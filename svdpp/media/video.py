@@ -83,7 +83,7 @@ def write_clip(
         The `file_sha256` of the written file.
 
     Raises:
-        OutputError: It cannot be written, or is not whole when it is read back.
+        OutputError: The clip cannot be written, or differs when it is read back.
     """
     frames = _checked(frames)
     text = json.dumps(dict(metadata), allow_nan=False)
@@ -159,7 +159,7 @@ def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> l
     transparency and what else is in the file.
 
     Raises:
-        InputError: One of the two cannot be read.
+        InputError: A file cannot be read.
     """
     if format == "mp4":
         with _reading(ours, format):
@@ -203,7 +203,7 @@ def folder_faults(folder: Path) -> list[str]:
     """Return how a viewer would show the PNG files of a clip unlike their pixels in RGB.
 
     Raises:
-        InputError: One of them cannot be read.
+        InputError: A PNG file cannot be read.
     """
     with _reading(folder, "frames"):
         names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
@@ -295,7 +295,7 @@ def read_metadata(path: Path) -> dict[str, object]:
     """Return the `metadata` that `write_clip` stored in the clip, in any format.
 
     Raises:
-        InputError: It has none, or cannot be read.
+        InputError: The clip has no metadata of svdpp, or cannot be read.
     """
     with _reading(path, "a clip"):
         record = json.loads(_metadata_text(path) or "null")
@@ -320,7 +320,7 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a clip's file; for a folder, of the names and hashes of its files.
 
     Raises:
-        InputError: It cannot be read, or is no regular file.
+        InputError: A file cannot be read, or is not a regular file.
     """
     with _reading(path, "a clip"):
         if not path.is_dir():
@@ -344,7 +344,7 @@ def frames_sha256(frames: Frames) -> str:
         frames: Frames, uint8 of shape (F, H, W, 3).
 
     Raises:
-        ValueError: They have another dtype or shape.
+        ValueError: The array has another dtype or shape.
     """
     return hashlib.sha256(_checked(frames).data).hexdigest()
 
@@ -417,7 +417,7 @@ def read_audio(path: Path) -> AudioSamples:
     """Return the sound of an mp4, int16 of shape (N, 2), and its rate, 48 kHz.
 
     Raises:
-        InputError: It has no sound, or cannot be read.
+        InputError: The file has no sound, or cannot be read.
     """
     rate = 48000
     output = ["-map", "0:a:0", "-ar", str(rate), "-ac", "2", "-f", "s16le", "pipe:1"]

@@ -125,7 +125,7 @@ class JsonFile:
         """Return the integer at `key`.
 
         Raises:
-            ModelError: It is not an integer from 1 to `largest`.
+            ModelError: The value is not an integer from 1 to `largest`.
         """
         value = self.values.get(key)
         if type(value) is not int or not 1 <= value <= largest:
@@ -161,7 +161,7 @@ class JsonFile:
             reason: Clause with what it would do, such as "draws noise".
 
         Raises:
-            ModelError: It is set.
+            ModelError: The key is set.
         """
         value = self.values.get(key)
         if any(value) if isinstance(value, list) else value:
@@ -395,7 +395,7 @@ def weight_files(folder: Path, component: str, variant: str | None) -> list[str]
         Names below `folder`.
 
     Raises:
-        ModelError: There are no such files, or the index is damaged.
+        ModelError: The component has no such files, or the index is damaged.
     """
     variant = variant_of(folder, component, variant)
     names, known = _file_names(folder, component), _weight_names(component, variant)

@@ -15,7 +15,7 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
         width: Width of the clip.
 
     Raises:
-        RequestError: It makes none; the hint names the nearest size.
+        RequestError: The model does not make clips of this size; the hint names the nearest size.
     """
     from diffusers.pipelines.hunyuan_video1_5 import image_processor  # seconds
 

@@ -82,7 +82,8 @@ class CostModel:
             target: The receiver, on the same host or another.
 
         Raises:
-            RequestError: They are on different hosts, and the costs have no time for that.
+            RequestError: The ranks are on different hosts, and the costs have no time for a
+                transfer between hosts.
         """
         if self.host_of(source) == self.host_of(target):
             return self.transfer_seconds
@@ -174,7 +175,7 @@ class CostModel:
             world_size: Number of ranks W.
 
         Raises:
-            RequestError: They do not.
+            RequestError: The costs are for another number of ranks, or the hosts do not divide it.
         """
         per_host = self.ranks_per_host
         if per_host and world_size % per_host:

@@ -221,7 +221,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
         world_size: Number of ranks W.
 
     Raises:
-        ValueError: There are no spans.
+        ValueError: `spans` is empty.
     """
     # A span that takes no time comes after the one at whose end it starts.
     spans = sorted(spans, key=lambda span: (span.end, span.start))

@@ -446,7 +446,7 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
         chunks: Frames of each chunk.
 
     Raises:
-        RequestError: There are fewer chunks than ranks.
+        RequestError: A clip has fewer chunks than ranks that decode it.
     """
     if decode_ranks > len(chunks):
         raise RequestError(

@@ -172,7 +172,7 @@ def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
         given: Given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`.
 
     Raises:
-        RequestError: It does.
+        RequestError: The layout chooses one of the given fields itself.
     """
     for name, option in layout_options().items():
         if name in given and layout in option.chosen_by:

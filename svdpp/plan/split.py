@@ -156,7 +156,7 @@ def check_counts(num_steps: int, world_size: int) -> None:
         world_size: Number of ranks W.
 
     Raises:
-        RequestError: One is not.
+        RequestError: A count is not positive, or above its limit.
     """
     counts = (
         ("num_inference_steps", "steps", num_steps, MAX_PLANNED_STEPS),
@@ -387,7 +387,7 @@ def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
         boundary: Steps of the first expert.
 
     Raises:
-        RequestError: None does.
+        RequestError: No division of the stages splits the steps of each expert evenly.
     """
     if _even_divisions(num_steps, num_stages, boundary):
         return

@@ -396,7 +396,7 @@ class Dispatcher:
         """Query or change the queue, or put files, however long these are away or the disk full.
 
         Raises:
-            OutputError: They still are at the end of the grace.
+            OutputError: The queue or the files are still unavailable after the grace period.
         """
         logged = ""
         while True:

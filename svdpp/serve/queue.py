@@ -282,7 +282,7 @@ class JobQueue:
         """Check that this machine's clock agrees with the queue's.
 
         Raises:
-            ClockError: It does not. Nothing may be deleted by its age until it does.
+            ClockError: The clocks differ. Nothing may be deleted by its age until they agree again.
         """
         check_skew(self.backend.skew(), self.backend.clock_name)
 
@@ -347,7 +347,7 @@ class JobQueue:
             QueueFullError: A limit is reached.
             RequestError: The idempotency key was used for another request.
             UnreadableJobError: A newer svdpp has stored the job of that idempotency key.
-            OutputError: It is later than `until`, or the queue cannot be used.
+            OutputError: The time is later than `until`, or the queue cannot be used.
         """
         find_existing = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.backend.transaction(advisory_lock="add") as connection:
@@ -801,7 +801,7 @@ def _same_request(existing: Job, job: Job) -> Job:
     """Return the existing job if the new one requests the same clip.
 
     Raises:
-        RequestError: It requests another clip.
+        RequestError: The new job requests another clip.
     """
     names = ("input_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
     for name in (*names, "callback_url"):

@@ -80,7 +80,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
         restore: First half of the hint: how to get the queue back.
 
     Raises:
-        RequestError: It has other files.
+        RequestError: The folder has other files.
     """
     names = (
         set(os.listdir(folder)) - {LOCK_FILE, LOST_AND_FOUND, RESERVE_FILE, *allowed}
@@ -166,7 +166,7 @@ class SqliteBackend:
 
         Raises:
             AwayError: The file was removed or replaced.
-            OutputError: It cannot be used.
+            OutputError: The file cannot be used.
         """
         with self._errors(), _acquired(self._writing, _BUSY_SECONDS):
             self._keep_reserve()
@@ -193,7 +193,7 @@ class SqliteBackend:
         """Check that the file takes changes.
 
         Raises:
-            OutputError: It does not, or another program holds its locks.
+            OutputError: The file takes no changes, or another program holds its locks.
         """
         with self.transaction():
             pass

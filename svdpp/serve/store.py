@@ -265,7 +265,7 @@ class FileStore:
         """Check now and then that the store answers, and at each call while it does not.
 
         Raises:
-            StorageAwayError: It does not, or has no mark of the queue.
+            StorageAwayError: The store does not answer, or lacks the mark of the queue.
         """
         if self.unavailable_reason or time.monotonic() >= self._next_probe_at:
             self._probe()

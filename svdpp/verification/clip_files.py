@@ -92,7 +92,7 @@ def read_clip(path: Path) -> ClipOnDisk:
         path: JSON of the clip, or its file, which has the metadata inside.
 
     Raises:
-        InputError: It does not exist, or its metadata are not a clip's.
+        InputError: The file does not exist, or its metadata are not a clip's.
     """
     if path.suffix == ".json":
         return _read_clip_json(path)

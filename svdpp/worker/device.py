@@ -38,8 +38,8 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
         world: World of the rank, with its place on its host.
 
     Raises:
-        RequestError: There is no such device, or it cannot be used.
-        OutOfMemoryError: It has no memory for a context.
+        RequestError: The device does not exist, or cannot be used.
+        OutOfMemoryError: The device has no memory for a CUDA context.
     """
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)

@@ -252,8 +252,8 @@ def parse(message: bytes) -> Any:
     """Return the command or event that `to_bytes` wrote.
 
     Raises:
-        ValueError: It is not JSON, or a field is missing, unknown or of another type.
-        KeyError: It names no message.
+        ValueError: The text is not JSON, or a field is missing, unknown or of another type.
+        KeyError: The JSON names no known message type.
     """
     values = json.loads(message)
     return _CLASSES[values.pop("kind")].model_validate(values)

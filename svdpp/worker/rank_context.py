@@ -44,7 +44,7 @@ class RankContext:
         """Check that the parent still needs a clip.
 
         Raises:
-            ClipCancelledError: It does not.
+            ClipCancelledError: The clip was cancelled.
         """
         if self.is_cancelled(clip):
             raise ClipCancelledError

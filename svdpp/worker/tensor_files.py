@@ -257,7 +257,7 @@ class TensorStore:
         """Return the tensors that `keep` got.
 
         Raises:
-            FileNotFoundError: There are none of this clip and name.
+            FileNotFoundError: No tensors of this clip and name were kept.
         """
         tensors: Tensors = load_file(self._folder / f"clip{clip}_{name}")
         return tensors

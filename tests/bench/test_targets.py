@@ -61,8 +61,8 @@ def _finished(folder: Path, *overrides: str) -> tuple[Path, dict[str, Any], Benc
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("targets.buble.max=0.2", "targets: no figure 'buble'"),
-        ("targets.one_gpu.bubble.max=0.2", "targets: no figure 'one_gpu.bubble'"),
+        ("targets.buble.max=0.2", "targets: no metric 'buble'"),
+        ("targets.one_gpu.bubble.max=0.2", "targets: no metric 'one_gpu.bubble'"),
         ("targets.bubble={}", "targets.bubble is refused: needs min, max or both"),
         ("targets.bubble.most=1", "no field 'targets.bubble.most'"),
         ("targets.bubble={min: 2, max: 1}", "has min 2 above max 1"),

@@ -214,7 +214,7 @@ class ModelOptions:
         None for models that are known without a look: the default, the demo and the dummy one.
 
         Raises:
-            ModelError: There is no such model, or svdpp does not run it.
+            ModelError: The model does not exist, or svdpp does not run it.
             RequestError: The options contradict the checkpoint.
         """
         if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):

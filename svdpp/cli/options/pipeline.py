@@ -200,7 +200,7 @@ class PipelineOptions(ModelOptions):
             any_on_cpu: Whether the CPU is acceptable for every model, as it is for a check.
 
         Raises:
-            RequestError: There is no GPU, and the model is too slow for a CPU.
+            RequestError: The machine has no GPU, and the model is too slow for a CPU.
         """
         return find_device(self.device, self.model, any_on_cpu=any_on_cpu)
 

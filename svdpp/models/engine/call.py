@@ -115,7 +115,8 @@ class RangeCall:
             The pipeline's result; None if the call ends before a step.
 
         Raises:
-            ModelError: It draws from torch's global generator, or has another number of steps.
+            ModelError: The pipeline draws from torch's global generator, or makes another number of
+                steps.
         """
         callback = step_callback(self.pipe, self._on_step_end)
         before, result, problem = _global_states(self._device), None, ""
@@ -438,7 +439,7 @@ class GuidanceBranches:
         """Check that both branches of a step are evaluated, before the scheduler's step.
 
         Raises:
-            ModelError: Only one is.
+            ModelError: Only one branch was evaluated.
         """
         if self.spec.branches == "calls" and self._calls == 1:
             raise ModelError(

@@ -74,7 +74,7 @@ class Packer:
             name: Beginning of the names of its tensors.
 
         Raises:
-            ModelError: It holds something else, which no packet carries.
+            ModelError: The value holds an object that no packet can carry.
         """
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value, name)
