@@ -1,1 +1,1 @@
-"""Files: images in, videos out. Knows no torch and no ranks."""
+"""Images, videos, prompts and output files. Imports neither torch nor anything about ranks."""

@@ -1,4 +1,4 @@
-"""ffmpeg as a child process: its path, its failures, and the frames that it decodes."""
+"""Child processes of ffmpeg: its path, its failures, and the frames that it decodes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from PIL import Image
 
 from svdpp.errors import OutputError, without_controls
 
-# Exact rounding; without it swscale changes colours by one or two levels.
+# Exact rounding, without which swscale changes colours by one or two levels.
 EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 _START = ("-hide_banner", "-nostdin")
 _QUIET = (*_START, "-loglevel", "error", "-xerror")
-# Bytes of stderr that are kept; the rest is read and dropped.
+# Number of bytes of stderr that are kept; the rest is read and dropped.
 _MAX_LOG = 2**20
 
 
 class MediaFailure(RuntimeError):
-    """A failure of ffmpeg, or a file with the wrong content."""
+    """Failure of ffmpeg, or a media file with wrong content."""
 
 
 def find_ffmpeg() -> str:
@@ -38,9 +38,9 @@ def find_ffmpeg() -> str:
     Raises:
         OutputError: No ffmpeg is found.
     """
-    import imageio_ffmpeg  # 50 ms
+    import imageio_ffmpeg  # here, because the import takes 50 ms
 
-    with contextlib.suppress(RuntimeError):  # it has none
+    with contextlib.suppress(RuntimeError):  # imageio-ffmpeg has no ffmpeg
         executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
         if executable is not None:
             return executable
@@ -49,7 +49,8 @@ def find_ffmpeg() -> str:
 
 def mp4_source(path: Path) -> list[str]:
     """Return ffmpeg's options that open `path` as an mp4 and as nothing else."""
-    # One demuxer and no network, because a playlist can be named .mp4; `file:` allows any name.
+    # One demuxer and no network, because a playlist can be named .mp4. `file:` allows any file
+    # name.
     name = f"file:{os.path.abspath(path)}"
     return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
 
@@ -84,7 +85,7 @@ def run_ffmpeg(
 
 
 def probe_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] = ()) -> str:
-    """Return what ffmpeg prints of an input when it only opens it: its streams, or why it cannot.
+    """Return ffmpeg's log of opening an input: its streams, or the reason why it cannot be opened.
 
     Args:
         source: Options of the input, up to its `-i NAME`.
@@ -95,7 +96,7 @@ def probe_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] =
         MediaFailure: ffmpeg did not end in time.
         OutputError: No ffmpeg is found.
     """
-    # Without an output ffmpeg always fails.
+    # The exit code is ignored: without an output ffmpeg always fails.
     done = _finished([*_START, "-loglevel", "info", *source], None, seconds, files)
     return done.stderr[:_MAX_LOG].decode(errors="replace")
 
@@ -119,7 +120,7 @@ def decode_frames(
         MediaFailure: The video cannot be decoded, or ffmpeg did not end in time.
         OutputError: No ffmpeg is found.
     """
-    # As PPM, because its header gives the size of each frame.
+    # PPM, because its header gives the size of each frame.
     output = ["-map", stream, "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
     output += ["-pix_fmt", "rgb24", "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
     with subprocess.Popen(
@@ -156,9 +157,9 @@ def decode_frames(
 
 
 class _Drain(threading.Thread):
-    """Thread that reads a pipe to its end and keeps its beginning.
+    """Thread that reads a pipe to its end and keeps the first bytes.
 
-    A pipe that nobody reads blocks its writer after 64 KiB: ffmpeg would neither decode nor end.
+    Without a reader, ffmpeg would block once the pipe is full (64 KiB).
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -177,8 +178,8 @@ def _finished(
     seconds: float,
     files: tuple[int, ...],
 ) -> subprocess.CompletedProcess[bytes]:
-    # imageio_ffmpeg.write_frames would drop the exit code. In a new session ffmpeg does not get a
-    # terminal's Ctrl-C, so the run can end it in order.
+    # Not by imageio_ffmpeg.write_frames, which drops the exit code. In a new session ffmpeg does
+    # not get a terminal's Ctrl-C, so that the run can end it in order.
     try:
         return subprocess.run(
             [find_ffmpeg(), *arguments],
@@ -195,7 +196,8 @@ def _finished(
 def _failure(code: int, line: bytes) -> MediaFailure:
     if code < 0:
         return MediaFailure(f"ffmpeg was ended by {signal.Signals(-code).name}")
-    # ffmpeg begins a line with one of its parts and its address: [mov,mp4 @ 0x55e882eb7d40].
+    # A line begins with the part of ffmpeg that logs it, and its address: [mov,mp4 @
+    # 0x55e882eb7d40].
     text = re.sub(r"^(\[[^]]*\] *)+", "", line.decode(errors="replace").strip())
     reason = without_controls(text)[:200] or "no reason given"
     return MediaFailure(f"ffmpeg ended with {code}: {reason}")

@@ -255,7 +255,7 @@ def raise_problems(problems: Sequence[InputError], hint: str = "") -> None:
 
 
 def _expand(text: str, *, videos: bool) -> Iterator[Path]:
-    """The files that one input names, unchecked; InputError if it names none."""
+    """Yield the files that one input names, unchecked; InputError if it names none."""
     if not text:
         raise InputError("'' is an empty name")
     if "\0" in text:
@@ -278,7 +278,7 @@ def _expand(text: str, *, videos: bool) -> Iterator[Path]:
 
 
 def _files_in(folder: str) -> list[Path]:
-    """The files of a folder by name, without hidden ones."""
+    """Return the files of a folder, sorted by name, without hidden ones."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Kinds of files by their first bytes, and how to convert those that are not read."""
+"""Kinds of media files by their first bytes, and hints how to convert unsupported ones."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import NamedTuple
 
 from PIL import features
 
-#: The only decoders of images that are used. Others, such as EPS, start external programs.
+#: Image formats that Pillow may decode. Decoders of others, such as EPS, start external programs.
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 if features.check("avif"):
     FORMATS = (*FORMATS, "AVIF")
 
-# ffmpeg's demuxers of videos, by bytes of a file and their place. Playlists could name other files.
+# Demuxers of ffmpeg for videos: offset of bytes in the file, the bytes, and the demuxer. Playlists
+# are left out, because they could name other files.
 _DEMUXERS = (
     *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     (0, b"\x1aE\xdf\xa3", "matroska"),
 )
-# Brands of ISO files that hold images: their boxes are those of an mp4.
+# Brands of ISO files that hold images, which otherwise look like an mp4.
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF = (b"avif", b"avis")
 
@@ -24,12 +25,12 @@ _TO_MP4 = "convert it first: ffmpeg -i {name} -c copy out.mp4, or -c:v libx264 i
 
 
 class UnsupportedKind(NamedTuple):
-    """A kind of file that is known but not read."""
+    """Kind of file that is recognised but not supported."""
 
     name: str
-    """With its article: `an AVI video`."""
+    """Name with its article, such as `an AVI video`."""
     hint: str
-    """The way to convert it."""
+    """Hint how to convert the file, in which `{name}` stands for its name."""
 
 
 _UNSUPPORTED = (
@@ -60,7 +61,7 @@ _AVIF_IMAGE = UnsupportedKind(
 
 
 def demuxer_of(data: bytes) -> str | None:
-    """Return ffmpeg's name of the format of a video; None for what is no video that is taken."""
+    """Return the demuxer of ffmpeg for a video, by its first bytes; None if it is not supported."""
     if is_iso_image(data):
         return None
     known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
@@ -68,12 +69,12 @@ def demuxer_of(data: bytes) -> str | None:
 
 
 def is_iso_image(data: bytes) -> bool:
-    """Whether the bytes are of a HEIC or AVIF image, whatever the file's name."""
+    """Whether the first bytes of a file are those of a HEIC or AVIF image."""
     return data[4:8] == b"ftyp" and data[8:12] in (*_HEIC, *_AVIF)
 
 
 def unsupported_kind(data: bytes) -> UnsupportedKind | None:
-    """Return the kind of a file that is not read, by its bytes; None if it is none of them."""
+    """Return the unsupported kind of a file, by its first bytes; None if it is not a known one."""
     if is_iso_image(data):
         return _HEIC_IMAGE if _is_heic(data) else _AVIF_IMAGE
     for place, magic, second_place, second_magic, kind in _UNSUPPORTED:
@@ -83,6 +84,6 @@ def unsupported_kind(data: bytes) -> UnsupportedKind | None:
 
 
 def _is_heic(data: bytes) -> bool:
-    """Whether an image is HEIC. The brand `mif1` is of both; the compatible ones decide then."""
+    """Whether an image is HEIC. Both kinds can have the brand `mif1`; compatible brands decide."""
     brands = data[8 : int.from_bytes(data[:4], "big")][:256]
     return not any(brand in brands for brand in _AVIF)

@@ -1,4 +1,4 @@
-"""Boxes of an mp4 that players follow and ffmpeg ignores: colours, crop, stereo, projection."""
+"""Boxes of an mp4 that players obey and ffmpeg ignores: colours, crop, stereo, projection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import BinaryIO
 
 from svdpp.media.ffmpeg import MediaFailure
 
-# Boxes of a video's sample entry that show nothing, or whose effect `read_streams` compares.
+# Boxes of a video's sample entry without effect on players, or with one that `read_streams`
+# compares.
 _HARMLESS = {"avcC", "btrt", "fiel", "free", "pasp", "colr"}
 _PATH = ("moov", "trak", "mdia", "minf", "stbl", "stsd")
 # Bytes of a video's sample entry before its boxes, and of `stsd` before its entries.
@@ -18,7 +19,7 @@ _MAX_BOXES = 10_000
 
 
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
-    """Yield a clause for each box of a video by which a player would show `ours` unlike `theirs`.
+    """Yield a clause for each box of a video by which a player shows `ours` unlike `theirs`.
 
     Raises:
         OSError: A file cannot be read.
@@ -38,7 +39,7 @@ def _sample_entry(path: Path) -> tuple[set[str], set[bytes]]:
         file.seek(0, 2)
         for begin, end in _find(file, 0, file.tell(), _PATH):
             for entry, start, stop in _boxes(file, begin + _STSD_FIELDS, end):
-                if entry not in ("avc1", "avc3"):  # another codec, which `read_streams` names
+                if entry not in ("avc1", "avc3"):  # `stream_differences` reports another codec
                     continue
                 for kind, first, last in _boxes(file, start + _ENTRY_FIELDS, stop):
                     kinds.add(kind)
@@ -69,7 +70,7 @@ def _boxes(file: BinaryIO, begin: int, end: int) -> Iterator[tuple[str, int, int
             size, start = int.from_bytes(header[8:16]), begin + 16
         stop = end if size == 0 else begin + size
         if not start <= stop <= end:
-            return  # what is behind the last whole box is no box
+            return  # the bytes after the last whole box are not a box
         yield header[4:8].decode("latin-1"), start, stop
         begin = stop
     raise MediaFailure("it has too many boxes")

@@ -1,7 +1,7 @@
-"""Writing a file or folder completely or not at all, whatever its content.
+"""Atomic writes of files and folders, locks of folders, and errors of disks.
 
 A file is written under a hidden name in the same folder and renamed when it is complete. Its writer
-locks it, so that any run can distinguish a file that is being written from an abandoned one.
+holds a lock on it, by which other runs tell a file that is being written from an abandoned one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
     Args:
         name: Path of the file or folder.
         suffix: End of the temporary name, by which writers choose the format.
-        files: None for a file; for a folder, a pattern of its files' names: an existing folder with
-            others is not replaced.
+        files: Pattern of the names of a folder's files; an existing folder that has others is not
+            replaced. None: the output is a file.
 
     Raises:
         OutputError: The output cannot be written, or the block raised an OSError, a ValueError, a
@@ -68,20 +68,20 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
-    """Let no other process that writes the same files into the block, from this host or another.
+    """Lock a folder, or one clip in it, during the block, against processes on all hosts.
 
-    A missing folder is created, and removed if it stays empty.
+    A missing folder is created, and removed at the end if it is empty.
 
     Args:
         folder: Folder of the files.
-        clip: Name of a clip: keeps out those that write the same clip, or the whole folder. Empty:
-            every process that writes into `folder`.
+        clip: Name of a clip, to exclude processes that lock the same clip or the whole folder.
+            Empty: exclude every process that locks the folder or a clip in it.
 
     Yields:
-        Why the file system cannot lock; "" if it can.
+        Reason why the file system cannot lock; "" if it can.
 
     Raises:
-        RequestError: Another process writes there.
+        RequestError: Another process holds the lock.
         OutputError: The folder cannot be written.
     """
     check_writable(folder)
@@ -106,7 +106,8 @@ def remove_abandoned(folder: Path) -> None:
     Files of other hosts stay, because other hosts may not see a lock on a shared file system.
     """
     for path in folder.glob(f".svdpp-{_host()}-*"):
-        with contextlib.suppress(OSError):  # its writer is alive, or the user may not remove it
+        # Its writer is alive, or this user may not remove it.
+        with contextlib.suppress(OSError):
             _remove_if_abandoned(path)
 
 
@@ -149,8 +150,8 @@ def remove(path: Path) -> None:
 def check_writable(folder: Path) -> None:
     """Check that a file can be written to `folder`, or that `folder` can be created.
 
-    It does not create `folder`, because another run could find it before it is removed again. It
-    removes the files that killed writers left in it.
+    The folder is not created, because another run could find it before it is removed again. Files
+    that killed writers left in it are removed.
 
     Raises:
         OutputError: The folder cannot be written to or created.
@@ -178,7 +179,7 @@ def check_replaceable(name: str, files: re.Pattern[str] | None = None) -> None:
         files: Pattern of the names of a folder's files; see `atomic_output`.
 
     Raises:
-        OutputError: Something else has that name.
+        OutputError: `name` exists and is not such a file or folder.
     """
     with disk_errors(f"{name!r} cannot be written"):
         _check_place(Path(os.path.realpath(name)), files)
@@ -200,7 +201,7 @@ def error_reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Have the block create files for this user alone, also in processes that it starts."""
+    """Give only this user access to files that the block, or a process that it starts, creates."""
     before = os.umask(0o077)
     try:
         yield
@@ -210,10 +211,10 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(text: str) -> Iterator[None]:
-    """Turn an OSError of the block into an error with a sentence.
+    """Turn an OSError of the block into an `OutputError`.
 
     Args:
-        text: Beginning of the sentence, which the reason follows.
+        text: Beginning of the message; the reason follows.
 
     Raises:
         OutputError: The block raised an OSError.
@@ -246,7 +247,7 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
-            # Not a file that the run before has just removed.
+            # The previous holder may just have removed the file that was opened.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor, ""
         except BlockingIOError:
@@ -273,8 +274,9 @@ def _move(temporary: Path, path: Path) -> None:
     if not path.is_dir():
         os.replace(temporary, path)
         return
-    # One rename cannot replace a folder that is not empty. Between the two renames only the old
-    # folder is complete, so `remove_abandoned` must not match its name.
+    # A rename cannot replace a folder that is not empty, so the old folder is renamed first.
+    # Between the two renames it is the only complete one, so `remove_abandoned` must not match its
+    # name.
     old = path.with_name(f".svdpp-old-{secrets.token_hex(4)}")
     os.rename(path, old)
     try:
@@ -286,9 +288,10 @@ def _move(temporary: Path, path: Path) -> None:
 
 
 def _make_locked(path: Path, *, is_folder: bool) -> int:
-    """Create an empty file or folder; return a descriptor with a lock that ends with the process.
+    """Create and lock an empty file or folder; return the descriptor that holds the lock.
 
-    `remove_abandoned` of another run can remove it before it is locked; then it is created again.
+    `remove_abandoned` of another run can remove it before it is locked; it is then created again.
+    The lock ends with the process.
     """
     while True:
         if is_folder:
@@ -299,7 +302,8 @@ def _make_locked(path: Path, *, is_folder: bool) -> int:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with contextlib.suppress(OSError):  # without locks no run removes it as abandoned either
+        # Where the file system has no locks, `remove_abandoned` removes nothing either.
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
             return descriptor
@@ -311,7 +315,7 @@ def _remove_if_abandoned(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another run may have removed it since, and its writer created it again.
+        # Another run may have removed the file meanwhile, and its writer created it again.
         if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
             remove(path)
     finally:
@@ -323,7 +327,7 @@ def _hidden_name() -> str:
 
 
 def _host() -> str:
-    """A hash of the host name in eight characters: the name can be long and have any character."""
+    """Return a hash of the host name, eight characters that are valid in any file name."""
     return _checksum(socket.gethostname())
 
 

@@ -1,4 +1,4 @@
-"""Prompts: the lines of a text file, and the words of a prompt for a file's name."""
+"""Prompts from the lines of a text file, and file names from the words of a prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import unicodedata
 from svdpp.config.pipeline import check_prompt
 from svdpp.errors import InputError, RequestError
 
-# As a character inside a text it shows nothing, and tokenizers make tokens of it.
+# Byte order mark. Inside a text it is invisible, but tokenizers make tokens of it.
 _MARK = "\ufeff"
-# Characters of a prompt in the name of its clips.
+# Number of characters of a prompt in the name of its clips.
 _NAME_CHARACTERS = 48
-# UTF-32's before UTF-16's, which the little-endian one begins with.
+# UTF-32 first, because its little-endian mark begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -27,16 +27,16 @@ _MARKS = (
 def parse_prompts(data: bytes, name: str) -> list[str]:
     """Return the prompts of a text file, one for each line.
 
-    Blank lines, and those whose first character besides spaces is `#`, are skipped. Byte order
-    marks are dropped, also inside, where files that were joined have them.
+    Blank lines are skipped, and lines whose first character after spaces is `#`. Byte order marks
+    are dropped, also inside the text, where concatenated files have them.
 
     Args:
         data: Content of the file: UTF-8, with or without a byte order mark, or UTF-16 or UTF-32
             with one.
-        name: Option and file, for messages.
+        name: Name of option and file, for messages.
 
     Raises:
-        InputError: A line is not text or no prompt, or there is no prompt.
+        InputError: A line is not text or not a valid prompt, or the file has no prompt.
     """
     prompts = []
     for number, line in enumerate(_lines(data, name), start=1):
@@ -73,15 +73,16 @@ def _lines(data: bytes, name: str) -> list[str]:
 
 
 def _split_lines(text: str) -> list[str]:
-    # Not splitlines(), which also splits at form feeds and other separators inside a prompt.
+    # Not by splitlines(), which also splits at form feeds and other separators inside a prompt.
     return re.split(r"\r\n|\r|\n", text)
 
 
 def slugify_prompt(prompt: str) -> str:
-    """Return the first words of a prompt for a file's name: letters of any script, and digits.
+    """Return the first words of a prompt, as a part of a file name.
 
     Returns:
-        At most 48 characters in lower case, words joined by `-`; empty if it has no letter.
+        At most 48 letters of any script and digits, in lower case, the words joined by `-`; empty
+        if the prompt has neither.
     """
     text = unicodedata.normalize("NFC", prompt.lower())
     parts = (
@@ -91,5 +92,5 @@ def slugify_prompt(prompt: str) -> str:
 
 
 def _is_of_word(character: str) -> bool:
-    # Marks are the vowels of many scripts: without them words of Hindi or Thai would fall apart.
+    # Combining marks ("M") are the vowels of many scripts, such as those of Hindi and Thai.
     return unicodedata.category(character)[0] in "LNM"

@@ -1,4 +1,4 @@
-"""Streams of a video file, as ffmpeg lists them: kind, codec, aspect, rotation and times."""
+"""Streams of a video file as ffmpeg lists them: kind, codec, pixel aspect, rotation and times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from svdpp.media.ffmpeg import MediaFailure, mp4_source, probe_log, run_ffmpeg
 
 _SECONDS = 600.0
-# A file of few frames can have any number of packets. This is enough for a million.
+# Bytes of a listing of packets: enough for a million. A file can have any number of empty packets.
 _MAX_LISTING = 48 * 2**20
 
 # `  Stream #0:1[0x2](und): Video: h264 (High) (avc1 / 0x31637661), ..., 12288 tbn (default)`.
@@ -22,9 +22,9 @@ _HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
 _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
 # Colours and fields of a frame in the log of the filter `showinfo`.
 _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
-# Time before the first frame that muxers without edit lists leave for reordered frames.
+# Seconds before the first frame that muxers without edit lists leave for reordered frames.
 _UNSEEN_SECONDS = Fraction(1, 2)
-# Codecs of single images: a video stream of one is a cover beside a real video.
+# Codecs of single images. Beside a real video, a stream with one of them is a cover.
 _STILLS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 
 
@@ -39,21 +39,21 @@ class Stream:
     codec: str
     """ffmpeg's name of the codec, such as `h264`; `none` if it is unknown."""
     is_default: bool = False
-    """Whether players choose it among streams of its kind."""
+    """Whether players choose this stream among those of its kind."""
     is_cover: bool = False
-    """Whether it is marked as a picture that stands for the file."""
+    """Whether the stream is a cover image (attached picture)."""
     rotation: str = ""
-    """Rotation or mirroring by which players show it, in ffmpeg's words; empty for none."""
+    """Rotation or mirroring that players apply, as ffmpeg prints it; empty: none."""
     pixel_aspect: Fraction = Fraction(1)
     """Width of a pixel divided by its height."""
     times: tuple[Fraction, ...] = field(default=(), repr=False)
-    """Seconds at which each of its packets is shown, ascending; empty if they were not read."""
+    """Presentation times of the packets in seconds, ascending; empty if they were not read."""
     end: Fraction = Fraction(0)
-    """Seconds at which the last packet ends."""
+    """End of the last packet, in seconds."""
 
     @property
     def seconds(self) -> float:
-        """Seconds from its first packet to the end of its last."""
+        """Seconds from the first packet to the end of the last; 0 if times are unknown."""
         return float(self.end - self.times[0]) if self.times else 0.0
 
 
@@ -63,12 +63,12 @@ def probe_streams(
     """Return the streams of an input without reading their packets: `times` are empty.
 
     Args:
-        source: Ffmpeg's options of the input, up to its `-i NAME`.
-        files: Open descriptors that ffmpeg inherits.
-        seconds: Time after which ffmpeg is killed.
+        source: Options of ffmpeg for the input, up to its `-i NAME`.
+        files: Open file descriptors that ffmpeg inherits.
+        seconds: Seconds after which ffmpeg is killed.
 
     Returns:
-        None of them if the file has no header that can be read.
+            The streams; an empty list if the file has no header that can be read.
 
     Raises:
         MediaFailure: ffmpeg did not end in time.
@@ -77,10 +77,15 @@ def probe_streams(
 
 
 def main_video(streams: Sequence[Stream]) -> Stream | None:
-    """Return the first real video: no cover, no single image beside a video; None if none is."""
+    """Return the first video stream that is not a cover, or None.
+
+    Covers are streams that are marked as such, and single images beside a moving video.
+    """
     videos = [each for each in streams if each.kind == "video" and not each.is_cover]
+    if not videos:
+        return None
     moving = [each for each in videos if each.codec not in _STILLS]
-    return next(iter(moving or videos), None)
+    return moving[0] if moving else videos[0]
 
 
 def read_streams(path: Path) -> list[Stream]:
@@ -89,7 +94,8 @@ def read_streams(path: Path) -> list[Stream]:
     Raises:
         MediaFailure: The file cannot be read, or has too many packets.
     """
-    # Without -copyts ffmpeg begins at the first packet's time; a player shows nothing until then.
+    # Without -copyts ffmpeg would subtract the first packet's time, until which a player shows
+    # nothing.
     source = ["-copyts", *mp4_source(path)]
     streams = {each.index: each for each in probe_streams(source)}
     arguments = ["-map", "0", "-c", "copy", "-copy_unknown", "-fs", str(_MAX_LISTING)]
@@ -120,9 +126,9 @@ def read_streams(path: Path) -> list[Stream]:
 
 
 def read_colours(path: Path) -> set[str]:
-    """Return range, matrix, primaries, transfer and fields that the frames of an mp4 have.
+    """Return colour range, matrix, primaries, transfer and field order of the frames of an mp4.
 
-    They are those of the H.264 stream; the container's are in its box `colr`.
+    These are the values of the H.264 stream; those of the container are in its box `colr`.
 
     Args:
         path: Mp4 of at most as many frames as a clip has.
@@ -130,26 +136,26 @@ def read_colours(path: Path) -> set[str]:
     Raises:
         MediaFailure: ffmpeg did not end in time.
     """
-    # Data attached to frames could fill the log.
+    # Side data of frames could fill the log.
     filters = "sidedata=mode=delete,showinfo=checksum=0"
     output = ["-map", "0:v:0", "-nostats", "-vf", filters, "-f", "null", "-"]
     return set(_FRAME_LOOK.findall(probe_log([*mp4_source(path), *output], seconds=_SECONDS)))
 
 
-# Timescales of ffmpeg's versions may round a frame's time differently by less than this.
+# Seconds by which ffmpeg's versions may round a frame's time differently, at most.
 _SAME_SECONDS = 2e-3
-# Encoders of sound begin and end with blocks of silence.
+# Seconds of silence that encoders of sound add at the beginning and the end, at most.
 _SAME_SOUND_SECONDS = 0.1
 
 
 def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[str]:
-    """Yield a clause for each property in which a player would show `ours` unlike `theirs`."""
+    """Yield a clause for each property by which a player shows `ours` differently from `theirs`."""
     kinds, expected = (" and ".join(each.kind for each in side) for side in (ours, theirs))
     if kinds != expected:
         yield f"its streams are {kinds or 'none'} instead of {expected}"
         return
     for our, their in zip(ours, theirs, strict=True):
-        what = "video" if our.kind == "video" else "sound" if our.kind == "audio" else our.kind
+        what = "sound" if our.kind == "audio" else our.kind
         for name, one, other in (
             ("codec", our.codec, their.codec),
             ("pixel aspect", str(our.pixel_aspect), str(their.pixel_aspect)),
@@ -164,13 +170,9 @@ def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iter
 def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
     same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
     if abs(ours.seconds - theirs.seconds) > same:
-        rates = [
-            f"{each.seconds:.4g} s ({len(each.times) / each.seconds:.4g} frames a second)"
-            if what == "video" and each.seconds
-            else f"{each.seconds:.4g} s"
-            for each in (ours, theirs)
-        ]
-        yield f"its {what} lasts {rates[0]} instead of {rates[1]}"
+        with_rate = what == "video"
+        found, expected = _duration(ours, with_rate), _duration(theirs, with_rate)
+        yield f"its {what} lasts {found} instead of {expected}"
     elif len(ours.times) == len(theirs.times) and what == "video":
         pairs = zip(ours.times, theirs.times, strict=True)
         shifts = [float(one - other) for one, other in pairs]
@@ -178,6 +180,13 @@ def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
             yield f"its frames are shown up to {max(shifts, key=abs):.3g} s late"
     elif ours.times and theirs.times and abs(ours.times[0] - theirs.times[0]) > same:
         yield f"its {what} begins at {float(ours.times[0]):.3g} s"
+
+
+def _duration(stream: Stream, with_rate: bool) -> str:
+    text = f"{stream.seconds:.4g} s"
+    if with_rate and stream.seconds:
+        text += f" ({len(stream.times) / stream.seconds:.4g} frames a second)"
+    return text
 
 
 def _parse_log(log: str) -> Iterator[Stream]:

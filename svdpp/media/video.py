@@ -1,4 +1,4 @@
-"""Clips on disk: writes and reads frames and metadata, by ffmpeg and Pillow; knows no torch.
+"""Clips on disk: frames, sound and metadata, written and read by ffmpeg and Pillow.
 
 Frames are numpy uint8, shape (F, H, W, 3), RGB.
 """
@@ -33,7 +33,7 @@ from svdpp.media.streams import read_colours, read_streams, stream_differences
 
 Frames = npt.NDArray[np.uint8]
 
-#: Samples (N, channels), and how many there are in a second.
+#: Samples of shape (N, channels), and the sample rate in Hz.
 AudioSamples = tuple[npt.NDArray[np.int16], int]
 
 FORMAT_SUFFIXES: Mapping[VideoFormat, str] = {
@@ -44,7 +44,7 @@ FORMAT_SUFFIXES: Mapping[VideoFormat, str] = {
 }
 MAX_NAME_BYTES = 200
 
-# Television's rates, which NTSC made slower by a factor of 1000/1001.
+# Frame rates of television, which NTSC lowers by a factor of 1000/1001.
 _NTSC = (24, 30, 48, 60, 120, 240)
 _KEY = "svdpp"
 # A line of ffmetadata, in which line breaks of a value are escaped.
@@ -54,6 +54,7 @@ _SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
 _WRITE_SECONDS = 60.0  # and one more for each frame
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
+_AAC_BLOCK = 1024  # samples
 
 
 def write_clip(
@@ -66,21 +67,21 @@ def write_clip(
 ) -> str:
     """Write one clip completely or not at all.
 
-    It is read back, and its frames are counted, before it gets its name. `mp4` is H.264, yuv420p,
-    bt709, with `audio` as AAC; `gif` and `webp` loop forever (gif has times in 1/100 s, at most 50
-    frames a second); `frames` is a folder of 00000.png and so on, which replaces a folder only if
-    that has no other files.
+    The clip is written under a temporary name, read back and checked, and then renamed. `mp4` is
+    H.264, yuv420p, bt709, with `audio` as AAC. `gif` and `webp` loop forever; gif has times in
+    1/100 s, and at most 50 frames per second. `frames` is a folder of 00000.png and so on, which
+    replaces an existing folder only if that has no other files.
 
     Args:
         frames: Frames, uint8 of shape (F, H, W, 3), RGB.
         output: Path, format and quality.
-        fps: Frames per second; an mp4 has those of `frame_rate`.
-        metadata: JSON values, which `read_metadata` returns.
+        fps: Frames per second; an mp4 has the rate that `frame_rate` returns.
+        metadata: JSON values by name, as `read_metadata` will return them.
         audio: Samples, int16 of shape (N, channels), and their rate in Hz; None: silent. Only an
             mp4 has sound.
 
     Returns:
-        The `file_sha256` of the written file.
+        SHA-256 of the written file, as by `file_sha256`.
 
     Raises:
         OutputError: The clip cannot be written, or differs when it is read back.
@@ -105,10 +106,11 @@ def write_clip(
 
 
 def frame_rate(fps: float) -> Fraction:
-    """Return the exact rate of an mp4.
+    """Return the exact frame rate of an mp4.
 
-    The rates of NTSC are known by their decimals: 23.976 (or 23.98) stands for 24000/1001, 29.97
-    for 30000/1001, 59.94 for 60000/1001. Other rates are exact to a thousandth.
+    The rates of NTSC are recognised by their decimals: 23.976 (or 23.98) means 24000/1001, 29.97
+    means 30000/1001, 59.94 means 60000/1001. Other rates are rounded to a fraction with a
+    denominator of at most 1000.
 
     Args:
         fps: Frames per second.
@@ -132,11 +134,11 @@ def check_output(output: OutputConfig) -> None:
 def read_frames(path: Path, format: VideoFormat) -> Frames:
     """Return every frame of a clip, uint8 of shape (F, H, W, 3).
 
-    gif and webp store successive equal frames as one longer frame. It is repeated as often as its
-    duration contains the greatest common divisor of all durations; if all are equal, it is one.
+    gif and webp store successive equal frames as one longer frame. Each stored frame is repeated
+    by its duration, divided by the greatest common divisor of all durations.
 
     Raises:
-        InputError: The file is damaged, of another format, or beyond the limits of a clip.
+        InputError: The file is damaged, of another format, or above the limits of a clip.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -152,11 +154,19 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 
 
 def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
-    """Return how a player would show `ours` unlike `theirs`, besides the pixels and samples.
+    """Compare how a player shows two files, apart from their pixels and samples.
 
-    Compared are, of an mp4, number, kind, codec, pixel aspect, colours, rotation and times of its
-    streams, and which are the default; of gif and webp, the times, the loop, orientation,
-    transparency and what else is in the file.
+    For an mp4 these are its streams: number, kind, codec, pixel aspect, colours, rotation, times,
+    and which are the default. For gif and webp these are duration, loop, orientation, transparency
+    and further content.
+
+    Args:
+        ours: File to check.
+        theirs: File that is right.
+        format: Format of both.
+
+    Returns:
+        A clause for each difference, such as "its loop is once instead of endless".
 
     Raises:
         InputError: A file cannot be read.
@@ -200,14 +210,17 @@ def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
 
 
 def folder_faults(folder: Path) -> list[str]:
-    """Return how a viewer would show the PNG files of a clip unlike their pixels in RGB.
+    """Return the properties of a clip's PNG files that make a viewer change their pixels.
+
+    Returns:
+        A clause for each property, with the first file that has it.
 
     Raises:
         InputError: A PNG file cannot be read.
     """
     with _reading(folder, "frames"):
         names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
-        faults = dict[str, str]()  # by what is wrong, the first file
+        faults = dict[str, str]()  # the first file with each fault
         for name in names:
             with Image.open(folder / name, formats=["PNG"]) as image:
                 for fault in _png_faults(image):
@@ -217,18 +230,18 @@ def folder_faults(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderDifference:
-    """Difference between the entries of a folder of frames and those of a clip, by name."""
+    """Differences between the entries of a folder and the frames of a clip, by name."""
 
     missing: tuple[str, ...]
-    """Frames that are not there, or are no files."""
+    """Frames that the folder lacks, or has as something other than a file."""
     surplus: tuple[str, ...]
-    """Frames beyond the clip's last, in the order of their names."""
+    """Frames after the clip's last one, in the order of their names."""
     others: tuple[str, ...]
-    """Entries that are no frames: other files, and folders with a `/` behind the name."""
+    """Entries that are not frames: other files, and folders with a `/` after the name."""
 
     @property
     def has_folders(self) -> bool:
-        """Whether an entry is no file, so that the folder has no hash."""
+        """Whether an entry is a folder; then `file_sha256` cannot hash the clip."""
         return any(name.endswith("/") for name in self.others)
 
     @property
@@ -305,10 +318,11 @@ def read_metadata(path: Path) -> dict[str, object]:
 
 
 def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
-    """`<out>/<stem>_<seed>.<format>`, without a suffix for `frames`; a valid name for any stem.
+    """Return the path of a clip: `<out>/<stem>_<seed>.<format>`, without a suffix for `frames`.
 
-    Separators and control characters become `_`, and the stem is cut so that the name has at most
-    `MAX_NAME_BYTES` in UTF-8. So two stems can give the same path; the caller must check for that.
+    Any stem gives a valid name: separators and control characters become `_`, and the stem is cut
+    so that the name has at most `MAX_NAME_BYTES` in UTF-8. Two stems can therefore give the same
+    path; the caller must check for that.
     """
     stem, end = without_controls(stem).replace("/", "_"), f"_{seed}{FORMAT_SUFFIXES[format]}"
     while stem and len((stem + end).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
@@ -317,7 +331,7 @@ def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a clip's file; for a folder, of the names and hashes of its files.
+    """Return the SHA-256 of a clip's file, or of the names and hashes of a folder's files.
 
     Raises:
         InputError: A file cannot be read, or is not a regular file.
@@ -330,7 +344,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _sha256_of(path: Path) -> str:
-    # Non-blocking, because opening a pipe would wait for its writer.
+    # O_NONBLOCK, because opening a pipe would wait for its writer.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise MediaFailure(f"{path.name!r} is not a regular file")
@@ -368,14 +382,14 @@ def _reading(path: Path, what: str) -> Iterator[None]:
 
 
 def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) -> None:
-    """Decode the written clip, because ffmpeg and disks can lose frames without an error."""
+    """Check the shape of the written clip: ffmpeg and disks can lose frames without an error."""
     if format in ("mp4", "frames"):
         shape = read_frames(path, format).shape
     else:
         images, times = _read_animation(path, format)
         count: float = sum(times) / _frame_ms(format, fps)
         if len(images) == 1 and np.ptp(frames, axis=0).max() <= 8:
-            count = len(frames)  # webp stores frames that look the same as one without a duration
+            count = len(frames)  # webp stores equal frames as one, without a duration
         shape = (count, *images.shape[1:])
     if shape != frames.shape:
         raise MediaFailure(f"read back, its shape is {shape} instead of {frames.shape}")
@@ -391,7 +405,8 @@ def _encode_mp4(
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
     tags = ["-movflags", "use_metadata_tags+faststart", "-map_metadata", "1"]
     maps = ["-map", "0:v"]
-    # As files, because stdin has the frames, and Linux takes no argument above 128 KiB.
+    # Metadata and sound go in files: stdin carries the frames, and Linux limits an argument to
+    # 128 KiB.
     with tempfile.TemporaryFile() as listing, tempfile.TemporaryFile() as audio_file:
         escaped = re.sub(r"([=;#\\\n])", r"\\\1", text)
         listing.write(f";FFMETADATA1\n{_KEY}={escaped}\n".encode())
@@ -428,14 +443,16 @@ def read_audio(path: Path) -> AudioSamples:
 
 def _check_audio(path: Path, audio: AudioSamples) -> None:
     samples, rate = audio
-    (back, back_rate), block = read_audio(path), 1024  # an AAC encoder fills the last block
-    short, long = len(samples) / rate, (len(samples) + 2 * block) / rate
-    if not short - 1e-3 <= len(back) / back_rate <= long:
-        raise MediaFailure(f"read back, its sound has {len(back) / back_rate} s, not {short}")
+    read, read_rate = read_audio(path)
+    read_seconds, seconds = len(read) / read_rate, len(samples) / rate
+    # An AAC encoder adds at most two blocks: it delays the sound, and fills the last block.
+    longest = (len(samples) + 2 * _AAC_BLOCK) / rate
+    if not seconds - 1e-3 <= read_seconds <= longest:
+        raise MediaFailure(f"read back, its sound has {read_seconds} s, not {seconds}")
 
 
 def _frame_ms(format: VideoFormat, fps: float) -> int:
-    # GIF has times in 1/100 s, and browsers show a time below 2/100 s as 10/100 s.
+    # GIF has times in 1/100 s, and browsers show a frame of less than 2/100 s for 10/100 s.
     return max(2, round(100 / fps)) * 10 if format == "gif" else round(1000 / fps)
 
 
@@ -458,13 +475,13 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: float, text: str
 
 
 def _read_animation(path: Path, format: VideoFormat) -> tuple[Frames, list[int]]:
-    """The stored frames, uint8 (F, H, W, 3), and how long each is shown, in milliseconds."""
+    """Return the stored frames, uint8 (F, H, W, 3), and the milliseconds that each is shown."""
     times: list[int] = []
 
     def images(animation: Image.Image) -> Iterator[Image.Image]:
         for image in ImageSequence.Iterator(animation):
             yield image
-            times.append(int(image.info.get("duration", 0)))  # known when it is decoded
+            times.append(int(image.info.get("duration", 0)))  # known after the image is decoded
 
     with Image.open(path, formats=[format]) as animation:
         return _stacked(images(animation)), times
@@ -482,7 +499,7 @@ def _write_folder(folder: Path, frames: Frames, text: str) -> None:
 
 
 def _stacked(images: Iterable[Image.Image]) -> Frames:
-    """The frames (F, H, W, 3) of a clip, each of which is decoded when its size is checked."""
+    """Decode and stack frames to (F, H, W, 3); the size of each is checked before it is decoded."""
     frames: list[Frames] = []
     for image in images:
         _check_size(len(frames) + 1, image.height, image.width)
@@ -493,7 +510,7 @@ def _stacked(images: Iterable[Image.Image]) -> Frames:
 
 
 def _check_size(num_frames: int, height: int, width: int) -> None:
-    """Refuse a clip above the limits, which could fill the memory."""
+    """Reject a clip above the limits, because it could fill the memory."""
     if num_frames > MAX_FRAMES or num_frames * height * width > MAX_CLIP_PIXELS:
         limits = f"{MAX_FRAMES} frames, or {MAX_CLIP_PIXELS} pixels"
         raise MediaFailure(f"it has more than {limits}, the limit of a clip")
@@ -506,7 +523,7 @@ def _metadata_text(path: Path) -> str | None:
             text = image.info.get("comment") or image.info.get(_KEY)
             return text or image.getexif().get(ExifTags.Base.ImageDescription)
     listing = run_ffmpeg([*mp4_source(path), "-f", "ffmetadata", "pipe:1"], seconds=_READ_SECONDS)
-    # By entries, not lines: another tag's text may have a line that looks like ours.
+    # Entries are searched, not lines: the text of another tag may have a line that looks like ours.
     for entry in _ENTRY.findall(listing.decode(errors="replace")):
         if entry.startswith(f"{_KEY}="):
             return re.sub(r"\\(.)", r"\1", entry.removeprefix(f"{_KEY}="))
