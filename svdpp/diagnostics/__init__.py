@@ -1,1 +1,1 @@
-"""Doctor, environment, cost profiling, reports and traces."""
+"""Doctor, environment report, cost profiling, run reports and trace files."""

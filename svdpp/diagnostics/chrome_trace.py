@@ -1,9 +1,9 @@
-"""The trace file: a run's measurements in Chrome's trace event format, for Perfetto.
+"""Trace file of a run in Chrome's trace event format, for Perfetto.
 
 Each rank is a process, with a track for compute (steps within their actions), a track for each link
 and its counters. The format is "Trace Event Format", Google, 2016, linked from
-https://perfetto.dev/docs/faq (JSON trace format). Of its two forms this is the array: a viewer also
-reads one without the closing bracket, so the file of a killed run is of use.
+https://perfetto.dev/docs/faq (JSON trace format). The file is written as a JSON array, the form
+that viewers read without the closing bracket too: the file of a killed run can be opened.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _TraceEvent = dict[str, Any]
 
 
 class TraceFile:
-    """Observes a run and writes its trace while it goes on, in constant memory.
+    """Observer that writes the trace of a run while it goes on, in constant memory.
 
-    Its first line is written when the first work is done; `close` writes the last one. Time 0 is
-    the creation of this object, by the monotonic clock. One thread calls it.
+    The file is created when the first work is done, and completed by `close`. Time 0 is the
+    creation of this object, by the monotonic clock. Not thread-safe.
 
     Args:
-        about: Description of the run as plain values: arguments of the first event.
+        path: Path of the file.
+        about: Description of the run as plain values, which become arguments of the first event.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._path = path
         self._begin = time.monotonic()
-        # The array form has no other place for what describes the run.
+        # The array form has no other place for a description of the run.
         about_run = _event("i", 0, _COMPUTE, "svdpp", s="g", cat="run", ts=0, args=dict(about))
         self._unwritten = [about_run]
         self._span_builder = SpanBuilder()
@@ -48,11 +49,12 @@ class TraceFile:
         self._error: OSError | None = None
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Write what `event` completes. A full disk does not end the run: `close` reports it."""
+        """Write the spans that `event` completes. `close` reports a full disk; the run goes on."""
         if self._error is not None:
             return
         self._unwritten += self._events(rank, event)
-        # Before the first work there are names, and memory while the ranks load their models.
+        # Events before the first work, such as names and memory while models load, are kept until
+        # then.
         if self._unwritten and (self._file is not None or isinstance(event, ActionDone)):
             try:
                 self._write()
@@ -60,7 +62,7 @@ class TraceFile:
                 self._error = error
 
     def close(self) -> None:
-        """Complete the file; there is none if no work was done.
+        """Complete the file. If no work was done, no file exists.
 
         Raises:
             OutputError: The file could not be written, now or earlier.
@@ -115,7 +117,7 @@ class TraceFile:
                 yield from self._transfer(placed)
 
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
-        """Yield a transfer at one of its ends, and that end of the arrow to the other."""
+        """Yield a transfer as one rank sees it, and this end of the arrow between the two ranks."""
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
         if link not in self._tracks:  # transfers of one link never overlap
@@ -138,13 +140,13 @@ class TraceFile:
     def _slice(
         self, rank: int, track: int, name: str, category: str, start: float, end: float, **args: int
     ) -> _TraceEvent:
-        """A complete event; its ends are rounded before the subtraction, so that slices nest."""
+        """Return a complete event; both ends are rounded before the subtraction, so slices nest."""
         ts = self._microseconds(start)
         duration = self._microseconds(end) - ts
         return _event("X", rank, track, name, cat=category, ts=ts, dur=duration, args=args)
 
     def _microseconds(self, when: float) -> int:
-        """Whole numbers: viewers add start and duration, and fractions would round to overlaps."""
+        """Return whole microseconds: sums of fractions would be rounded to overlapping slices."""
         return round((when - self._begin) * 1e6)
 
 
@@ -153,6 +155,6 @@ def _event(phase: str, rank: int, track: int, name: str, **fields: Any) -> _Trac
 
 
 def _track(rank: int, track: int, name: str) -> Iterator[_TraceEvent]:
-    """Yield the name of a track, and its place among those of its rank."""
+    """Yield the name of a track, and its position among the tracks of its rank."""
     yield _event("M", rank, track, "thread_name", args={"name": name})
     yield _event("M", rank, track, "thread_sort_index", args={"sort_index": track})

@@ -1,4 +1,4 @@
-"""The machine: facts for `env`, checks for `doctor`, measured costs for `profile`."""
+"""Facts about the machine for `env`, checks for `doctor`, and measured costs for `profile`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _LIBRARIES = (
     *("numpy", "pillow", "imageio-ffmpeg"),
 )
 
-#: Shown if they are set; no other variable is ever shown.
+#: Environment variables that are shown if they are set. No others are shown.
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -68,11 +68,10 @@ _COMMAND_SECONDS = 10.0
 
 
 def environment() -> dict[str, Any]:
-    """Return what a result depends on besides its request, for `svdpp env` and `env.json`.
+    """Return facts about machine and libraries on which results depend, for `svdpp env`.
 
     Returns:
-        Plain values. The user's home is shown as `~`; only variables of a fixed list are shown. A
-        fact that is missing or unknown is None.
+        Plain values; None for a fact that is unknown. The user's home is shown as `~`.
     """
     facts = {
         "schema_version": 1,
@@ -94,7 +93,7 @@ def environment() -> dict[str, Any]:
     return dict(redact_all(facts))
 
 
-#: Fields of nvidia-smi, which lists all GPUs, whatever CUDA_VISIBLE_DEVICES says.
+#: Fields that nvidia-smi is queried for. It lists all GPUs, whatever CUDA_VISIBLE_DEVICES says.
 _CLOCKS = (
     *("index", "name", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
     *("power.limit", "power.default_limit", "persistence_mode"),
@@ -102,10 +101,10 @@ _CLOCKS = (
 
 
 def gpu_clocks(output: Callable[..., str | None]) -> list[dict[str, str]]:
-    """Return clocks in MHz and power limits of all GPUs, as nvidia-smi prints them; none without.
+    """Return clocks and power limits of all GPUs, as nvidia-smi prints them, by field.
 
     Args:
-        output: Runs a command, and returns its output; None if it fails.
+        output: Function that runs a command and returns its output, or None if it fails.
     """
     rows = output("nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader")
     values = [line.split(", ") for line in (rows or "").splitlines()]
@@ -113,14 +112,14 @@ def gpu_clocks(output: Callable[..., str | None]) -> list[dict[str, str]]:
 
 
 def _clock_mhz() -> dict[str, float] | None:
-    """Current, least and highest clock of the CPU in MHz; None where the system does not say."""
+    """Return current, least and highest clock of the CPU in MHz; None if they are unknown."""
     try:
         clock = psutil.cpu_freq()
     except (OSError, NotImplementedError):
         return None
     if clock is None:
         return None
-    # A virtual machine says 0 for limits that it does not know.
+    # A virtual machine reports 0 for limits that it does not know.
     return {name: round(mhz) for name, mhz in clock._asdict().items() if mhz}
 
 
@@ -147,7 +146,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit and state of the checkout that svdpp runs from; None if it is installed."""
+    """Return commit and state of the checkout that svdpp runs from; None if it is installed."""
     root = Path(svdpp.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
@@ -198,33 +197,36 @@ def _run_command(*command: str) -> str | None:
 # --- checks --------------------------------------------------------------------------------------
 
 _GIB = 2**30
-#: Enough for about a hundred clips and the log.
+#: Free bytes that suffice for about a hundred clips and the log.
 _MIN_FREE_BYTES = 2**28
-# Small and quick, but real work for libx264 and the demo model.
+# Size of the test clips: small and quick, but real work for libx264 and the demo model.
 _SIDE, _FRAMES, _STEPS = 64, 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one check; `fix` is a hint if it failed."""
+    """Result of one check."""
 
     name: str
     verdict: Literal["ok", "failed", "skipped"]
     detail: str
+    """Measured facts, the error's message, or the reason why the check was skipped."""
     fix: str = ""
+    """Hint if the check failed; empty if it passed or no hint is known."""
     exit_code: int = 0
+    """Exit code of the error; 0 if the check did not fail."""
 
 
 class _Skipped(Exception):
-    """The check does not apply, or depends on a failed one; the text says which."""
+    """Check that does not apply, or depends on a failed one; the text gives the reason."""
 
 
 def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
-    """Try everything that a run needs, one thing after the other, and yield each result.
+    """Check everything that a run needs, and yield each result.
 
     Args:
-        config: Configuration of a run like those that are meant.
-        out: Folder for its clips.
+        config: Configuration of a run.
+        out: Output folder of the run.
     """
     passed = set()
     for name, (check, needed) in _CHECKS.items():
@@ -251,7 +253,7 @@ def _devices(config: PipelineConfig, _: Path) -> str:
 
 
 def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
-    """Encode some frames; the writer reads them back and counts them."""
+    """Encode some frames; `write_clip` reads them back and compares their shape."""
     find_ffmpeg()
     frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), np.uint8)
     frames[:, :, :, 0] = np.arange(_SIDE)
@@ -264,8 +266,10 @@ def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
 
 def _output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
     output_files.check_writable(folder)
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if free < _MIN_FREE_BYTES:
         raise OutputError(
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free",
@@ -285,7 +289,7 @@ def _model(config: PipelineConfig, _: Path) -> str:
 
 
 def _memory(config: PipelineConfig, _: Path) -> str:
-    """The plan's estimate for each rank, against the free memory of its device."""
+    """Compare the plan's estimate for each rank with the free memory of its device."""
     needed = estimate_ranks(*resolve_config(config, weights="none"))
     if config.device == "cuda":
         devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
@@ -304,7 +308,7 @@ def _memory(config: PipelineConfig, _: Path) -> str:
 
 
 def _transfers(config: PipelineConfig, _: Path) -> str:
-    """Packets of the dummy model, with checksums."""
+    """Send packets of the dummy model between the ranks, with checksums."""
     if config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
     dummy = replace(
@@ -324,7 +328,7 @@ def _transfers(config: PipelineConfig, _: Path) -> str:
 
 
 def _cut_test(config: PipelineConfig, _: Path) -> str:
-    """A clip of the demo model, cut after each step, against diffusers' whole call."""
+    """Compare a clip of the demo model, cut after each step, with diffusers' whole call."""
     sampling = SvdSampling(
         num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
     )
@@ -346,7 +350,7 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
     return f"the demo model on {_STEPS} ranks has the bits of diffusers ({config.model.dtype})"
 
 
-#: Each check, and those that must have passed before.
+#: Function of each check, and the checks that must have passed before it.
 _CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str], tuple[str, ...]]] = {
     "devices": (_devices, ()),
     "ffmpeg": (_ffmpeg, ()),
@@ -357,7 +361,7 @@ _CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str], tuple[str, ...]]
     "cut test": (_cut_test, ("devices",)),
 }
 
-#: For errors without a hint.
+#: Hints for checks whose errors have none.
 _FIXES = {
     "output folder": "name another folder with `out`",
     "transfers": "on GPUs try PIPELINE_BACKEND=gloo",
@@ -377,21 +381,21 @@ def profile(
     open_observer: OpenObserver,
     prompt: str | None,
 ) -> CostModel:
-    """Measures the parts of a run on the devices of `config`, with all ranks working at once.
+    """Measure the times of a run's parts on the devices of `config`, all ranks working at once.
 
-    CPU ranks share cores and memory bandwidth, so a rank alone would be faster than in a run.
-    Memory is estimated from the model's configs.
+    CPU ranks share cores and memory bandwidth, so that a single rank would be faster than in a run.
+    Memory is not measured but estimated from the model's configs.
 
     Args:
         config: Resolved or unresolved configuration; its layout is not used.
-        repeats: Measured clips through each rank, after one that warms up.
-        log: Receives one line for each part that is measured.
-        open_observer: Opens the progress display.
+        repeats: Number of measured clips that pass each rank, after one that warms up.
+        log: Function that gets a line for each part that is measured.
+        open_observer: Function that opens the progress display.
         prompt: Prompt of the clips; None: an example, if the model takes prompts.
     """
     config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
-    # Until the first clip reaches the last rank, not all ranks work: these clips come on top.
+    # Not all ranks work until the first clip reaches the last rank, so as many clips are added.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)
@@ -407,12 +411,13 @@ def profile(
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
-    """Return a configuration with the steps of the measurement: a few for each rank.
+    """Return a configuration with few steps, for the measurement.
 
-    One rank of a model with prompts does more, so that each of two experts has a step.
+    Each rank has two. A single rank of a model with prompts has four, so that each of two experts
+    has a step.
 
     Args:
-        config: Configuration whose other fields stay.
+        config: Configuration of which all other fields are kept.
     """
     shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
     steps = _STEPS_PER_RANK * shares
@@ -422,15 +427,16 @@ def measured_config(config: PipelineConfig) -> PipelineConfig:
 def median_costs(
     config: PipelineConfig, world: World | None, traces: Sequence[Trace], *, source: str
 ) -> CostModel:
-    """The medians of all clips in `traces`.
+    """Return the median costs of all clips in `traces`.
 
-    Ranks are told apart if GPUs or hosts differ; on one CPU, differences are noise.
+    On GPUs and on several hosts, ranks of different speed get costs of their own. On one CPU the
+    differences are noise.
 
     Args:
         config: Configuration of the measured run.
         world: World of the launcher that started the ranks; None if this process did.
         traces: Trace of each measured run.
-        source: Origin of the costs, for a reader of the file.
+        source: Origin of the costs, for readers of the file.
     """
     per_host = None if world is None else world.ranks_per_host
     sampling = config.sampling

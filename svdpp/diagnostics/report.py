@@ -1,4 +1,4 @@
-"""The report on a run: its clips, its times, what limits it, and a layout that is faster."""
+"""Report on a finished run: clips, times, limits, and a faster layout."""
 
 from __future__ import annotations
 
@@ -19,47 +19,51 @@ from svdpp.plan.parallel import layout_options
 
 SCHEMA_VERSION = 3
 _NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
-# A cause that costs less than this share of the run is left out.
+# Smallest share of the run's time for which a cause is reported.
 _WORTH_NAMING = 0.05
-# A step is slow if it takes this many times the usual time of the other ranks.
+# Ratio to the median of the other ranks at which a step counts as slow.
 _SLOW = 1.15
-# A smaller gain is within the noise of a forecast.
+# Smallest gain for which another layout is advised; smaller ones are noise of the forecast.
 _WORTH_A_CHANGE = 1.05
-# A forecast of more clips takes longer, and says no more.
+# Most clips of a forecast, for each rank; more clips do not change the result.
 _CLIPS_PER_RANK = 16
 
 
 class Finding(NamedTuple):
-    """One cause that makes a run longer than its work needs."""
+    """Cause that makes a run longer than its work needs."""
 
     kind: str
+    """Identifier, such as `decode`, `disk` or `few_clips`."""
     text: str
     """Sentence of at most 68 characters, for a line of a terminal."""
     rank: int | None = None
-    """The rank that limits the others; None if it is not one rank."""
+    """Rank that limits the others; None if no single rank does."""
     lost_seconds: float = 0.0
-    """Estimate of how much shorter the run would be without it."""
+    """Seconds by which the run would be shorter without this cause, estimated."""
 
 
-# The form of an option of a command.
+# Format of an option on the command line.
 _OPTION_FORMAT = "--{} {}"
 
 
 class Advice(NamedTuple):
-    """The layout that finishes the same clips first on the same ranks, by forecast."""
+    """Layout that finishes the same clips first on the same ranks, by forecast."""
 
     text: str
-    options: str  # to add to the command
+    """Layout and gain, for the user."""
+    options: str
+    """Options to add to the command."""
     times_as_fast: float
+    """Forecast speed divided by that of the run's layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunAnalysis:
-    """Findings in the figures of a run, or of one round of a benchmark."""
+    """Analysis of the metrics of a run, or of one round of a benchmark."""
 
     metrics: RunMetrics
     findings: tuple[Finding, ...]
-    """The costliest first."""
+    """Causes, the costliest first; at least one."""
     advice: Advice | None
     """Layout to try; None if none is faster by more than noise."""
 
@@ -73,16 +77,16 @@ class RunAnalysis:
 
     @property
     def forecast_error(self) -> float | None:
-        """0.1 if the run took a tenth longer than forecast by all measured costs.
+        """Relative error of the forecast by all measured costs: 0.1 if the run took a tenth longer.
 
-        None for so few clips that the first one, which warms up, decides.
+        None if the run has too few clips, because the first one warms up, or no forecast.
         """
         metrics, seconds = self.metrics, self.metrics.forecast_seconds
         is_long = metrics.clips > metrics.world_size
         return metrics.makespan / seconds - 1 if seconds and is_long else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the diagnosis as plain values."""
+        """Return the analysis as plain values."""
         return {
             "headline": self.findings[0].text,
             "findings": [finding._asdict() for finding in self.findings],
@@ -93,10 +97,10 @@ class RunAnalysis:
 
 
 def _find_limits(metrics: RunMetrics) -> list[Finding]:
-    """Return what limits the run, the costliest first; `balanced` if no rank does.
+    """Return the causes that limit the run, the costliest first; `balanced` if no cause does.
 
-    The busiest rank sets the pace of a full pipeline. The rules ask why it is busier than the mean
-    of all ranks, and what keeps it from working.
+    The busiest rank sets the pace of a full pipeline. A cause is why this rank is busier than the
+    mean of all ranks, or what it waits for.
     """
     least = _WORTH_NAMING * (metrics.makespan + metrics.write_tail)
     causes = [*_imbalance(metrics), *_waits(metrics)]
@@ -107,7 +111,7 @@ def _find_limits(metrics: RunMetrics) -> list[Finding]:
 
 
 def _busiest(metrics: RunMetrics) -> RankRunMetrics:
-    """Return the rank that works longest, or waits for something that is no other rank's fault."""
+    """Return the rank that works longest; waits for images and disks count as work."""
     return max(metrics.ranks, key=lambda rank: rank.compute + rank.image_wait + rank.writer_wait)
 
 
@@ -127,7 +131,7 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
     def more(work: WorkMetrics, theirs: list[WorkMetrics]) -> float:
         return work.seconds / slowness - statistics.fmean(each.seconds for each in theirs)
 
-    # Seconds of the excess by each cause alone, and what is said of it.
+    # Seconds of the excess that each cause explains, its kind, and its text.
     lost, kind, why = max(
         (more(limit.decode, [rank.decode for rank in others]), "decode",
          f"its decodes take {limit.decode.seconds / limit.compute:.0%} of its work"),
@@ -143,7 +147,7 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def _waits(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield what keeps ranks from working."""
+    """Yield the causes that keep ranks from working, with 0 seconds where one had no effect."""
     rank = max(metrics.ranks, key=lambda rank: rank.image_wait)
     text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
     yield Finding("images", text, rank.rank, rank.image_wait)
@@ -175,14 +179,18 @@ def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> R
     Args:
         metrics: Metrics of the finished run.
         costs: Path of a file with the measured costs.
-        option: Format of an option of the layout; a bench has another one.
+        option: Format of an option of the layout; that of a benchmark differs from a command
+            line's.
     """
     advice = _advise_layout(metrics, costs, option)
     return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)
 
 
 def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | None:
-    """Compare forecasts of both layouts, because a forecast lacks what a measurement includes."""
+    """Return the layout with the best forecast, if it gains enough over the current one.
+
+    The forecasts of both are compared, because a measurement includes times that no forecast has.
+    """
     if metrics.costs is None or not metrics.forecast_seconds:
         return None
     clips = min(metrics.clips, _CLIPS_PER_RANK * metrics.world_size)
@@ -220,14 +228,14 @@ def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | No
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], RunAnalysis | None]:
-    """Read the report on a run, and its diagnosis.
+    """Read the report on a run, and its analysis.
 
     Args:
-        path: The run's manifest, or its folder.
+        path: Path of the run's manifest, or of its folder.
 
     Returns:
-        The report as plain values, and the diagnosis; None if the run was killed, made no clip, or
-        is of an earlier version.
+        Report as plain values, and the analysis. The analysis is None if the run was killed, made
+        no clip, or is of an earlier version.
 
     Raises:
         InputError: The manifest is missing, damaged, or of another kind.

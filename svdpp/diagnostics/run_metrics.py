@@ -1,4 +1,4 @@
-"""Metrics of a run, from its trace: for its manifest, the rounds of a bench, and the report."""
+"""Metrics of a run, computed from its trace, for manifests, benchmarks and reports."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 # Ranks whose times of one step differ by less than this ratio count as equally fast.
 _SAME_SPEED = 1.1
 
-# The fields of a model on which its FLOPs depend.
+# Fields of a model on which its FLOPs depend.
 _MODEL_FIELDS = ("name", "family", "revision", "variant", "dtype", "dummy_latent_shape")
 
-#: Checked when they are read back, because a manifest is untrusted input.
+#: Types with limits, which are checked when a manifest is read: it is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
@@ -43,93 +43,105 @@ class WorkMetrics:
 
     @property
     def seconds(self) -> float:
-        """All of them together."""
+        """Seconds of all times together."""
         return self.count * self.mean_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRunMetrics:
-    """One rank's part of a run, in seconds and bytes; None where it is not known."""
+    """Metrics of one rank in a run: seconds and bytes; None where a value is unknown."""
 
     rank: Count
     device: str = ""
     device_name: str = ""
     """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
     start: Count = 0
+    """First step of a clip that the rank does."""
     end: Count = 0
-    """The steps that it does of a clip: the earliest, and the latest (exclusive)."""
+    """Step after the last one that the rank does."""
     wall: Amount
     """Seconds from the first start to the last end of any rank's work."""
     compute: Amount
+    """Seconds of the rank's work."""
     wait: Amount = 0.0
-    """Blocked without a transfer: by a neighbour, or by an image or file that is not ready."""
+    """Seconds blocked without a transfer: by a neighbour, or by an image or file."""
     transfer: Amount = 0.0
-    """Blocked while a packet was arriving; transfers during the denoising do not count."""
+    """Seconds blocked while a packet was arriving; transfers during compute do not count."""
     idle: Amount = 0.0
-    """Before its first wait or work, and after its last."""
+    """Seconds before the rank's first wait or work, and after its last."""
     image_wait: Amount = 0.0
+    """Seconds waited for images to be read."""
     packet_wait: Amount = 0.0
+    """Seconds waited for packets; includes `transfer`."""
     writer_wait: Amount = 0.0
-    """Waits by their causes; `packet_wait` includes `transfer`."""
+    """Seconds waited for the thread that writes clips."""
     step: WorkMetrics = WorkMetrics()
     encode: WorkMetrics = WorkMetrics()
     decode: WorkMetrics = WorkMetrics()
     decode_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Mean fraction of a clip's frames that one of its decodes makes."""
     write: WorkMetrics = WorkMetrics()
-    """Writing clips, in a thread beside the other work."""
+    """Clips written, in a thread beside the other work."""
     load_seconds: Amount = 0.0
     allocated_bytes: Count | None = None
-    """Peak of tensors; None on the CPU."""
+    """Peak bytes of tensors on the GPU; None on the CPU."""
     peak_bytes: Count | None = None
-    """Peak memory on its device; for a CPU rank, of the process."""
+    """Peak bytes of memory on the GPU; for a CPU rank, of its process."""
     sent_bytes: Count | None = None
-    """Bytes of tensors that it sent to other ranks, from its start to its last sample."""
+    """Bytes of tensors sent to other ranks, from the rank's start to its last sample."""
     received_bytes: Count | None = None
+    """Bytes of tensors received from other ranks in the same time."""
     resident_bytes: Count | None = None
-    """Largest resident set of its process among the samples, one a second."""
+    """Largest resident set of the process in bytes, sampled once a second."""
     gpu_load: Amount | None = None
-    """Mean part of the time in which its GPU ran a kernel, 0 to 1, by NVML; None on the CPU."""
+    """Mean fraction of the time in which the GPU ran a kernel, by NVML; None on the CPU."""
     gpu_memory_bytes: Count | None = None
-    """Most memory in use on its GPU, by all processes, by NVML; None on the CPU."""
+    """Peak bytes of GPU memory in use by all processes, by NVML; None on the CPU."""
     gpu_watts: Amount | None = None
-    """Mean power of its GPU, by NVML; None on the CPU."""
+    """Mean power of the GPU in watts, by NVML; None on the CPU."""
 
     @property
     def unaccounted(self) -> float:
-        """Seconds in none of the four parts of `wall`, each of which is measured on its own."""
+        """Seconds of `wall` in none of its four parts, which are measured independently."""
         return self.wall - self.compute - self.wait - self.transfer - self.idle
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """Measurements of a run."""
+    """Metrics of a run."""
 
     schema_version: Literal[1] = 1
     ranks: Annotated[tuple[RankRunMetrics, ...], Field(min_length=1)]
     clips: PositiveCount
-    """Clips that the ranks worked on in this run."""
+    """Number of clips that the ranks worked on in this run."""
     num_steps: PositiveCount
+    """Number of denoising steps of a clip."""
     cfg_parallel: PositiveCount = 1
+    """Number of ranks that share the guidance of a step: 2 in pairs, else 1."""
     decodes: bool = True
+    """Whether the clips were decoded."""
     start_seconds: Amount = 0.0
     """Seconds from the start of the ranks until the last of them was ready."""
     makespan: Annotated[Amount, Field(gt=0)]
+    """Seconds from the first start to the last end of any rank's work."""
     first_clip: Amount
+    """Seconds until the first clip is finished."""
     seconds_per_clip: Amount
+    """Seconds from one finished clip to the next, in steady state."""
     bubble: Amount
+    """Fraction of the ranks' time without work."""
     write_tail: Amount = 0.0
-    """Between the last action of a rank and the last written clip."""
+    """Seconds from the last action of a rank to the last written clip."""
     transfer_seconds: Amount = 0.0
-    """Mean of one transfer, at its receiver."""
+    """Mean seconds of one transfer, measured at its receiver."""
     costs: CostModel | None = None
-    """The measured costs, for each rank where their speeds differ; None if no rank stepped."""
+    """Measured costs, of each rank if their speeds differ; None if no step was measured."""
     forecast_seconds: Amount | None = None
-    """Seconds of the same actions at these costs; None if that is unknown."""
+    """Forecast seconds of the same actions at these costs; None if no forecast is possible."""
     model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model on which FLOPs depend; empty in manifests of earlier versions."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Model and sampling parameters of the clips, by which their FLOPs are counted; empty in the
-    figures of earlier versions."""
+    """Sampling parameters of the clips; empty in manifests of earlier versions."""
 
     @property
     def world_size(self) -> int:
@@ -137,22 +149,22 @@ class RunMetrics:
         return len(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain values, with the costs as in a costs file."""
+        """Return the metrics as plain values, with the costs as in a costs file."""
         return {**rounded(asdict(self)), "costs": rounded(self.costs and self.costs.to_json())}
 
 
 def collect_run_metrics(
     trace: Trace, config: PipelineConfig, schedule: Schedule | None = None
 ) -> RunMetrics | None:
-    """Return the figures of the clips in a trace.
+    """Return the metrics of the clips in a trace.
 
     Args:
         trace: Measurements of the run.
         config: Resolved configuration of the run.
-        schedule: Actions of the ranks for these clips, for a forecast; None: unknown.
+        schedule: Actions of the ranks for these clips, for a forecast; None: no forecast.
 
     Returns:
-        The figures; None if no rank has done an action.
+        Metrics; None if no rank has done an action.
     """
     if not trace.spans:
         return None
@@ -183,14 +195,14 @@ def collect_run_metrics(
 
 
 def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunMetrics | None:
-    """Return the figures of a pipeline's clips; without a forecast if some clips are lost.
+    """Return the metrics of a pipeline's clips; without a forecast if some clips are lost.
 
     Args:
-        pipeline: A pipeline that has ended.
-        requests: Its clips, in order; the last ones count if its trace keeps no more.
+        pipeline: Pipeline that has ended.
+        requests: Requests of its clips, in order. Only the last ones count if its trace is limited.
 
     Returns:
-        The figures; None if no rank has done an action.
+        Metrics; None if no rank has done an action.
     """
     kept = requests[-(pipeline.trace.last_clips or 0) :]
     made = {span.clip for span in pipeline.trace.spans}
@@ -203,7 +215,7 @@ def _rank_metrics(trace: Trace, config: PipelineConfig, rank: int) -> RankRunMet
     share, reported = config.layout.all_shares[rank], trace.rank_metrics[rank]
     spans = [span for span in trace.spans if span.rank == rank]
     compute = sum(span.end - span.start for span in spans)
-    # The part of the run that the trace still has.
+    # Fraction of the run that a limited trace has kept.
     kept = compute / reported.compute_seconds if reported.compute_seconds else 1.0
 
     fractions = [span.action.fraction for span in spans if span.action.kind is Kind.DECODE]
@@ -251,7 +263,7 @@ def _stats_fields(reported: RankMetrics) -> dict[str, Any]:
 
 
 def _time_breakdown(trace: Trace, rank: int) -> dict[str, Any]:
-    """Return the parts of a rank's time by name, each measured on its own, in seconds."""
+    """Return the parts of a rank's time in seconds, by name; each is measured independently."""
     begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
     end = max(span.end for span in trace.spans)
     waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]
@@ -272,7 +284,7 @@ def _time_breakdown(trace: Trace, rank: int) -> dict[str, Any]:
 def _overlap(
     waits: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]
 ) -> float:
-    """Seconds of `waits` that overlap with any of `transfers`; two at once count once."""
+    """Return the seconds of `waits` during which at least one of `transfers` was under way."""
     reached, joined = float("-inf"), []
     for start, end in sorted(transfers):
         joined.append((max(start, reached), end))
@@ -290,7 +302,7 @@ def _work_metrics(seconds: Iterable[float]) -> WorkMetrics:
 
 
 def _whole_clip_seconds(span: Span) -> float:
-    """Return the seconds for a whole clip, also if the rank decodes a part of it."""
+    """Return the seconds that a whole clip would take, if the rank decodes only a part of it."""
     return (span.end - span.start) / span.action.fraction
 
 
@@ -299,7 +311,7 @@ def _forecast(costs: CostModel | None, schedule: Schedule | None, world_size: in
         return None
     try:
         return summarise(simulate_schedule(schedule, costs), world_size).makespan
-    except (RequestError, ValueError):  # the costs of transfers between hosts are unknown
+    except (RequestError, ValueError):  # transfers between hosts have no measured costs
         return None
 
 
@@ -315,11 +327,11 @@ def average_costs(
 
     Args:
         config: Configuration of the traced run.
-        traces: One trace or more, with steps.
-        average: Function from the times of one kind to their average.
-        per_rank: Whether all work has a time for each rank if their steps differ by more than a
-            tenth. A rank without steps counts as fast as the others.
-        fields: Further fields of the costs.
+        traces: Traces with steps, at least one.
+        average: Function that averages the seconds of one kind of work.
+        per_rank: Whether each rank gets costs of its own if the seconds of a step differ by more
+            than a tenth. A rank without steps counts as fast as the others.
+        fields: Further fields of the `CostModel`.
     """
     host_of = CostModel(ranks_per_host=fields.get("ranks_per_host")).host_of
     transfers: dict[bool, list[float]] = {False: [], True: []}
@@ -364,14 +376,14 @@ _RUN_METRICS = TypeAdapter(RunMetrics)
 
 
 def parse_run_metrics(manifest: Mapping[str, Any], where: str) -> RunMetrics | None:
-    """Return the figures in a run's manifest.
+    """Return the metrics in a run's manifest.
 
     Args:
         manifest: Content of a `run.json`.
-        where: Its path, for errors.
+        where: Path of the file, for errors.
 
     Returns:
-        The figures; None if the run has left none.
+        Metrics; None if the manifest has none.
 
     Raises:
         InputError: The metrics are damaged.
@@ -391,9 +403,9 @@ def parse_run_metrics(manifest: Mapping[str, Any], where: str) -> RunMetrics | N
 
 
 def rounded(value: Any) -> Any:
-    """Return plain values with numbers of six significant digits, which keeps files small.
+    """Return a JSON value with its numbers rounded to six significant digits, for smaller files.
 
     Args:
-        value: A JSON value.
+        value: JSON value.
     """
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))

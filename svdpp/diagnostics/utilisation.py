@@ -1,4 +1,4 @@
-"""Utilisation: FLOPs of a model's real calls over the measured seconds, and peaks of devices."""
+"""Achieved TFLOP/s and utilisation of ranks, and the published peaks of devices."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from svdpp.plan.costs import PartFlops
 
 
 class DevicePeak(NamedTuple):
-    """Published peak TFLOP/s of dense matrix products: half of a figure "with sparsity"."""
+    """Published peak TFLOP/s of dense matrix products: half of a number "with sparsity"."""
 
     pattern: str
-    """Pattern of the device's whole name, as NVML gives it."""
+    """Regular expression for the whole name of the device, as NVML gives it."""
     half: float
-    """Peak in fp16 and bf16, accumulated in fp32."""
+    """Peak in fp16 and bf16 with accumulation in fp32, in TFLOP/s."""
     single: float
-    """Peak in fp32, as TF32, which torch lets cuDNN use; on older cards that of the plain cores."""
+    """Peak in fp32, in TFLOP/s: that of TF32, which torch lets cuDNN use, where a GPU has it."""
     source: str
+    """URL or title of the data sheet."""
     has_bf16: bool = True
+    """Whether the tensor cores compute in bf16."""
 
 
 _NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions/"
@@ -49,7 +51,7 @@ _V100 = (
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper, V2.1, appendix A"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, V2.02, appendix A"
 
-#: The usual cards. Give --peak-tflops for others.
+#: Peaks of usual GPUs. Others need --peak-tflops.
 PEAKS = (
     DevicePeak(r"(NVIDIA )?A100.*", half=312, single=156, source=_A100),
     DevicePeak(r"NVIDIA H100 80GB HBM3", half=1979 / 2, single=989 / 2, source=_H100),
@@ -98,11 +100,11 @@ class Speed:
 def speed_of_rank(
     metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops, peak: float | None
 ) -> Speed:
-    """Return the speed of a rank while it computes: its waits do not count.
+    """Return the speed of a rank while it computes, without its waits.
 
     Args:
-        metrics: Figures of the run.
-        rank: One of its ranks.
+        metrics: Metrics of the run.
+        rank: Metrics of one of its ranks.
         flops: FLOPs of the run's model for one clip.
         peak: Peak of the rank's device in TFLOP/s; None if it is unknown.
     """
@@ -110,13 +112,13 @@ def speed_of_rank(
 
 
 def speed_of_run(metrics: RunMetrics, flops: PartFlops, peaks: Iterable[float | None]) -> Speed:
-    """Return the mean speed of the ranks from the first action's start to the last one's end.
+    """Return the mean speed of the ranks over the makespan, with all waits.
 
     The utilisation is the model FLOPs utilisation (MFU) of Chowdhery et al., PaLM, 2022
-    (arXiv:2204.02311, appendix B), with all waits: FLOPs / (seconds * sum of the devices' peaks).
+    (arXiv:2204.02311, appendix B): FLOPs / (seconds * sum of the devices' peaks).
 
     Args:
-        metrics: Figures of the run.
+        metrics: Metrics of the run.
         flops: FLOPs of the run's model for one clip.
         peaks: Peak of each rank's device in TFLOP/s; None where it is unknown.
     """
@@ -127,7 +129,7 @@ def speed_of_run(metrics: RunMetrics, flops: PartFlops, peaks: Iterable[float | 
 
 
 def _flops_of_rank(metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops) -> float:
-    # Each rank of a pair does half of each step that it takes part in.
+    # Each rank of a pair does half of the FLOPs of its steps.
     step = flops.step / metrics.cfg_parallel
     decoded = rank.decode.count * rank.decode_fraction
     return rank.encode.count * flops.encode + rank.step.count * step + decoded * flops.decode
@@ -142,23 +144,23 @@ def peaks_of(metrics: RunMetrics, dtype: str, override: float | None) -> list[fl
     """Return the peak of each rank's device in TFLOP/s; None where it is unknown.
 
     Args:
-        metrics: Figures of the run.
-        dtype: Dtype of its model.
-        override: Peak that the user names, for every rank; None: that of the table.
+        metrics: Metrics of the run.
+        dtype: Dtype of the run's model.
+        override: Peak of every rank's device, as the user gives it; None: that of the table.
     """
     return [override or peak_tflops(rank.device_name, dtype) for rank in metrics.ranks]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Speed of a run and of its ranks, as far as it is known."""
+    """Speeds of a run and of its ranks, as far as they are known."""
 
     run: Speed | None = None
     """Mean over all ranks, with waits; None if the FLOPs are unknown."""
     ranks: tuple[Speed, ...] = ()
     """Speed of each rank while it computes, in order."""
     note: str = ""
-    """Reason why FLOPs or peaks are unknown; empty if they are known, or the ranks are CPUs."""
+    """Reason why FLOPs or peaks are unknown; empty if they are known, or the ranks are on CPUs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the speeds as plain values."""
@@ -166,12 +168,13 @@ class Speeds:
 
 
 def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds:
-    """Return the speeds of a finished run, whose FLOPs are counted now: seconds.
+    """Return the speeds of a finished run.
 
-    Nothing is downloaded: the model's configs must still be on this machine.
+    Its FLOPs are counted by this call, which takes seconds. The model's configs must still be on
+    this machine; nothing is downloaded.
 
     Args:
-        metrics: Figures of the run, from its manifest.
+        metrics: Metrics of the run, from its manifest.
         peak_override: Peak of each rank's device in TFLOP/s; None: that of the table.
     """
     if not metrics.model or not metrics.sampling:
@@ -186,20 +189,23 @@ def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds
         for rank, peak in zip(metrics.ranks, peaks, strict=True)
         if peak is None and rank.device_name
     }
-    names = ", ".join(sorted(unknown))
+    note = ""
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        note = f"no utilisation: the peak of {names} is unknown; give it by --peak-tflops"
     return Speeds(
         run=speed_of_run(metrics, flops, peaks),
         ranks=tuple(
             speed_of_rank(metrics, rank, flops, peak)
             for rank, peak in zip(metrics.ranks, peaks, strict=True)
         ),
-        note=f"no utilisation: no peak is known of {names}; --peak-tflops gives it" * bool(names),
+        note=note,
     )
 
 
 def _flops_of_model(metrics: RunMetrics) -> PartFlops:
     values = dict(metrics.model)
-    if str(values.get("name")).startswith("~/"):  # as manifests write the user's home
+    if str(values.get("name")).startswith("~/"):  # manifests shorten the user's home
         values["name"] = os.path.expanduser(values["name"])
     if values.get("dummy_latent_shape"):
         values["dummy_latent_shape"] = tuple(values["dummy_latent_shape"])
@@ -209,13 +215,13 @@ def _flops_of_model(metrics: RunMetrics) -> PartFlops:
 
 
 def count_flops(config: PipelineConfig) -> PartFlops:
-    """Count the FLOPs of the clips of `config` from the model's configs, in seconds.
+    """Count the FLOPs of a clip from the model's configs. This takes seconds.
 
     Args:
-        config: Resolved or not; its layout is not used.
+        config: Configuration of the clip, resolved or not; its layout is not used.
 
     Raises:
-        ModelError: The model is not here, or its class rejects a config.
+        ModelError: The model is not on this machine, or its class rejects a config.
         RequestError: The model cannot make a clip of this size.
     """
     if config.model.is_dummy:

@@ -68,7 +68,7 @@ def probe_streams(
         seconds: Seconds after which ffmpeg is killed.
 
     Returns:
-            The streams; an empty list if the file has no header that can be read.
+        The streams; an empty list if the file has no header that can be read.
 
     Raises:
         MediaFailure: ffmpeg did not end in time.

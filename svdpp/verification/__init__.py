@@ -1,1 +1,1 @@
-"""Verification: reference run, comparison, result and report."""
+"""Verification: reference run, comparison and result, for new runs and finished clips."""

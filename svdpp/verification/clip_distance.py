@@ -1,8 +1,8 @@
-"""Distance between a finished clip, of which only hashes are stored, and the reference.
+"""Distance between the tensors of a finished clip and those of the reference.
 
-A clip of a pair of ranks that divided a batch is made again by such a pair. If that gives the
-recorded hashes, the tensors are those of the clip, and can be compared. Frames that were written
-as PNG are compared as they are.
+A clip's files have only the hashes of its tensors. A clip that a pair of ranks made by dividing a
+batch is therefore made again by such a pair: if the hashes are the recorded ones, its tensors are
+compared. Frames that were written as PNG are read and compared.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ def measure_distances(
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
-    """Replace the failed checks of latents, frames and sound by comparisons, where possible.
+    """Replace failed comparisons of hashes by comparisons of tensors, where these are available.
 
     Args:
         tasks: Finished clips of one configuration.
-        results: Their checks so far, in the same order; they are changed.
-        reference: Final latents, frames and sound of the clips whose hashes differ, by index.
+        results: Results of the clips so far, in the same order, which are changed in place.
+        reference: Store with final latents, frames and sound of the clips whose hashes differ, by
+            the index of the clip in `tasks`.
         tolerance: Allowed difference of each element.
     """
     pending = [index for index, result in enumerate(results) if has_other_bits(result.checks)]
     by_pairs = [index for index in pending if tasks[index].pair_config is not None]
     with temp_folder("svdpp-verify-") as folder:
         error = _remake_clips([tasks[index] for index in by_pairs], folder)
-        ours = TensorStore(folder)
+        remade = TensorStore(folder)
         for index in pending:
-            again = by_pairs.index(index) if index in by_pairs and error is None else None
-            stored = _StoredTensors(tasks[index].clip, ours, again, steps=tasks[index].num_steps)
+            is_remade = index in by_pairs and error is None
+            remade_index = by_pairs.index(index) if is_remade else None
+            task = tasks[index]
+            stored = _StoredTensors(task.clip, remade, remade_index, steps=task.num_steps)
             checks = results[index].checks
             results[index].checks = [
                 _measure_check(check, stored, index, reference, tolerance, error)
@@ -58,12 +61,12 @@ def measure_distances(
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
-    """Whether a hash of the clip is not the recomputed one; its file does not count."""
+    """Whether a tensor of the clip has another hash than the recomputed one."""
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 
 def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
-    """Make the clips by a pair of ranks; return the error that prevented it."""
+    """Make the clips again by a pair of ranks; return the error if that fails, else None."""
     if not tasks:
         return None
     config = tasks[0].pair_config
@@ -76,24 +79,34 @@ def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError
 
 
 class _StoredTensors:
-    """Tensors of a finished clip, as far as they can be had."""
+    """Tensors of a finished clip, as far as they are available.
 
-    def __init__(self, clip: ClipOnDisk, ours: TensorStore, again: int | None, steps: int) -> None:
-        self._clip, self._ours, self._again, self.steps = clip, ours, again, steps
+    Args:
+        clip: Finished clip.
+        remade: Store with the tensors of clips that were made again.
+        remade_index: Index of the clip in that store; None: it was not made again.
+        steps: Number of steps of the clip.
+    """
+
+    def __init__(
+        self, clip: ClipOnDisk, remade: TensorStore, remade_index: int | None, steps: int
+    ) -> None:
+        self._clip, self._remade, self._remade_index = clip, remade, remade_index
+        self.steps = steps
 
     def tensor(self, what: str) -> torch.Tensor | None:
-        """Return the tensor that has the recorded hash; None if none has."""
+        """Return the clip's latent, frames or audio; None if no tensor has the recorded hash."""
         recorded = self._clip.metadata.get(_HASHES[what])
         found = None
-        if self._again is not None:
-            found = load_stored_tensor(self._ours, self._again, what, self.steps)
+        if self._remade_index is not None:
+            found = load_stored_tensor(self._remade, self._remade_index, what, self.steps)
         if found is None and what == "frames" and self._clip.metadata["format"] == "frames":
             found = torch.from_numpy(video.read_frames(self._clip.path, "frames"))
         return found if found is not None and tensor_sha256(found) == recorded else None
 
 
 def load_stored_tensor(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
-    """Return the final latent, the frames or the sound that `store` has of a clip."""
+    """Return the final latent, the frames or the audio of a clip; None if they were not kept."""
     name, key = (f"step{steps}", LATENTS) if what == "latent" else (what, what)
     return store.load(clip, name)[key] if store.has(clip, name) else None
 
@@ -128,7 +141,7 @@ def _measure_check(
 
 
 def _mark_latent_unknown(result: ClipVerification) -> None:
-    """Take a latent that cannot be compared for unknown if the frames could be compared."""
+    """Change the verdict on a latent that cannot be compared to unknown, if the frames could be."""
     by_name = {check.what: check for check in result.checks}
     latent, frames = by_name["latent"], by_name["frames"]
     if frames.max_abs_diff is not None and latent.max_abs_diff is None and not latent.equal:

@@ -1,7 +1,7 @@
-"""Finished clips on disk: the search for their files, metadata and images, and a check.
+"""Finished clips on disk: search for their files and inputs, and the check of a clip's file.
 
-An input names a clip by its JSON, by its file (a video or a folder of frames), or by a folder that
-holds several clips. The files are untrusted: everything read here is bounded and checked.
+The user names a clip by its JSON, by its file (a video or a folder of frames), or by a folder that
+holds several clips. The files are untrusted: all that is read from them is limited and checked.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ _VIDEOS = (".mp4", ".gif", ".webp")
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOnDisk:
-    """A clip and its metadata."""
+    """Finished clip and its metadata."""
 
     path: Path
     """Path of the video or folder of frames; it need not exist."""
     json_path: Path | None
-    """Path of the clip's JSON; None: there is none, and the metadata comes from the clip."""
+    """Path of the clip's JSON. None: it has none, and the metadata was read from its file."""
     raw: Mapping[str, Any]
+    """Metadata as it was read."""
     metadata: Mapping[str, Any]
-    """The same, checked, with defaults for missing fields."""
+    """Metadata after the checks, with defaults for missing fields."""
 
 
 def find_clips(inputs: Sequence[str]) -> list[Path]:
-    """Return the clips that `inputs` name, each once, by its JSON or else by its file.
+    """Return the clips that `inputs` name, without duplicates.
 
     Args:
-        inputs: Files, or folders whose clips are taken.
+        inputs: Paths of clips or of folders with clips.
 
     Returns:
-        None of them if the inputs are images.
+        Path of each clip's JSON, or of its file if it has no JSON. Empty if the inputs are images.
 
     Raises:
         RequestError: Some inputs are clips and others are not.
@@ -60,7 +61,7 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
     """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
-        if path.name == MANIFEST:  # as in out/*
+        if path.name == MANIFEST:  # a pattern such as out/* includes it
             continue
         if _has_frames_json(path):
             found.append(_preferred_path(path))
@@ -68,7 +69,7 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             clips = _clips_in(path)
             found += map(_preferred_path, clips)
             images += [] if clips else [path]
-        elif path.suffix in (".json", ".mp4") or _is_clip(path):  # also if it is missing
+        elif path.suffix in (".json", ".mp4") or _is_clip(path):  # a missing file is reported later
             found.append(_preferred_path(path))
         else:
             images.append(path)
@@ -89,7 +90,7 @@ def read_clip(path: Path) -> ClipOnDisk:
     """Read a clip's metadata.
 
     Args:
-        path: JSON of the clip, or its file, which has the metadata inside.
+        path: Path of the clip's JSON, or of its file, which contains the metadata.
 
     Raises:
         InputError: The file does not exist, or its metadata are not a clip's.
@@ -104,16 +105,16 @@ def read_clip(path: Path) -> ClipOnDisk:
 
 
 def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
-    """Return the image, or the further video of a name, that a clip was made from, by its sha256.
+    """Return the image or a further video that a clip was made from, found by its SHA-256.
 
     Args:
         clip: Finished clip.
-        image: File, or a folder that holds it; None searches the recorded path, then the clip's
-            folder.
-        video: Name of the further video; empty for the image.
+        image: Path of the file, or of a folder that holds it. None: search the recorded path, then
+            the clip's folder.
+        video: Name of the further video; "": the image.
 
     Raises:
-        InputError: No file there has the recorded hash.
+        InputError: No file in these places has the recorded hash.
     """
     metadata, folder = clip.metadata, clip.path.parent
     suffixes: tuple[str, ...] = IMAGE_SUFFIXES
@@ -122,7 +123,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
         suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
-            image = None  # it names the image alone
+            image = None  # a path of a file names only the image
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
         hint = "`image` PATH names it"
@@ -132,7 +133,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
     else:
         candidates = [*_files_in(image, suffixes)] if os.path.isdir(image) else [image]
     for found in dict.fromkeys(candidates):
-        with contextlib.suppress(InputError):  # there is none, or it is no file
+        with contextlib.suppress(InputError):  # the path is missing, or not a file
             if hashlib.sha256(inputs.read_bytes(found)).hexdigest() == wanted:
                 return found
     where = str(recorded if image is None else image)
@@ -146,8 +147,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
 def _read_clip_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
     metadata = check_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
-    # The JSON's own name decides, so that a JSON describes only the file beside it.
-    # Up to svdpp 0.3 the name did not include the format.
+    # The name of the JSON decides, not its content, so that a JSON describes only the file beside
+    # it. Up to svdpp 0.3 the name did not include the format.
     named, suffix = path.with_suffix(""), video.FORMAT_SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
@@ -155,7 +156,7 @@ def _read_clip_json(path: Path) -> ClipOnDisk:
 
 
 def _is_clip(path: Path) -> bool:
-    """Whether `path` is a clip's JSON, even if damaged, or a file with a clip's metadata."""
+    """Whether `path` is a file with a clip's metadata, or a clip's JSON, even a damaged one."""
     try:
         if path.suffix != ".json":
             is_video = path.suffix in _VIDEOS or _is_frames_folder(path)
@@ -179,7 +180,7 @@ def _clips_in(folder: Path) -> list[Path]:
 
 
 def _preferred_path(path: Path) -> Path:
-    """A clip's JSON if it has one, so that file and JSON count as one clip; else its file."""
+    """Return the clip's JSON if it has one, else its file: both names count as one clip."""
     if path.suffix == ".json":
         return path
     json_path = path.with_name(f"{path.name}.json")
@@ -193,11 +194,11 @@ def _preferred_path(path: Path) -> Path:
 
 
 def _is_frames_folder(path: Path) -> bool:
-    return os.path.isfile(path / _FIRST_FRAME)  # unlike pathlib, False for names that are too long
+    return os.path.isfile(path / _FIRST_FRAME)  # Path.is_file raises if a name is too long
 
 
 def _has_frames_json(path: Path) -> bool:
-    """Whether the JSON beside a folder says that it has a clip's frames; some may be missing."""
+    """Whether `path` is a folder whose JSON says that it holds a clip's frames."""
     if not (path.name and os.path.isdir(path)):
         return False
     with contextlib.suppress(InputError):
@@ -211,37 +212,38 @@ def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     yield from (path for path in names if path.suffix.lower() in suffixes)
 
 
-# Versions of an encoder agree better than this (above 40 dB at every --crf up to 30), and different
-# videos far worse. One altered frame or a logo changes the mean little, but its own place much;
-# there, the presets of x264 agree above 28 dB and 27 dB wherever their mean is above 30 dB.
+# Least PSNR of equal clips that different versions of an encoder have encoded, over the clip, in a
+# frame and in a block. Versions agree above 40 dB at every --crf up to 30; different videos are far
+# below 30 dB. One altered frame or a logo lowers the mean little, but its own frame and block much;
+# in these, the presets of x264 agree above 28 dB and 27 dB wherever their mean is above 30 dB.
 _SIMILAR_DB = 30.0
 _SIMILAR_FRAME_DB = 25.0
 _SIMILAR_BLOCK_DB = 20.0
 _BLOCK = 32  # pixels
-_SIMILAR_SOUND = 0.01  # of its power
+_SIMILAR_SOUND = 0.01  # power of the difference, as a fraction of the sound's
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCheck:
-    """One of the verdicts on a finished clip."""
+    """Check of one part of a finished clip."""
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool | None
-    """Whether it passes. None if it is unknown: a latent of which only the hash is stored, beside
-    frames that could be compared within a tolerance."""
+    """Whether the check passes. None if that is unknown: only the hash of the latent is stored, and
+    the frames were compared within a tolerance."""
     recorded: str | None
-    """The sha256 in the metadata, if there is one."""
+    """SHA-256 in the metadata; None if they have none."""
     found: str | None
-    """sha256 of the recomputed tensor or of the file; None if there is no file."""
+    """SHA-256 of the recomputed tensor, or of the file; None if the file is missing."""
     detail: str = ""
-    """Faults of the clip; if there are none, the finding of the check."""
+    """Faults of the clip, or what was compared if there are none."""
     within: bool = False
-    """Whether it passes only by the tolerance: its bits are others."""
+    """Whether the check passes only by the tolerance, with other bits."""
     max_abs_diff: float | None = None
-    """Largest difference from the reference. None if the bits are equal, or only hashes could be
-    compared. Of frames and audio a share of the highest level."""
+    """Largest difference from the reference; for frames and audio a fraction of the highest level.
+    None if the bits are equal, or only hashes could be compared."""
     max_ulp: int | None = None
-    """The same in ULPs of the dtype; of frames and audio, in levels."""
+    """Largest difference in ULPs of the dtype, or in levels for frames and audio; None as above."""
 
     @property
     def verdict(self) -> str:
@@ -256,10 +258,11 @@ class ClipCheck:
 def check_file(
     clip: ClipOnDisk, frames: Frames, sound: video.AudioSamples | None = None
 ) -> ClipCheck:
-    """Compare a clip's file, which may be missing, with its metadata and recomputed frames.
+    """Compare a clip's file, which may be missing, with its metadata and the recomputed frames.
 
-    PNG frames are lossless, so their pixels must be the recorded ones. Other formats are compared
-    with what is encoded here: pixels, sound, and how a player shows them.
+    PNG files are lossless, so that their pixels must be the recorded ones. For other formats the
+    recomputed frames are encoded, and the two files are compared: pixels, sound, and properties
+    that players obey.
 
     Args:
         clip: Finished clip.
@@ -345,14 +348,16 @@ def _sound_alike(one: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Distance:
-    """PSNR between two videos, in dB, and their largest difference in 8-bit levels."""
+    """Distance between two videos."""
 
     psnr_db: float
+    """PSNR of all frames together, in dB."""
     frame_db: float
-    """PSNR of the worst frame."""
+    """PSNR of the worst frame, in dB."""
     block_db: float
-    """PSNR of the worst block of `_BLOCK` x `_BLOCK` pixels of a frame."""
+    """PSNR of the worst block of `_BLOCK` x `_BLOCK` pixels of a frame, in dB."""
     levels: int
+    """Largest difference of a pixel, in 8-bit levels."""
 
     @property
     def is_similar(self) -> bool:
@@ -380,7 +385,8 @@ def _measure_distance(ours: Frames, theirs: Frames) -> _Distance:
     rows, columns = np.arange(0, height, _BLOCK), np.arange(0, width, _BLOCK)
     sizes = np.outer(np.diff(rows, append=height), np.diff(columns, append=width))
     errors, worst_block, largest = list[float](), 0.0, 0
-    for one, other in zip(ours, theirs, strict=True):  # by frame: int16 takes twice the memory
+    # Frame by frame, because int16 takes twice the memory of uint8.
+    for one, other in zip(ours, theirs, strict=True):
         difference = one.astype(np.int16) - other
         squares = np.square(difference, dtype=np.int32).mean(axis=2)
         blocks = np.add.reduceat(np.add.reduceat(squares, rows, axis=0), columns, axis=1) / sizes

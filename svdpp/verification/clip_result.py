@@ -1,4 +1,4 @@
-"""Verification of one finished clip as data: the task, and its result."""
+"""Task and result of the verification of one finished clip."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from svdpp.verification.clip_files import ClipCheck, ClipOnDisk
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationTask:
-    """One finished clip, and the request that recomputes it."""
+    """Finished clip, and the request that recomputes it."""
 
     clip: ClipOnDisk
     config: PipelineConfig
     request: ClipRequest
     pair_config: PipelineConfig | None = None
-    """Configuration of two ranks that divide each batch, as the clip was made; else None."""
+    """Configuration of two ranks that divide each batch. None: the clip was not made that way."""
 
     @property
     def num_steps(self) -> int:
@@ -29,12 +29,14 @@ class VerificationTask:
 
 @dataclass(kw_only=True)
 class ClipVerification:
-    """Result of the verification of one clip: its checks, or the error that prevented them."""
+    """Result of the verification of one clip."""
 
     path: Path
     """Path of the clip's file, or of the input that is not a clip."""
     checks: list[ClipCheck] = field(default_factory=list)
+    """Checks of the clip; empty if an error prevented them."""
     error: SvdppError | None = None
+    """Error that prevented the verification; None if there was none."""
 
     @property
     def different(self) -> list[ClipCheck]:
@@ -50,7 +52,7 @@ class ClipVerification:
         return "bitwise equal" if is_bitwise else "within tolerance"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `equal` is null if it is unknown."""
+        """Return plain values; `equal` is None if an error prevented the verification."""
         if self.error is not None:
             return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
         checks = [{**asdict(check), "verdict": check.verdict} for check in self.checks]
@@ -58,7 +60,7 @@ class ClipVerification:
         return {"clip": str(self.path), **verdict, "checks": checks}
 
     def __str__(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         if self.error is not None:
             return f"not verified: {self.path}: {self.error}"
         if not self.different:

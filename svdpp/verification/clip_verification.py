@@ -1,7 +1,7 @@
 """Verification of finished clips: each is recomputed on one device and compared.
 
-There are three verdicts: whether diffusers computes the recorded latent, whether it computes the
-recorded frames, and whether the file on disk is the clip that the metadata describes.
+Three things are checked: whether diffusers computes the recorded latent, whether it computes the
+recorded frames (and sound), and whether the file on disk is the clip that the metadata describes.
 """
 
 from __future__ import annotations
@@ -46,31 +46,35 @@ from svdpp.worker.tensor_files import TensorStore
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationSettings:
-    """Options of the user for the verification; the clip's metadata sets the rest."""
+    """Options of the verification; all other settings come from the clip's metadata."""
 
     image: Path | None = None
-    """The clip's image, or a folder that holds all inputs; None searches for them."""
+    """Path of the clip's image, or of a folder that holds all inputs. None: search for them."""
     local_files_only: bool = False
+    """Whether nothing is downloaded."""
     timeout: float = 600.0
+    """Seconds without progress after which the reference counts as stalled."""
     start_timeout: float = 600.0
+    """Seconds within which the reference's process must be ready."""
 
 
 def plan_verification(
     paths: Iterable[Path], settings: VerificationSettings
 ) -> tuple[list[list[VerificationTask]], list[ClipVerification]]:
-    """Read clips and check them before any work.
+    """Read clips, check them, and group them by configuration before any work.
 
     Args:
-        paths: JSONs or files of finished clips.
+        paths: Paths of the JSONs or files of finished clips.
         settings: Options of the user.
 
     Returns:
-        Tasks grouped by configuration, so that each group loads the model once; and a failed one
-        for each clip that cannot be recomputed.
+        Groups of tasks with one configuration, each of which loads the model once; and a result
+        with an error for each clip that cannot be recomputed.
     """
     groups: dict[PipelineConfig, list[VerificationTask]] = {}
     failed = []
-    gpus = functools.cache(visible_gpus)  # once: clips of one group are on one GPU
+    # Free memory is read once, so that the choice of a GPU is the same for all clips of a group.
+    gpus = functools.cache(visible_gpus)
     for path in paths:
         try:
             task = _new_task(path, settings, gpus)
@@ -89,19 +93,20 @@ def verify_clips(
     """Recompute clips of one configuration, one after the other, and compare each.
 
     Args:
-        tasks: At least one clip.
-        observers: Callables that get (0, event) for each event of the recomputation.
-        tolerance: Allowed difference of each element, for clips whose tensors can be had; see
+        tasks: Tasks of one configuration, at least one.
+        observers: Callbacks that get (0, event) for each event of the recomputation.
+        tolerance: Allowed difference of each element, for clips whose tensors are available; see
             `clip_distance`.
 
     Returns:
-        A result for each clip. An error that ends the work is the error of all that remain.
+        Result of each clip. If an error ends the work, it is the error of all clips that are
+        left.
     """
     results = [ClipVerification(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
     with (
         temp_folder("svdpp-verify-") as folder,
-        # In a thread, because the supervisor must go on reading heartbeats.
+        # Files are checked in a thread, so that the supervisor goes on reading heartbeats.
         ThreadPoolExecutor(max_workers=1) as executor,
     ):
 
@@ -153,7 +158,9 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
 
     yield check("latent", "latents_sha256")
     yield check("frames", "frames_sha256")
-    if clip.metadata.get("audio_sha256") is not None:  # else silent, or of svdpp 0.4
+    if (
+        clip.metadata.get("audio_sha256") is not None
+    ):  # silent clips and those of svdpp 0.4 have none
         yield check("audio", "audio_sha256")
 
 
@@ -238,9 +245,9 @@ def _lora(recorded: Mapping[str, Any]) -> Lora:
 
 
 def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
-    """The GPU of the recorded kind with the most free memory: ranks may use the others.
+    """Return the device of the recorded kind with the most free memory, else `cuda:0`.
 
-    `cuda:0` if there is none of that kind.
+    Other processes, such as a server's ranks, may use the other GPUs.
     """
     kind = metadata["conditions"].get("gpu")
     fitting = [gpu for gpu in gpus if kind in (None, gpu.name)]

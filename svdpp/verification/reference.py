@@ -1,7 +1,7 @@
-"""Process of the reference: diffusers' unmodified pipeline, one clip at a time, on one device.
+"""Reference process: diffusers' unmodified pipeline, one clip at a time, on one device.
 
-It has the ranks' settings, and reports its times as a rank does. For the dummy model it is a plain
-loop over the same network.
+The process has the settings of a rank and reports its times as a rank does. For the dummy model it
+is a plain loop over the same network.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
     """Compute the clips, and report each.
 
     Args:
-        device: Torch's name of the device.
-        reporter: Reporter of the reference's events.
+        device: Name of the device, such as `cuda:1`.
+        reporter: Sender of the events.
         setup: Clips to compute, and tensors to keep.
 
     Raises:
@@ -89,9 +89,9 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
 
 
 class _Recorder:
-    """Called along each clip's way; reports its times as a rank does, and keeps what is compared.
+    """Callbacks of the reference: report each clip's times as a rank does, and keep its tensors.
 
-    What it keeps is copied from the device; nothing without a folder.
+    Kept tensors are copied from the device; without a folder none are kept.
     """
 
     def __init__(self, setup: ReferenceSetup, device: str, reporter: Reporter) -> None:
@@ -99,7 +99,7 @@ class _Recorder:
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
         self._copies = SideStream(self._device)
-        # As a rank's clips: those of a reference that ran short of memory prove nothing.
+        # As in a rank: if GPU memory runs short, the bits of a clip prove nothing.
         self._memory_pressure = MemoryPressure(self._device)
         self._store = None if setup.folder is None else TensorStore(setup.folder)
 
@@ -153,14 +153,14 @@ class _Recorder:
         self._begun = self._mark = now
 
     def _now(self) -> float:
-        """The time once the device has finished its work, as a rank measures it."""
+        """Wait for the device, as a rank does before it measures, and return the time."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
 
 
 class _DummyReference:
-    """`Reference` for the dummy model."""
+    """Reference for the dummy model, with the interface of `Reference`."""
 
     def __init__(self, config: PipelineConfig, device: str) -> None:
         self._model = load_rank_model(config, None, device, Roles(encode=True, denoise=True))
@@ -220,19 +220,19 @@ class Reference:
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        """Make one clip by `__call__`.
+        """Make one clip by the pipeline's `__call__`.
 
         Args:
             request: Seed and prompts of the clip.
-            source: Image or frames, fitted to the frame's shape; None for a prompt alone.
-            sampling: Resolved parameters.
+            source: Image or frames, fitted to the clip's size; None: the clip starts from text.
+            sampling: Resolved sampling parameters.
             before_steps: Callback before the denoiser's first call.
-            after_step: Callback that gets each step's index, with its latent, the solver's history
-                and the predictions.
+            after_step: Callback after each step, which gets its index, its latent, the solver's
+                history and the predictions.
 
         Returns:
-            The final latent in the model's shape, the frames, uint8 of shape (F, H, W, 3), and the
-            sound, if the model makes one.
+            Final latent in the model's shape; frames, uint8 of shape (F, H, W, 3); and sound,
+            None if the model makes none.
         """
         pipe, spec = self.pipe, self._checkpoint.spec
         arguments = call_arguments(pipe, self._checkpoint, sampling, request, source)
@@ -249,7 +249,7 @@ class Reference:
 
 
 class _StepObserver:
-    """The steps of one call, those of all its loops; observing them changes no tensor."""
+    """Observer of the steps of one call, in all its loops; it changes no tensor."""
 
     latent: torch.Tensor
 
@@ -267,7 +267,7 @@ class _StepObserver:
         self._outputs: list[Any] = []
 
     def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A denoiser's; its first call is the end of the encode."""
+        """Wrap the forward method of a denoiser; its first call marks the end of the encode."""
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -303,5 +303,5 @@ class _StepObserver:
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:
-    """Stack diffusers' list of PIL images to one array, uint8 of shape (F, H, W, 3)."""
+    """Return a list of PIL images as one array, uint8 of shape (F, H, W, 3)."""
     return np.stack([np.asarray(image, dtype=np.uint8) for image in images])

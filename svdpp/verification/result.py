@@ -1,4 +1,4 @@
-"""Comparison of two tensors, bitwise or within a tolerance, and the verdict on all of them."""
+"""Comparison of tensors, bitwise or within a tolerance, and the result of a verification."""
 
 from __future__ import annotations
 
@@ -28,51 +28,55 @@ class CheckLocation(NamedTuple):
     step: int
     """Number of steps done."""
     rank: int
-    """The rank that computed the pipelined side."""
+    """Rank that computed the pipelined tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Comparison of one tensor of the pipelined run with the reference's."""
+    """Comparison of one tensor of the pipelined run with that of the reference."""
 
     clip: int
     what: TensorKind
-    """`solver_history` is what a multistep solver keeps of earlier steps, `prediction` what one
-    rank of a pair has received from the other. Both are listed only if their bits differ."""
+    """Kind of the tensor. `solver_history` is what a multistep solver keeps of earlier steps;
+    `prediction` is what one rank of a pair has sent to the other. These two kinds are listed only
+    if
+    their bits differ."""
     step: int
+    """Number of steps done; for a prediction, the index of its step."""
     rank: int
+    """Rank that computed the pipelined tensor."""
     equal: bool
     """Whether the check passes: every bit is equal, or every element within the tolerance."""
     bitwise: bool
     """Whether every bit is equal."""
     max_abs_diff: float
-    """Largest difference. Infinite if one side has NaN there. Of frames and audio a share of the
-    highest level."""
+    """Largest absolute difference; infinite if one side has NaN there. For frames and audio it is a
+    fraction of the highest level."""
     max_ulp: int
-    """Largest distance in ULPs of the dtype; of frames and audio, in levels."""
+    """Largest distance in ULPs of the dtype; for frames and audio, in levels."""
     first_index: tuple[int, ...] | None
-    """Index of the first element in row-major order beyond the tolerance, or else of the first
-    whose bits differ. None if no bit differs."""
+    """Index of the first element, in row-major order, that is beyond the tolerance; if none is, of
+    the first whose bits differ. None if all bits are equal."""
     num_beyond: int
     """Number of elements beyond the tolerance."""
     sha256: str
-    """Hash of the pipelined side."""
+    """SHA-256 of the pipelined tensor."""
     axes: str = ""
-    """The tensor's axes, one letter each."""
+    """Axes of the tensor, one letter each."""
     branch: int = -1
-    """Branch of the guidance, 0 or 1, for a prediction."""
+    """Branch of the guidance that a prediction belongs to, 0 or 1; -1 for other tensors."""
     psnr_db: float | None = None
-    """Peak signal-to-noise ratio of a latent that differs, against the largest value of the
-    reference. None if it is equal or has no finite ratio."""
+    """Peak signal-to-noise ratio of a latent in dB, with the reference's largest value as the peak.
+    None if the latents are equal, or the ratio is not finite."""
 
     @property
     def verdict(self) -> Verdict:
-        """The check's result in words."""
+        """Result of the check, in words."""
         return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
 
     @property
     def distance(self) -> str:
-        """The largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
+        """Largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
         if self.what in _LEVELS:
             return f"{self.max_ulp} of {_LEVELS[self.what]} levels"
         ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
@@ -94,7 +98,7 @@ class Check:
     def __str__(self) -> str:
         """Return the place and size of the difference, in words."""
         index = self.first_index or ()
-        numbers = dict(zip(self.axes, index, strict=False))  # B is always 0
+        numbers = dict(zip(self.axes, index, strict=False))
         where = [f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers]
         return (
             f"{self.place}: first at {', '.join(where)} (index {list(index)}), "
@@ -102,24 +106,25 @@ class Check:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; an infinite difference, which JSON lacks, is null."""
+        """Return plain values; an infinite difference becomes None, as JSON has no infinity."""
         difference = self.max_abs_diff if math.isfinite(self.max_abs_diff) else None
         return {**asdict(self), "verdict": self.verdict, "max_abs_diff": difference}
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """All checks, at least one: by clip, then in the order of the steps."""
+    """Result of a verification."""
 
     checks: tuple[Check, ...]
+    """Checks by clip, then in the order of the steps; at least one."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
-    """Conditions besides the requests on which the bits depend, as the ranks have found them."""
+    """Hardware, libraries and settings of the ranks, on which the bits depend."""
     tolerance: Tolerance = BITWISE
     reference: str = "diffusers' sequential result"
-    """Name of what the ranks' results are compared with."""
+    """Name of the reference in messages."""
     short_of_memory: tuple[Side, ...] = ()
-    """Sides on which GPU memory ran short, after which cuDNN may have used another kernel: a
-    difference may come from there."""
+    """Sides on which GPU memory ran short. cuDNN may then have used another kernel, which can be
+    the cause of a difference."""
 
     @property
     def equal(self) -> bool:
@@ -133,26 +138,26 @@ class VerificationResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The result in words."""
+        """Result in words."""
         return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
 
     @property
     def max_abs_diff(self) -> float:
-        """The largest difference of any latent or frame."""
+        """Largest difference of any compared tensor."""
         return self.largest.max_abs_diff
 
     @property
     def largest(self) -> Check:
-        """The check with the largest difference; among equal ones the first."""
+        """Check with the largest difference; if several have it, the first of them."""
         return max(self.checks, key=lambda check: (check.max_abs_diff, check.max_ulp))
 
     @property
     def first_difference(self) -> Check | None:
-        """The first check that fails; None if none does."""
+        """First check that fails; None if all pass."""
         return next((check for check in self.checks if not check.equal), None)
 
     def __str__(self) -> str:
-        """Return the verdict in a sentence, with the largest difference and its place."""
+        """Return the verdict as a sentence, with the largest difference and its place."""
         clips = len({check.clip for check in self.checks})
         compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
         if self.bitwise:
@@ -217,12 +222,12 @@ def compare_tensors(
     """Compare two tensors of one shape and dtype, in host memory.
 
     Args:
-        what: Kind of the tensors. Of frames (uint8) and audio (int16), levels are compared.
+        what: Kind of the tensors. Frames (uint8) and audio (int16) are compared as levels.
         ours: Tensor of the pipelined run.
         theirs: Tensor of the reference, to which `tolerance.rtol` is relative.
-        location: Clip, step and rank that computed `ours`.
-        axes: Tensors' axes, one letter each, to name the place of a difference.
-        tolerance: Allowed difference of each element. Other integers than levels must be equal.
+        location: Clip, step, and rank that computed `ours`.
+        axes: Axes of the tensors, one letter each, which name the place of a difference.
+        tolerance: Allowed difference of each element. Integers that are not levels must be equal.
 
     Raises:
         ValueError: Shapes or dtypes differ.
@@ -234,7 +239,7 @@ def compare_tensors(
     beyond, max_ulp, max_abs_diff, psnr_db = differs, 0, 0.0, None
     if not is_bitwise:
         max_ulp = int((_ordered(ours) - _ordered(theirs)).abs().max())
-        # Levels are small integers: float32, which takes less memory, has them exactly.
+        # float32 represents levels exactly, and takes less memory.
         dtype = torch.float32 if what in _LEVELS else torch.float64
         scale, expected = _LEVELS.get(what, 1), theirs.to(dtype)
         # Subtraction gives NaN for NaN and for two equal infinities.
@@ -270,8 +275,8 @@ def _beyond(
     tolerance: Tolerance,
     scale: int = 1,
 ) -> torch.Tensor:
-    """Return which of the elements with other bits differ by more than the tolerance."""
-    if tolerance.is_bitwise:  # also -0 in place of 0
+    """Return a mask of the elements that differ by more than the tolerance."""
+    if tolerance.is_bitwise:  # -0 and 0 differ too
         return differs
     allowed = tolerance.atol * scale + tolerance.rtol * expected.abs()
     return differs & (~(difference <= allowed) | difference.isinf())
@@ -289,16 +294,17 @@ def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bits as integers; distinguishes -0 from 0 and one NaN from another."""
+    """Return the tensor's bits as integers, in which -0 and 0 differ, and so do different NaNs."""
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return integers in the order of the numbers, so that differences are ULPs, or levels.
+    """Map numbers to integers of the same order, whose differences are ULPs (or levels).
 
-    See Bruce Dawson, "Comparing Floating Point Numbers": negative numbers count down from zero.
+    Negative floats are mapped to negative integers; see Bruce Dawson, "Comparing Floating Point
+    Numbers".
     """
     if not tensor.is_floating_point():
         return tensor.int()

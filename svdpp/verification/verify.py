@@ -1,4 +1,4 @@
-"""Verification: the pipelined run against the sequential one, bit for bit at every transfer."""
+"""Verification of a pipelined run against a sequential one, bit for bit at every transfer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from svdpp.worker.messages import ClipDone
 from svdpp.worker.rank import run_rank, wait_for_stop
 from svdpp.worker.tensor_files import TensorStore, solver_history
 
-#: Axes of each decoded tensor.
+#: Axes of the decoded tensors, one letter each.
 _DECODED: dict[TensorKind, str] = {"frames": "FHWC", "audio": "SC"}
 
 
@@ -53,26 +53,27 @@ def verify(
     observers: Sequence[Observer] = (),
     open_observer: OpenObserver = no_observer,
 ) -> VerificationResult:
-    """Run `requests` through the ranks, then sequentially, and compare what both computed.
+    """Run `requests` pipelined, then sequentially, and compare the tensors of both runs.
 
-    Compared are the latent at each transfer, the final latent, the frames and the sound. Each
-    element may differ by atol + rtol * abs(expected), as in `torch.testing.assert_close`; by
-    default every bit must be equal.
+    The compared tensors are the latent at each transfer, the final latent, the frames and the
+    sound. Each element may differ by atol + rtol * abs(expected), as in
+    `torch.testing.assert_close`; by default every bit must be equal.
 
     Args:
-        config: Options of the pipelined run; the reference has the same model and parameters.
+        config: Configuration of the pipelined run; the reference has the same model and parameters.
         requests: Clips to make; their outputs are not written.
-        atol: Allowed absolute difference: of latents in their own units, of frames and sound as a
-            share of the highest level.
+        atol: Allowed absolute difference: for latents in their own units, for frames and sound as a
+            fraction of the highest level.
         rtol: Allowed difference relative to the reference's element.
-        layout: Layout, as for `Pipeline`; `auto` chooses the best one for these requests.
-        fault: Function that tests call in each rank, with its number, to damage it.
-        observers: Callables that get (rank, event) for each event of the ranks.
-        open_observer: Function that opens an observer for each of the two runs, "pipelined" and
-            "sequential".
+        layout: Name of a layout; `auto` chooses the best one for these requests. None: that of
+            `config`.
+        fault: Function that each rank calls first, with its number: tests damage a rank by it.
+        observers: Callbacks that get (rank, event) for each event of the ranks.
+        open_observer: Function that opens an observer for each of the two runs, which are called
+            "pipelined" and "sequential".
 
     Returns:
-        All comparisons; a difference is a result, not an error.
+        Result of all comparisons. A difference is a result, not an error.
 
     Raises:
         RequestError: The request cannot be run, or a tolerance is negative or not finite.
@@ -134,23 +135,23 @@ def run_pipelined(
     fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """Run `requests` through the ranks, and keep what is compared.
+    """Run `requests` pipelined, and keep the tensors that are compared.
 
     Args:
-        config: Options of the run.
+        config: Configuration of the run.
         requests: Clips to make; their outputs are not written.
-        folder: Existing folder that gets latents, frames and sound.
-        fault: Function that tests call in each rank, with its number, to damage it.
-        observers: Callables that get (rank, event) for each event of the ranks.
+        folder: Existing folder for latents, frames and sound.
+        fault: Function that each rank calls first, with its number: tests damage a rank by it.
+        observers: Callbacks that get (rank, event) for each event of the ranks.
 
     Returns:
-        The metadata of each clip.
+        Metadata of each clip.
     """
     files = sorted({path for request in requests for path, _ in request.files.values()})
     pipeline = Pipeline(config, tensor_folder=str(folder), shared_paths=files, fault=fault)
     for observer in observers:
         pipeline.observe(observer)
-    # This host has the weights of its own ranks; the reference needs all.
+    # This host has the weights that its own ranks need; the reference needs all.
     if pipeline.world is not None and pipeline.world.spans_hosts:
         resolve_config(config.single_rank(), weights="all")
     with pipeline:
@@ -168,18 +169,18 @@ def run_reference(
     tensor_folder: Path | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """Compute each clip by diffusers in a process of its own.
+    """Compute each clip by diffusers' own pipeline, in a separate process.
 
     Args:
-        config: Options of the pipelined run; the reference uses one device of it.
+        config: Configuration of the pipelined run; the reference uses one of its devices.
         requests: Clips to make; their outputs are not written.
         steps: Numbers of steps after which the latent is kept.
-        tensor_folder: Existing folder that gets these latents, the frames and the sound; None keeps
-            nothing.
-        observers: Callables that get (0, event) for each event of the reference.
+        tensor_folder: Existing folder for these latents, the frames and the sound. None: no tensors
+            are kept.
+        observers: Callbacks that get (0, event) for each event of the reference.
 
     Returns:
-        The hashes of each clip, and whether GPU memory ran short.
+        Metadata of each clip: its hashes, and whether GPU memory ran short.
 
     Raises:
         RequestError: A request has sampling parameters of its own, or cannot be run.
@@ -224,7 +225,8 @@ def run_reference(
 
 def _reference_main(launch: LaunchContext, setup: ReferenceSetup) -> None:
     def compute(device: torch.device, reporter: Reporter) -> None:
-        from svdpp.verification.reference import compute_all  # diffusers: seconds
+        # Imports diffusers, which takes seconds, only in the reference's process.
+        from svdpp.verification.reference import compute_all
 
         compute_all(str(device), reporter, setup)
         wait_for_stop(launch.channel)
@@ -234,7 +236,7 @@ def _reference_main(launch: LaunchContext, setup: ReferenceSetup) -> None:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Comparison of what the ranks (`ours`) and the reference (`theirs`) kept."""
+    """Comparison of the tensors that the ranks (`ours`) and the reference (`theirs`) kept."""
 
     config: PipelineConfig
     ours: TensorStore
@@ -263,11 +265,11 @@ class _Comparison:
     ) -> Iterator[Check]:
         expected = solver_history(theirs)
         for name, tensor in solver_history(ours).items():
-            if name in expected:  # else of a copy that the pipeline has made of its scheduler
+            if name in expected:  # some pipelines copy their scheduler; only one copy is compared
                 yield self._compare("solver_history", tensor, expected[name], location)
 
     def _predictions(self, clip: int) -> Iterator[Check]:
-        """Compare what the ranks of a pair and the reference have predicted in each step."""
+        """Compare the predictions of the ranks of a pair with the reference's, in each step."""
         if self.config.parallel.cfg_parallel_size == 1 or not self.theirs.has(
             clip, "step0_branch0"
         ):
@@ -275,10 +277,8 @@ class _Comparison:
         axes, parts = _latent_axes(self.config), self.config.layout.route(clip).ranges
         steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
         for (first_rank, step), branch in itertools.product(steps, (0, 1)):
-            name, location = (
-                f"step{step}_branch{branch}",
-                CheckLocation(clip, step, first_rank + branch),
-            )
+            name = f"step{step}_branch{branch}"
+            location = CheckLocation(clip, step, first_rank + branch)
             our, their = (store.load(clip, name)[PREDICTION] for store in (self.ours, self.theirs))
             yield replace(self._compare("prediction", our, their, location, axes), branch=branch)
 
@@ -294,7 +294,7 @@ class _Comparison:
 
 
 def _first_failure(checks: Iterator[Check]) -> list[Check]:
-    """Return the first check that fails, or else the first whose bits differ, if there is one."""
+    """Return the first check that fails, else the first with a difference, else an empty list."""
     first = None
     for check in checks:
         if not check.equal:
@@ -309,6 +309,6 @@ def _latent_axes(config: PipelineConfig) -> str:
 
 
 def _range_ends(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
-    """(rank, steps done) at the end of each range of steps."""
+    """Return (rank, steps done) at the end of each range of steps."""
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]

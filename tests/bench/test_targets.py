@@ -246,7 +246,7 @@ def test_the_report_counts_the_flops_of_the_runs_model() -> None:
     assert speeds.run.tflops == pytest.approx(400 * step / 1e12 / metrics.makespan / 2)
     assert (speeds.run.utilisation, speeds.note, len(speeds.ranks)) == (None, "", 2)
     gpu = with_rank(metrics, 0, device_name="Some GPU")
-    assert "no peak is known of Some GPU" in speeds_of(gpu).note
+    assert "the peak of Some GPU is unknown" in speeds_of(gpu).note
     assert speeds_of(gpu, 1.0).note == ""
 
 
