@@ -1,6 +1,6 @@
-"""Checkpoints: the search, the check of their configs, and the facts that the engine needs.
+"""Checkpoints: search, checks of their configs, and the facts that the engine needs.
 
-A checkpoint is untrusted: sizes in its configs are bounded, code is refused, and every error is a
+A checkpoint is untrusted: sizes in its configs are limited, code is refused, and every error is a
 `ModelError` that names the file.
 """
 
@@ -48,47 +48,51 @@ from svdpp.models.image_sizes import check_image_size
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
 from svdpp.plan.roles import Roles
 
-#: Use that a model has for an input of a clip.
+#: Whether a clip needs, may have, or must not have an input such as an image or a prompt.
 InputUse = Literal["needed", "optional", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checked folder in diffusers' format, of a family that has a spec."""
+    """Checkpoint in diffusers' format, of a supported family, whose configs have been checked."""
 
     name: str
     """Name as the user typed it."""
     folder: Path
+    """Folder with `model_index.json`; for a hub model, its snapshot in the cache."""
     revision: str | None
     """Commit hash of a hub model; None for a folder."""
     fingerprint: str | None = None
-    """Hash of samples of the weights in a folder, which may change; None for other models."""
+    """Hash of samples of the weights. None: they cannot change (hub models and demo models)."""
     variant: str | None
+    """Variant of the files, such as fp16; None: the plain files."""
     loras: tuple[LoraFile, ...] = ()
-    """LoRAs of the model, if it was found with its weights."""
+    """LoRAs of the model; empty until the weights are found."""
     family: str
     """Name of the family, as in its sampling parameters."""
     classes: tuple[tuple[str, str], ...]
-    """Each component and its class; the scheduler is not among them."""
+    """Name and class of each component, except the scheduler."""
     scheduler_class: str
     scheduler_config: Mapping[str, Any] = field(hash=False)
     size_multiple: tuple[int, int]
-    """Height and width of a frame are multiples of these."""
+    """Pixels of which height and width of a frame are multiples."""
     model_frames: int = 1
-    """Frames of a clip whose request does not say how many."""
+    """Default number of frames of a clip."""
     frames: tuple[int, int, str]
-    """Fewest and most frames of a clip, and the reason."""
+    """Least and largest number of frames of a clip, and the reason for these limits."""
     image_sizes: tuple[int, int] | None = None
-    """Sizes of clips from an image: the side of a square one, and the unit of sides; None: any."""
+    """Limits of the size of clips from an image, in pixels: side of a square clip, and number of
+    which sides are multiples. None: any size."""
     image_use: InputUse
+    """Whether a clip needs, may have, or must not have an image (for some families a video)."""
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
     boundary_ratio: float | None = None
-    """Share of the training timesteps below which `transformer_2` runs; None for one expert."""
+    """Fraction of the training timesteps below which `transformer_2` runs; None: one denoiser."""
     decode_draws_noise: bool = False
-    """Whether the decode draws noise."""
+    """Whether the decode draws random numbers."""
     has_image_projection: bool = False
-    """Whether Wan's denoiser has layers for the embedding of an image, as Wan 2.1 from an image."""
+    """Whether the denoiser has layers for an image embedding, as Wan 2.1 image-to-video has."""
 
     @property
     def label(self) -> str:
@@ -102,17 +106,17 @@ class Checkpoint:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about tensors of LoRAs that the model has no place for."""
+        """Sentences about tensors of LoRAs that do not fit the model and are ignored."""
         return [file.remark for file in self.loras if file.remark]
 
     @property
     def prompt_use(self) -> InputUse:
-        """Whether a clip needs a prompt, or must have none."""
+        """Whether a clip needs a prompt or must have none."""
         return "needed" if self.spec.takes_prompt else "refused"
 
     @property
     def num_experts(self) -> int:
-        """Number of denoisers that share the steps: 2 for Wan 2.2 A14B, otherwise 1."""
+        """Number of denoisers that divide the steps: 2 for Wan 2.2 A14B, else 1."""
         return 1 if self.boundary_ratio is None else 2
 
     @property
@@ -121,7 +125,7 @@ class Checkpoint:
         return tuple(part for part, _ in self.classes if has_weights(part))
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the components that a rank with these roles loads, with and without weights."""
+        """Return all components that a rank with these roles loads, also those without weights."""
         spec, needed = self.spec, set(self.spec.shared_components)
         if roles.encode:
             needed |= {*spec.encode_components, *(IMAGE_ENCODERS if sampling.from_image else ())}
@@ -132,19 +136,19 @@ class Checkpoint:
         return frozenset(part for part, _ in self.classes if part in needed)
 
     def weighted_components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the components of `weighted_components` that a rank with these roles loads."""
+        """Return the components with weights that a rank with these roles loads."""
         return frozenset(filter(has_weights, self.components_of(roles, sampling)))
 
     def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Check that a clip has what the model needs, and nothing that it ignores.
+        """Check that a clip has all inputs that the model needs, and none that it would ignore.
 
         Args:
             sampling: Resolved sampling parameters of the clip.
             request: Request of the clip.
 
         Raises:
-            RequestError: An image, video or prompt is missing, superfluous, or not as `sampling`
-                says.
+            RequestError: An image, video or prompt is missing or superfluous, or contradicts
+                `sampling`.
         """
         visual, image = "a video" if sampling.from_video else "an image", request.image is not None
         for what, is_given, use, hint in (
@@ -171,10 +175,10 @@ class Checkpoint:
             )
 
     def resolve_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Return `sampling` with the model's own values in place of None.
+        """Return `sampling` with the model's defaults in place of None, after checking it.
 
         Raises:
-            RequestError: The parameters are of another family, or this model cannot run them.
+            RequestError: The parameters are of another family, or out of this model's range.
         """
         if sampling.family != self.family:
             raise RequestError(
@@ -220,11 +224,11 @@ class Checkpoint:
     def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
         """Return the SHA-256 of each file with weights, in hex, by its name below the folder.
 
-        The first call reads all files of the model, which takes a second or so for each GB; later
-        ones, also of other processes, only the files that have changed.
+        The first call reads all files of the model, which takes about a second for each GB. Later
+        calls, in any process, read only files that have changed.
 
         Args:
-            parts: Components whose files are read; None: all.
+            parts: Names of the components whose files are hashed; None: all.
 
         Raises:
             ModelError: A file is missing or cannot be read.
@@ -238,19 +242,20 @@ class Checkpoint:
         return {path.relative_to(self.folder).as_posix(): hashes[path] for path in paths}
 
     def variant_of(self, part: str) -> str | None:
-        """Return the variant of a component's files; None: the plain files, as others lack it."""
+        """Return the variant in which a component's weights are read; None: the plain files."""
         return variant_of(self.folder, part, self.variant)
 
     def build_scheduler(self, sampling: SamplingConfig | None) -> Any:
-        """Make diffusers' scheduler of the checkpoint.
+        """Return a new scheduler of diffusers with the checkpoint's config.
 
         Args:
-            sampling: Sampling parameters, of which `flow_shift` changes it; None: as published.
+            sampling: Sampling parameters, whose `flow_shift` replaces that of the config. None: the
+                config is not changed.
 
         Raises:
-            ModelError: The config is not that of such a scheduler.
+            ModelError: The scheduler's class rejects the config.
         """
-        import diffusers  # seconds
+        import diffusers  # here, because the import takes seconds
 
         name, values = self.scheduler_class, dict(self.scheduler_config)
         if (shift := getattr(sampling, "flow_shift", None)) is not None:
@@ -259,13 +264,13 @@ class Checkpoint:
             return getattr(diffusers, name).from_config(values)
 
     def timesteps(self, sampling: SamplingConfig) -> Any:
-        """Return the timesteps of a clip's steps, a tensor of shape (steps,) on the CPU.
+        """Return the timesteps of a clip's steps: a tensor of shape (steps,) on the CPU.
 
         Args:
             sampling: Resolved sampling parameters.
 
         Raises:
-            ModelError: The scheduler cannot make so many.
+            ModelError: The scheduler cannot make this number of steps.
         """
         scheduler = self.build_scheduler(sampling)
         with library_errors("scheduler", self):
@@ -275,29 +280,30 @@ class Checkpoint:
         return scheduler.timesteps[-steps:]
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
-        """Return the number of steps of the first expert; None: the model has one denoiser.
+        """Return the number of steps of the first expert; None if the model has one denoiser.
 
-        Steps whose timestep is at or above the boundary are the first one's, as in
-        `WanPipeline.__call__`.
+        As in `WanPipeline.__call__`, the first expert does the steps whose timestep is at or above
+        the boundary.
 
         Args:
             sampling: Resolved sampling parameters.
 
         Raises:
-            ModelError: The scheduler cannot make so many steps.
+            ModelError: The scheduler cannot make this number of steps.
         """
         if self.boundary_ratio is None:
             return None
         boundary = self.boundary_ratio * self.scheduler_config.get("num_train_timesteps", 1000)
-        return int((self.timesteps(sampling) >= boundary).sum())  # as in `WanPipeline.__call__`
+        return int((self.timesteps(sampling) >= boundary).sum())
 
 
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
-    """Find the checkpoint of `model`, download what is missing of a hub model, and check it.
+    """Find the checkpoint of `model`, download missing files of a hub model, and check it.
 
     Args:
-        model: Name of a folder, a hub id, or one of `DEMO_MODELS`, with its options.
-        weights: Whether the headers of all weights are read too; otherwise only configs are.
+        model: Model: a folder, a hub id, or one of `DEMO_MODELS`.
+        weights: Whether weights are downloaded and their headers are checked; else only configs
+            are.
 
     Raises:
         ModelError: The checkpoint is missing, incomplete, damaged, or of a kind that svdpp does not
@@ -310,7 +316,8 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
                 f"`revision` is for hub models; {display_name(model.name)} is a folder"
             )
         if (model.name, model.revision) == (DEFAULT_MODEL, None):
-            local = local or _ASSETS / "svd-xt"  # as published, and there without a network
+            # A copy of the published configs, which needs no network.
+            local = local or _ASSETS / "svd-xt"
         checkpoint = _check_configs(model, local or download(model), local)
     if not weights:
         return checkpoint
@@ -322,7 +329,8 @@ def with_weights(
 ) -> Checkpoint:
     """Return `checkpoint` with the weights of `components`, downloaded and checked.
 
-    Of a folder all components are checked: its fingerprint is that of all weights.
+    In a local folder the weights of all components are checked, because its fingerprint covers
+    them all.
 
     Args:
         checkpoint: Checkpoint that was found without weights.
@@ -340,7 +348,8 @@ def with_weights(
         if local is None:
             pinned = replace(model, revision=checkpoint.revision or model.revision)
             folder = download(pinned, components)
-            # The default model's configs have not been downloaded before.
+            # The configs of the default model came with svdpp, so those of the snapshot are checked
+            # here.
             checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted_components
         files = [path for part in checked for path in checkpoint.weight_files(part)]
@@ -352,19 +361,20 @@ def with_weights(
         )
 
 
-# 1. Find the folder.
+# --- search for the folder ------------------------------------------------------------------------
 
 
 @contextmanager
 def _located(model: ModelConfig) -> Iterator[Path | None]:
-    """Yield the model's folder, None for the hub's; name the model in the block's errors."""
+    """Yield the model's local folder, None for a hub id; name the model in errors of the block."""
     local = _local_folder(model.name)
     try:
         yield local
     except ModelError as error:
         hint = "copy or download the folder again, or `model` demo"
         if local is None:
-            file = str(error.details.get("file", ""))  # else all files, perhaps 126 GB
+            # Only the damaged file is proposed, because all files can have 126 GB.
+            file = str(error.details.get("file", ""))
             one = f" {shlex.quote(file)}" if file else ""
             hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"
         message = f"model {display_name(model.name)}: {error.message}"
@@ -372,7 +382,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return the folder that `name` refers to; None if it can only be a hub id."""
+    """Return the local folder that `name` means; None if it can only be a hub id."""
     if name in DEMO_MODELS:
         return _ASSETS / DEMO_MODELS[name].folder
     path = os.path.expanduser(name)
@@ -390,17 +400,17 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
-# 2. Check its configs.
+# --- checks of the configs ------------------------------------------------------------------------
 
 
 class Configs:
-    """Configs of one checkpoint's components, checked for a family's spec."""
+    """Configs of a checkpoint's components, checked against the spec of a family."""
 
     def __init__(self, folder: Path, index: JsonFile, spec: FamilySpec) -> None:
         self.index = index
         self._folder = folder
         _refuse_code(folder)
-        #: The class of each component.
+        #: Class of each component, by its name.
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
@@ -455,9 +465,9 @@ class Configs:
 
 
 def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield place, key and value of all entries, also of the configs inside, such as text_config.
+    """Yield path, key and value of all entries, also of nested configs.
 
-    The place of a key of such a config is written as `text_config.num_hidden_layers`.
+    The path of a nested key is written with dots, such as `text_config.num_hidden_layers`.
     """
     if isinstance(values, Mapping):
         for key, value in values.items():
@@ -501,7 +511,10 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
 
 
 def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
-    """`model_index.json`, and the family of the pipeline that it names, or the one asked for."""
+    """Read `model_index.json`; return it and the family of its pipeline.
+
+    Several families can run the pipeline: `asked` chooses among them; None means the main one.
+    """
     if not (folder / _INDEX_FILE).is_file():
         raise ModelError(f"{_INDEX_FILE} is missing", MODEL_HINT)
     index = read_json(folder, _INDEX_FILE)
@@ -527,7 +540,8 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
         library, name = _entry(index, part)
         if name is None:
             continue
-        if library not in (*_LIBRARIES, spec.pipeline_package):  # diffusers would import it
+        # diffusers would import a module of any name.
+        if library not in (*_LIBRARIES, spec.pipeline_package):
             raise index.error(
                 f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
                 UNSUPPORTED_HINT,
@@ -544,7 +558,7 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Library and class of a component; the class is None if the checkpoint does not have it."""
+    """Return library and class of a component; the class is None if it is missing."""
     entry = index.values.get(part)
     if isinstance(entry, list) and len(entry) == 2:
         return entry[0], entry[1]
@@ -552,7 +566,8 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 
 
 def _refuse_code(folder: Path) -> None:
-    for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):  # adapters name repositories
+    # An adapter_config.json can name a repository to load.
+    for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
             name = short_repr(path.relative_to(folder).as_posix())
             raise ModelError(
@@ -563,7 +578,7 @@ def _refuse_code(folder: Path) -> None:
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
-#: Weights of these dtypes need scales.
+#: Dtypes of quantised weights, which are useless without scales.
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
@@ -571,14 +586,14 @@ _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
     "solver_p": "is another scheduler, whose state no packet carries",
 }
-#: Arguments that a scheduler needs besides the config of another one, by its class.
+#: Arguments that `from_config` of a scheduler needs with the config of another one, by class.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
 }
 _LIBRARIES = ("diffusers", "transformers")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
-#: Patterns of the classes of the components that several families have.
+#: Patterns of the allowed classes of components that several families have.
 _CLASSES = {
     "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
     r"Qwen2(_5_)?VLProcessor",
@@ -590,14 +605,15 @@ _CLASSES = {
     "vae": r"AutoencoderKL\w*",
 }
 _NO_CODE = "svdpp runs no code from a checkpoint"
-#: Config keys that make the libraries load other code or weights: attn_implementation can name a
-#: kernel on the hub, transformers_weights another file. `_attn_implementation_autoset` is a flag.
+#: Config keys that make the libraries load other code or weights. `attn_implementation` can name a
+#: kernel on the hub, `transformers_weights` another file. `_attn_implementation_autoset` is only a
+#: flag and does not match.
 _CODE_KEYS = re.compile(
     r"auto_map|custom_pipeline|quantization_config|_implementation$|use_kernels|"
     r"kernel_(config|mapping)|transformers_weights"
 )
-# Sizes that determine memory. For comparison, Wan 2.2 A14B has 40 layers, LTX-2 a text width of
-# 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
+# Largest values of config keys that determine memory. For comparison, Wan 2.2 A14B has 40 layers,
+# LTX-2 a text width of 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
 _LIMITS = (
     (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks|depth"), 1024),
     (re.compile(r"image_size|patch_size"), 2**13),

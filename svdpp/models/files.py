@@ -1,7 +1,7 @@
-"""The files of a model, which are untrusted: downloads, configs, weights; knows no torch.
+"""Files of a model, which are untrusted: downloads, configs and headers of weights. No torch.
 
-Reads no whole tensor. What the libraries raise becomes a `ModelError`, in which is no token, and no
-URL that may contain one. `checkpoint` adds the model's name.
+Errors of the libraries become a `ModelError` without tokens, and without URLs, which may contain
+tokens. `checkpoint` adds the model's name.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from svdpp.errors import (
     redact_tokens,
 )
 
-#: Hint for a checkpoint that is whole, but that svdpp cannot run.
+#: Hint for a complete checkpoint that svdpp cannot run.
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
 #: Hint for a name that is not a model.
 MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo or demo-text"
 
-#: Configs of all families, and tokenizers; a few megabytes.
+#: Files without weights of all families, a few megabytes.
 _CONFIG_PATTERNS = (
     *("model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "guider/*"),
 )
-# A tokenizer's folder may have more than its own files: pickles and programs.
+# Pickles and programs, which a tokenizer's folder may contain.
 _NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 _MAX_CONFIG_BYTES = 16 * 2**20
-# A few hundred KB of several GB are enough: training changes every number of a tensor.
+# Bytes of each tensor in a fingerprint. They suffice, because training changes every number.
 _SAMPLED_BYTES = 64
 _WEIGHTS_HINT = (
     "`variant` fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
@@ -70,14 +70,14 @@ def display_name(name: str) -> str:
 
 @contextmanager
 def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
-    """Convert errors of the libraries within the block, whose input comes from the checkpoint.
+    """Turn errors of the libraries in the block into a `ModelError`.
 
     Args:
-        component: Name of what is loaded, for the message.
-        checkpoint: Checkpoint that the message names; None: it names none.
+        component: Name of the component that the block loads, for the message.
+        checkpoint: Checkpoint to name in the message; None: none is named.
 
     Raises:
-        ModelError: The block raised anything but a lack of memory, which passes unchanged.
+        ModelError: The block raised an exception. Errors of a lack of memory pass unchanged.
     """
     label = f"{checkpoint.label}: " if checkpoint else ""
     try:
@@ -97,25 +97,26 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
         ) from error
 
 
-# 1. Configs.
+# --- configs --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A JSON object, and the label of its file for messages."""
+    """JSON object of a file."""
 
     label: str
+    """Name of the file in messages, below the checkpoint's folder."""
     values: Mapping[str, Any]
 
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
     ) -> ModelError:
-        """Return a `ModelError` whose message begins with the file's label, which details name.
+        """Return a `ModelError` whose message and details name the file.
 
         Args:
-            message: Rest of the sentence.
-            hint: Fix, if there is a better one than to download the checkpoint again.
-            details: Further details, by name.
+            message: Message without the name of the file.
+            hint: Fix. "": the hint is to download the checkpoint again.
+            details: Further details by name; None: none.
         """
         return ModelError(
             f"{self.label}: {message}", hint, details={"file": self.label, **(details or {})}
@@ -141,7 +142,7 @@ class JsonFile:
         Args:
             key: Key of the object.
             expected: The only value that svdpp runs.
-            reason: Clause that follows the comma of the message.
+            reason: Reason, as the last clause of the message.
 
         Raises:
             ModelError: The value is another one.
@@ -154,11 +155,11 @@ class JsonFile:
             )
 
     def refuse(self, key: str, reason: str) -> None:
-        """Check that `key` is not set; of a list, that no element is.
+        """Check that the value at `key`, or each element of a list, is false or missing.
 
         Args:
             key: Key of the object.
-            reason: Clause with what it would do, such as "draws noise".
+            reason: Effect of the key, as a clause such as "draws noise".
 
         Raises:
             ModelError: The key is set.
@@ -171,49 +172,51 @@ class JsonFile:
 
 
 def read_json(folder: Path, name: str) -> JsonFile:
-    """Read the JSON object in a file of a checkpoint, of at most 16 MiB.
+    """Read a JSON object of at most 16 MiB from a file of a checkpoint.
 
     Args:
         folder: Folder of the checkpoint.
-        name: Name of the file below it, which is also its label in messages.
+        name: Name of the file below it.
 
     Raises:
-        ModelError: The file is missing, is not regular, cannot be read, or holds no JSON object.
+        ModelError: The file is missing, not a regular file, cannot be read, or holds no JSON
+            object.
     """
-    if not (folder / name).is_file():  # also a pipe, which would never end
+    if not (folder / name).is_file():  # a pipe counts as missing: reading it would never end
         raise ModelError(f"{name} is missing", details={"file": name})
     try:
         with (folder / name).open("rb") as file:
             values = json.loads(file.read(_MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelError(f"{name} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # also of a longer file
+    except (ValueError, RecursionError) as error:  # a longer file is cut, and so not valid either
         raise ModelError(f"{name} does not hold valid JSON", details={"file": name}) from error
     if not isinstance(values, dict):
         raise ModelError(f"{name} does not hold a JSON object", details={"file": name})
     return JsonFile(name, values)
 
 
-# 2. The hub.
+# --- hub ------------------------------------------------------------------------------------------
 
 
 def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
-    """Download the files that svdpp reads, unless they are cached.
+    """Download a hub model's configs, and weights of components, unless they are cached.
 
     Args:
         model: Hub model, with its revision and variant.
-        components: Components whose weights are needed, besides all configs.
+        components: Names of components whose weights are downloaded.
 
     Returns:
-        The folder of the snapshot in the hub's cache.
+        Folder of the snapshot in the hub's cache.
 
     Raises:
-        ModelError: The hub cannot be reached or refuses, or the disk is full.
+        ModelError: The hub cannot be reached or denies access, or the disk is full.
     """
     with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
         folder = _fetch(model.name, model.revision, *given)
-    for variant in dict.fromkeys((model.variant, None)):  # those without the variant: plain files
+    # Components that lack the variant are then downloaded as plain files.
+    for variant in dict.fromkeys((model.variant, None)):
         absent = [part for part in components if not _has_weights(folder, part, model.variant)]
         if absent:
             named = [_weight_names(part, variant) for part in absent]
@@ -224,7 +227,7 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     return folder
 
 
-@functools.cache  # once in a process, which so keeps to one commit
+@functools.cache  # so that a process uses one commit, even if the hub's changes
 def _fetch(
     name: str, revision: str | None, local_files_only: bool, patterns: tuple[str, ...], bar: Any
 ) -> Path:
@@ -236,7 +239,7 @@ def _fetch(
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]
-    """No progress bar: configs take a moment, and cached ones none."""
+    """Progress bar that shows nothing, for configs, which are small."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **{**options, "disable": True})
@@ -249,19 +252,19 @@ def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
 
 
 def snapshot_commit(snapshot: Path) -> str | None:
-    """Return the commit after which the hub's cache names a folder; None for others."""
+    """Return the commit hash of a snapshot in the hub's cache; None for other folders."""
     return snapshot.name if re.fullmatch(r"[0-9a-f]{40}", snapshot.name) else None
 
 
 @contextmanager
 def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
-    """Convert the errors of the hub's library within the block.
+    """Turn errors of the hub's library in the block into a `ModelError`.
 
-    Messages do not quote the library's, which contain URLs and advice for other programs.
+    The library's own messages are left out, because they have URLs and advice for other programs.
 
     Args:
         model: Model that is downloaded.
-        components: Components whose weights are downloaded, for the message.
+        components: Names of components whose weights are downloaded, for the message.
 
     Raises:
         ModelError: A download failed.
@@ -270,8 +273,8 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
 
     try:
         yield
-    # HTTPError is the base of the hub's HTTP library; a full disk or a network failure is an
-    # OSError; the hub's other transfer library, hf_xet, raises RuntimeError.
+    # HTTPError is the base class of the hub's HTTP library. A full disk or a network failure is an
+    # OSError. hf_xet, which transfers large files, raises RuntimeError.
     except (
         errors.HFValidationError,
         errors.HTTPError,  # type: ignore[attr-defined]
@@ -286,7 +289,7 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the HTTP status of the hub's answer; None if it did not answer."""
+    """Return the HTTP status of the hub's response; None if there was none."""
     responses = (getattr(each, "response", None) for each in (error, error.__cause__))
     return next((each.status_code for each in responses if each is not None), None)
 
@@ -307,7 +310,7 @@ def _message_and_hint(
             return "neither a local folder nor a model on the hub", hint
         case errors.LocalEntryNotFoundError() if status not in (401, 403):
             missing = f" ({', '.join(components)} missing)" if components else ""
-            # Without components only configs are needed, a few megabytes of perhaps 126 GB.
+            # Without components only configs are needed: a few megabytes, instead of up to 126 GB.
             needed = [f"{part}/*" for part in components] or _CONFIG_PATTERNS
             only = "".join(f" --include '{each}'" for each in needed)
             return (
@@ -324,22 +327,22 @@ def _message_and_hint(
     )
 
 
-# 3. Weights.
+# --- weights --------------------------------------------------------------------------------------
 
 
 class _Names(NamedTuple):
     """Names of the files with a component's weights, in one variant."""
 
     single: str
-    """One file with all weights."""
+    """Name of a file with all weights."""
     shards: tuple[str, str]
-    """Patterns for shards: diffusers' present names, and those of before 2025."""
+    """Patterns of shards: by diffusers' present naming, and by that of before 2025."""
     indices: tuple[str, str]
-    """Files that list the shards, likewise."""
+    """Names of the file that lists the shards, by the same two namings."""
 
 
 def _weight_names(component: str, variant: str | None) -> _Names:
-    # Encoders of text and images are of transformers, the others of diffusers.
+    # Text and image encoders have transformers' name; all other components have diffusers'.
     stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
     start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
     return _Names(
@@ -353,7 +356,8 @@ def _weight_names(component: str, variant: str | None) -> _Names:
 
 
 def _file_names(folder: Path, component: str) -> list[str]:
-    paths = filter(Path.is_file, (folder / component).glob("*"))  # no pipe, which would never end
+    # Only regular files: reading a pipe would never end.
+    paths = filter(Path.is_file, (folder / component).glob("*"))
     return sorted(f"{component}/{path.name}" for path in paths)
 
 
@@ -366,12 +370,13 @@ def _has_names(folder: Path, component: str, variant: str | None) -> bool:
 def variant_of(folder: Path, component: str, variant: str | None) -> str | None:
     """Return the variant in which a component's weights are read.
 
-    As in diffusers, a component that lacks the variant is read without it if others have it.
+    As in diffusers, a component without the variant is read from its plain files if another
+    component has the variant.
 
     Args:
         folder: Folder of the checkpoint.
         component: Name of the component.
-        variant: Variant that is asked for, such as fp16; None: the plain files.
+        variant: Requested variant, such as fp16; None: the plain files.
     """
     if variant is None or _has_names(folder, component, variant):
         return variant
@@ -381,18 +386,15 @@ def variant_of(folder: Path, component: str, variant: str | None) -> str | None:
 
 
 def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
-    """List the files with a component's weights that the libraries read.
+    """Return the files of a component's weights that the libraries read.
 
-    They are one file, or the shards of an index. If there are both, diffusers reads the index and
-    transformers the file.
+    These are one file, or the shards in an index. If both exist, diffusers reads the index and
+    transformers reads the file.
 
     Args:
         folder: Folder of the checkpoint.
         component: Name of the component.
-        variant: Variant that is asked for; see `variant_of`.
-
-    Returns:
-        Names below `folder`.
+        variant: Requested variant; see `variant_of`.
 
     Raises:
         ModelError: The component has no such files, or the index is damaged.
@@ -417,12 +419,12 @@ def _shards(
 ) -> list[str]:
     listed = index.values.get("weight_map")
     files = listed.values() if isinstance(listed, dict) else [listed]
-    for name in files:  # a pickle, or a file outside the folder
+    for name in files:  # an index could name a pickle, or a file outside the folder
         path = f"{component}/{name}"
         if not any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
             raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
     shards = sorted({f"{component}/{name}" for name in files})
-    if missing := {*shards} - {*names}:  # an interrupted download
+    if missing := {*shards} - {*names}:  # such as after an interrupted download
         raise index.error(
             f"{len(missing)} of {len(shards)} shards miss",
             details={
@@ -435,7 +437,7 @@ def _shards(
 
 
 def read_dtypes(path: Path) -> list[str]:
-    """Return the dtype of each tensor in a safetensors file, as it is spelt there (F32, BF16).
+    """Return the dtype of each tensor in a safetensors file, as written there (F32, BF16).
 
     Raises:
         ModelError: The file cannot be read, or is damaged.
@@ -446,8 +448,8 @@ def read_dtypes(path: Path) -> list[str]:
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
     """Return the SHA-256 of the headers of `files` and of 64 bytes of each tensor, in hex.
 
-    A few hundred KB of several GB are enough to notice another training, which changes every
-    number; `Checkpoint.file_hashes` notices everything.
+    This reads a few hundred KB instead of several GB. It detects other training, which changes
+    every number; `Checkpoint.file_hashes` detects any change.
 
     Raises:
         ModelError: A file cannot be read, or is damaged.
@@ -469,7 +471,7 @@ def read_safetensors_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Read the header of a safetensors file.
 
     Returns:
-        The header's bytes, and by the name of each tensor its `dtype`, `shape` and `data_offsets`.
+        Bytes of the header; and `dtype`, `shape` and `data_offsets` of each tensor, by its name.
 
     Raises:
         ModelError: The file cannot be read, or is damaged.

@@ -1,10 +1,10 @@
-"""Estimate of a model's memory and count of its FLOPs, from its configs without weights.
+"""Estimate of a model's memory and count of its FLOPs, from its configs, without weights.
 
-It runs the real encode, steps and decode of a rank. Components are made of fake tensors, which have
-a shape but no data, and so are their calls; the pipeline gets zeros of the shapes of their results.
-Meanwhile every storage that is created and freed is counted, or the FLOPs of every operation. Of
-the kernels' workspaces, only those of CPU convolutions are counted: torch says which kernel it
-chooses.
+A rank's real encode, steps and decode are run. Components are made of fake tensors, which have a
+shape but no data, and run on fake tensors; the pipeline gets zeros in the shapes of their results.
+Meanwhile the storages that are created and freed are counted, or the FLOPs of the operations.
+Temporary memory of kernels is counted only for CPU convolutions, for which torch tells which kernel
+it chooses.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def estimate(
     device: str,
     num_threads: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the memory of each part of a model, in seconds of one CPU.
+    """Estimate the memory of each part of a model. This takes seconds on one CPU core.
 
-    It changes nothing that the threads of a process share: others may compute meanwhile.
+    No state that threads of the process share is changed, so that others may compute meanwhile.
 
     Args:
         checkpoint: Checked checkpoint; only its configs are read.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
-        device: `cpu`, or a CUDA device, for which no workspaces of kernels are counted.
-        num_threads: Intra-op threads of a CPU rank, on which kernels and so their memory depend.
+        device: `cpu`, or a CUDA device, for which temporary memory of kernels is not counted.
+        num_threads: Intra-op threads of a CPU rank, on which the choice of kernels depends.
 
     Returns:
-        Bytes of weights and, at the peak, of activations, for each part.
+        Bytes of weights and peak bytes of activations, for each part.
 
     Raises:
         RequestError: The model cannot make a clip of this size.
@@ -77,13 +77,13 @@ def estimate(
 
 @contextmanager
 def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]:
-    """Report errors of a model's code as a size that it cannot make."""
+    """Turn errors of a model's code into a `RequestError` about the clip's size."""
     try:
         yield
-    except SvdppError:  # many are RuntimeErrors or ValueErrors, too
+    except SvdppError:  # many of these are RuntimeErrors or ValueErrors too
         raise
     except (IndexError, RuntimeError, ValueError) as error:
-        # For example, a table of positions ends.
+        # For example, the model's table of positions is too short.
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
         raise RequestError(
             f"model {display_name(model.name)} cannot make a clip of {size} ({first_line(error)})",
@@ -98,16 +98,16 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
 
 
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
-    """Count the FLOPs of one clip's encode, of one step and of its decode, in seconds.
+    """Count the FLOPs of one clip's encode, of one step, and of its decode. This takes seconds.
 
-    Torch's own formulas count the operations of the model's real calls, on fake tensors: two for
-    each multiply-add of a matrix product, a convolution or an attention, and none for all else. As
-    in `estimate`, others may compute in the process meanwhile.
+    torch's formulas are applied to the operations of the model's real calls on fake tensors: 2 for
+    each multiply-add of a matrix product, convolution or attention, 0 for all else. As in
+    `estimate`, other threads may compute meanwhile.
 
     Args:
-        checkpoint: Model whose configs are read; its weights are not.
-        model: Options that the components are made with.
-        sampling: Size and number of frames of the clip, resolved.
+        checkpoint: Checked checkpoint; only its configs are read.
+        model: Model that the checkpoint belongs to.
+        sampling: Resolved sampling parameters.
 
     Raises:
         RequestError: The model cannot make a clip of this size.
@@ -128,15 +128,15 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
-#: Formula for torch's counter, which knows the attention kernels of GPUs only.
+#: Formula for torch's counter, which has formulas only for the attention kernels of GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 class _FlopCounter(TorchDispatchMode):
     """Counter of FLOPs by torch's formulas.
 
-    `FlopCounterMode` counts by modules, too, and for that registers hooks which also run in the
-    modules of other threads.
+    torch's own `FlopCounterMode` cannot be used: it registers global hooks of modules, which also
+    run in other threads.
     """
 
     def __init__(self) -> None:
@@ -159,12 +159,14 @@ class _FlopCounter(TorchDispatchMode):
 
 
 class _ConstructionMode(TorchFunctionMode):
-    """Default dtype of this thread alone, in which modules of fake tensors are made.
+    """Default dtype of this thread only, for the construction of modules from fake tensors.
 
-    `torch.set_default_dtype` changes that of all threads. A result in the process's default dtype
-    gets this one, if neither an argument is in that dtype nor the call names one: new tensors, and
-    quotients of integers. A condition on weights that have no data is false: it would draw them
-    again.
+    `torch.set_default_dtype` would change that of all threads. Instead, a result in the process's
+    default dtype is converted, unless the call names a dtype or an argument has that dtype: these
+    are new tensors, and quotients of integers.
+
+    A condition on weights, which have no data, counts as false. Such conditions in constructors
+    only decide whether initial weights are drawn again.
     """
 
     _CONVERSIONS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
@@ -192,16 +194,16 @@ class _ConstructionMode(TorchFunctionMode):
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a module; `without` are names of submodules."""
+    """Return the parameters and buffers of a module, except those of the submodules `without`."""
     named = chain(module.named_parameters(), module.named_buffers())
     return [tensor for name, tensor in named if name.split(".")[0] not in without]
 
 
 def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -> None:
-    """Raise ModelError if the config of a component describes other shapes than its weights have.
+    """Check that a component's config describes the shapes of its weights, or raise ModelError.
 
-    Otherwise the first operation would fail as if the clip's size were wrong. Weights that have not
-    been downloaded, and those whose names the library changes, are not compared.
+    Without this check an operation would fail as if the clip's size were wrong. Weights that have
+    not been downloaded, or that the library renames, are not compared.
     """
     try:
         paths = checkpoint.weight_files(part)
@@ -225,10 +227,10 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
 
 
 class _FakeModel:
-    """A model of fake components.
+    """Model of components whose weights are fake tensors.
 
-    Fake tensors choose kernels as CPU tensors do; meta tensors do not. That matters for attention,
-    whose CPU kernel never stores the whole matrix.
+    Meta tensors would not do: unlike fake tensors they do not choose kernels as CPU tensors do.
+    This matters for attention, whose CPU kernel never stores the whole matrix.
     """
 
     def __init__(
@@ -247,9 +249,10 @@ class _FakeModel:
         self._tracker = MemoryTracker((), workspace_threads)
         self._inside = False
         self.flops = 0
-        """FLOPs of the last part that was measured; 0 unless they are counted."""
+        """FLOPs of the last part that was measured; 0 if they are not counted."""
         self._counts_flops = counts_flops
-        # Peak, FLOPs and result of equal calls, such as the two branches of the guidance.
+        # Peak, FLOPs and result by call: equal calls, such as both branches of the guidance, run
+        # once.
         self._known: dict[Any, tuple[int, int, Any]] = {}
         parts = {}
         for part, name in checkpoint.classes:
@@ -278,7 +281,7 @@ class _FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Return the packet after two steps, and the memory of the second, which holds more."""
+        """Return packet and memory after two steps, because the second holds more memory."""
         roles = Roles(encode=False, denoise=True, decode=False)
         end = min(2, self._sampling.num_inference_steps)
         steps = partial(self._model.denoise, packet, 0, end, lambda _, __: None)
@@ -294,14 +297,14 @@ class _FakeModel:
             module = load.build_module(cls, self._checkpoint.folder / part)
         kept = set(load.fp32_parameters(module, dtype))
         with self._fake:
-            for name, parameter in module.named_parameters():  # some are made in float32
+            for name, parameter in module.named_parameters():  # constructors make some in float32
                 parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         return module.eval()
 
     def _measured(
         self, roles: Roles, received: PreparedInput, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """Return result and memory of `work` on what a rank with these roles has received."""
+        """Return the result of `work`, and the memory of a rank with these roles that runs it."""
         weights_of = {
             part: _weights(
                 module, load.unused_submodules(self._checkpoint, part, roles, self._sampling)
@@ -316,7 +319,7 @@ class _FakeModel:
         self.flops = 0
         with ExitStack() as patches:
             for part, module in self._modules.items():
-                # Pipelines inspect signatures.
+                # `update_wrapper` keeps the signature, which pipelines inspect.
                 methods = {
                     name: update_wrapper(partial(self._call, part, method), method)
                     for name, method in component_methods(module).items()
@@ -328,7 +331,7 @@ class _FakeModel:
         return result, PartMemory(weights, self._tracker.peak_above_start)
 
     def _call(self, part: str, real: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros in real memory in place of the result of a component's method."""
+        """Run a component's method on fake tensors, and return zeros in the shape of its result."""
         if self._inside:
             return real(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -351,8 +354,8 @@ class _FakeModel:
                 counter = _FlopCounter()
                 if self._counts_flops:
                     modes.enter_context(counter)
-                # Above the fake mode: below it are temporary tensors by which fake kernels find out
-                # shapes.
+                # The tracker is entered after the fake mode, so that it does not see the temporary
+                # tensors by which fake kernels derive shapes.
                 with MemoryTracker(known, self._workspace_threads) as tracker:
                     result = real(*args, **kwargs)
                 return (
@@ -364,7 +367,7 @@ class _FakeModel:
             self._inside = False
 
     def _cast(self, weights: Sequence[torch.Tensor], module: Any, *, dtype: torch.dtype) -> Any:
-        """Stand in for `module.to`, which cannot swap fake weights."""
+        """Replace `module.to`, which cannot swap fake weights."""
         with self._fake, self._tracker:
             for tensor in filter(torch.is_floating_point, weights):
                 tensor.data = tensor.data.to(dtype)
@@ -372,21 +375,21 @@ class _FakeModel:
 
 
 def _on(device: str, value: Any) -> Any:
-    """Return zeros in place of a result's tensors; None for other objects, such as caches."""
+    """Return zeros for a tensor, plain values as they are, and None for other objects."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracker of the storages of `known` tensors and of those created in its context.
+    """Tracker of the bytes of `known` tensors and of those created in its context.
 
-    `peak` is their highest sum in bytes.
+    `current` is the sum of their storages in bytes, and `peak` the highest sum so far.
 
     Args:
         known: Tensors that exist before.
-        workspace_threads: Intra-op threads of a CPU rank, whose convolutions' temporary bytes are
-            counted, too. None counts none.
+        workspace_threads: Intra-op threads of a CPU rank; temporary bytes of its convolutions are
+            then counted. None: they are not.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], workspace_threads: int | None) -> None:
@@ -400,7 +403,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_above_start(self) -> int:
-        """Peak, in bytes, above what was known at the start."""
+        """Peak bytes above those of the tensors that existed before."""
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -434,8 +437,8 @@ class MemoryTracker(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
 
 
-# Fake tensors have no data. Where a result depends on data, the largest one counts: all elements
-# are selected, a condition is true, and a length exceeds that of any tensor.
+# Fake tensors have no data. Where a result depends on data, the largest possible one is assumed:
+# all elements are selected, a condition is true, and a length exceeds that of any tensor.
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -462,10 +465,10 @@ _WITHOUT_DATA: Mapping[Any, Any] = {
 
 
 def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_threads: int) -> int:
-    """Temporary bytes of a CPU convolution, for the kernel that torch chooses.
+    """Return the temporary bytes of a CPU convolution, for the kernel that torch chooses.
 
     oneDNN copies input and weight into blocks of channels, frees both copies, and then copies the
-    result from blocks (ATen/native/mkldnn/Conv.cpp). The plain kernels copy every patch of the
+    result out of blocks (ATen/native/mkldnn/Conv.cpp). The plain kernels copy each patch of the
     input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
     """
     tensor, weight = args[0], args[1]
@@ -481,9 +484,9 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_thre
 def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
 
-    Torch answers for the number that this process has. It matters where height and width of the
-    weight are 1, as `use_mkldnn` in ATen/native/Convolution.cpp says: on one thread oneDNN is
-    slower there, except with 16 images or more, a stride or a dilation.
+    `_select_conv_backend` assumes the threads of this process. Their number matters if height and
+    width of the weight are 1 (`use_mkldnn` in ATen/native/Convolution.cpp): with one thread torch
+    does not use oneDNN then, unless there are 16 images or more, a stride, or a dilation.
 
     Args:
         args: Arguments of `aten.convolution`.
@@ -497,7 +500,9 @@ def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     )
     if depends_on_threads and num_threads == 1:
         return ("SlowTranspose" if is_transposed else "Slow") + f"{max(2, weight.dim() - 2)}d"
-    if depends_on_threads:  # a dilation changes nothing else where the weight is 1 wide
+    if depends_on_threads:
+        # Select as for several threads: a dilation makes torch use oneDNN, and changes nothing else
+        # for a weight that is 1 wide.
         dilation = [*dilation[:-1], 2]
     args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
     name = str(torch._C._select_conv_backend(*args).name)

@@ -158,9 +158,8 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
 
     yield check("latent", "latents_sha256")
     yield check("frames", "frames_sha256")
-    if (
-        clip.metadata.get("audio_sha256") is not None
-    ):  # silent clips and those of svdpp 0.4 have none
+    # Silent clips have no hash of their sound, nor have those of svdpp 0.4.
+    if clip.metadata.get("audio_sha256") is not None:
         yield check("audio", "audio_sha256")
 
 
