@@ -1,4 +1,4 @@
-"""Background threads that repeat a task, also after a failure."""
+"""Background threads that repeat a task, and go on after failures."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from loguru import logger
 from svdpp.errors import ClosedError, SvdppError
 from svdpp.serve.sqlite import BackendUnavailableError
 
-# After a failure a thread leaves alone for so long what it does.
+# Least seconds between a failed call and the next one.
 _RETRY_SECONDS = 1.0
 
 
 class PeriodicThread:
     """Thread that calls `run` every `interval_seconds`, or at once after `wake`.
 
-    The first of several calls that fail is logged as `error_message`, unless queue or store are
-    unavailable. On `close` it calls `on_close` once; it also ends if the queue is closed.
+    `close` makes it call `on_close` once and end; it also ends if the queue is closed. Of
+    successive failures the first is logged, as `error_message`. A queue or store that is
+    unavailable is not logged here, because dispatcher, fleet and store log it when they notice it.
     """
 
     def __init__(
@@ -37,18 +38,22 @@ class PeriodicThread:
         self._worker = threading.Thread(target=self._loop, name=name, daemon=True)
         self._is_woken = threading.Event()
         self.is_closing = False
-        """Whether the turn should end soon."""
+        """Whether `close` was called, so that a long `run` should end soon."""
 
     def start(self) -> None:
-        """Begin the first turn."""
+        """Start the thread, which calls `run` at once."""
         self._worker.start()
 
     def wake(self) -> None:
-        """Begin the next turn at once."""
+        """Call `run` at once, or again as soon as the present call has ended."""
         self._is_woken.set()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the thread, if it was started, and wait for its turn; seconds, None: without end."""
+        """End the thread, if it was started, and wait for it.
+
+        Args:
+            timeout: Seconds to wait; None: until it has ended.
+        """
         self.is_closing = True
         self.wake()
         if self._worker.ident is not None:
@@ -60,15 +65,15 @@ class PeriodicThread:
         while not is_last:
             self._is_woken.wait(delay)
             self._is_woken.clear()
-            is_last = self.is_closing  # after the clearing, else `close` could go unnoticed
+            is_last = self.is_closing  # read after `clear`, so that no `close` is missed
             delay = max(self._interval_seconds, _RETRY_SECONDS)
             try:
                 (self._on_close if is_last else self._run_once)()
                 delay, is_failing = self._interval_seconds, False
             except ClosedError:
                 return
-            except BackendUnavailableError:  # is logged where it is noticed
-                pass
+            except BackendUnavailableError:
+                pass  # logged by the dispatcher, the fleet's thread or the store
             except Exception as error:
                 if not is_failing:
                     is_bug = not isinstance(error, SvdppError)

@@ -1,8 +1,8 @@
-"""PostgreSQL backend of the queue, which several servers share; needs the extra `fleet`.
+"""PostgreSQL backend of the queue, which several servers can share; needs the extra `fleet`.
 
-Nothing else coordinates the servers. A connection that has ended is replaced when it is needed, so
-a server goes on by itself once the database is back. Each call has a deadline of the client's own:
-a database that is stopped, or behind a network that drops packets, sends no error.
+The servers coordinate only by the database. A connection that has ended is replaced when it is next
+used, so that a server recovers once the database is back. Each call has a deadline in the client,
+because a stopped database, or a network that drops packets, sends no error.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     from svdpp.serve.store import FileStore
 
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
-# After a failure the database is left alone for so long.
+# Seconds after a failed connection during which calls fail without a new attempt.
 _RETRY_SECONDS = 1.0
-# A server that is stopped in a transaction must not stop the others.
+# Timeouts keep a server that hangs in a transaction from blocking the others.
 _SETTINGS = """
 SET statement_timeout = '10s';
 SET idle_in_transaction_session_timeout = '5s';
 SET client_min_messages = warning;
 """
-# A call that has no answer by then is given up: the statement's own timeout, and two seconds for
-# the way. `tcp_user_timeout` does not see a stopped process, whose kernel acknowledges all bytes.
+# Seconds after which a call without a response fails: `statement_timeout` and two seconds for the
+# network. `tcp_user_timeout` does not detect a stopped process, whose kernel still acknowledges
+# bytes.
 _CALL_SECONDS = 12.0
 _WATCH_SECONDS = 0.5
-# A standby, or a primary that was made read-only, takes no connection of the queue.
+# `target_session_attrs` refuses a standby, and a primary that was made read-only.
 _NETWORK: dict[str, Any] = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -51,10 +52,11 @@ _NETWORK: dict[str, Any] = {
     "target_session_attrs": "read-write",
     "application_name": "svdpp",
 }
-# A standby changes nothing, and a session keeps the mode it began with: only a new one helps.
+# Errors after which the connection is replaced. InternalError is among them, because a session on a
+# server that has become read-only stays read-only.
 _CONNECTION_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
 
-# Of a user name and a password, only characters that need no percent-encoding.
+# URL of a database. User and password may have only characters that need no percent-encoding.
 _URL = re.compile(
     r"(?P<scheme>postgres(?:ql)?://)(?:(?:[\w.~+-]|%[0-9a-fA-F]{2})*"
     r"(?::(?:[\w.~!$&'()*+,;=-]|%[0-9a-fA-F]{2})*)?@)?"
@@ -64,15 +66,15 @@ _URL = re.compile(
 
 
 def address_of(url: str) -> str:
-    """Return the hosts and the database of a `--queue` URL, for messages: no user, no password.
+    """Return hosts and database of a `--queue` URL, without user and password, for messages.
 
     Raises:
-        RequestError: It names no database server, or libpq would read a part of its password as
-            a host or a parameter. The error shows nothing of the URL.
+        RequestError: The URL names no database server, or libpq would read a part of its password
+            as a host or a parameter. The error shows nothing of the URL.
     """
     found = _URL.fullmatch(url)
     try:
-        # libpq's messages repeat what they do not understand, which may be a password.
+        # The message of libpq is dropped, because it can quote a password.
         values = {} if found is None else conninfo_to_dict(url)
     except psycopg.Error:
         found, values = None, {}
@@ -93,14 +95,19 @@ def address_of(url: str) -> str:
 
 
 class PostgresBackend:
-    """Queue in the database of `url`, for servers that share the files of `store`.
+    """Queue in a PostgreSQL database, with the methods of `SqliteBackend`.
 
-    The tables are created if they do not exist. The store then has a mark, by which a server that
-    sees another one is refused. The methods are those of `SqliteBackend`.
+    Missing tables are created, and the store is marked with the queue's id, so that servers with
+    another store are refused.
+
+    Args:
+        url: URL of the database.
+        store: Files that all servers of the queue share.
+        adopts: Whether the store may hold files of others, which are left alone.
     """
 
-    # A claim locks the job and its owner, whose turn it takes, so that claims at the same time take
-    # the turns of several owners. With more claims than owners, one claim waits for the other.
+    # A claim locks the job and its owner, so that simultaneous claims take jobs of different
+    # owners. If all owners with jobs are locked, the second form waits for other claims.
     claim_locks = (
         ("FOR UPDATE OF jobs, owners SKIP LOCKED", ""),
         ("FOR UPDATE OF jobs", "take"),
@@ -108,7 +115,7 @@ class PostgresBackend:
     clock_name = "the database's"
     """Name of the clock that `now` reads, for messages."""
     is_there = True
-    """Whether the database exists: True, because each commit fails without it."""
+    """Whether the database exists. Always True, because a commit without it fails."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._address = address_of(url)
@@ -130,7 +137,7 @@ class PostgresBackend:
             raise
 
     def close(self) -> None:
-        """End the connections; do nothing the second time."""
+        """Close the connections. A second call does nothing."""
         self._is_closed = True
         for use, lock in self._locks.items():
             with lock:
@@ -139,10 +146,13 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def transaction(self, advisory_lock: str = "") -> Iterator[Connection]:
-        """Run a transaction, which holds the lock that `advisory_lock` names, if it does.
+        """Run a transaction: durable after the block, and undone if the block raises.
+
+        Args:
+            advisory_lock: Name of a lock that the transaction holds; "": none.
 
         Raises:
-            AwayError: The database does not answer, or takes no changes.
+            BackendUnavailableError: The database does not respond, or takes no changes.
         """
         with self._use("write"):
             lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{advisory_lock}'))"
@@ -157,21 +167,21 @@ class PostgresBackend:
                 raise
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query, by a connection of its own.
+        """Return the rows of a query, which has its own connection and does not wait for changes.
 
         Raises:
-            AwayError: The database does not answer, or takes no changes.
+            BackendUnavailableError: The database does not respond, or takes no changes.
         """
         with self._use("read"):
             return self._execute_reconnecting("read", query, values).fetchall()
 
     def check(self) -> None:
-        """Check that the database answers and takes changes.
+        """Check that the database responds and takes changes.
 
         Raises:
-            AwayError: It does not.
+            BackendUnavailableError: The database does not respond, or takes no changes.
         """
-        # A read alone would still be answered while the database is read-only.
+        # Not by a read, which succeeds while the database is read-only.
         with self.transaction() as connection:
             connection.execute("UPDATE queue SET version = version WHERE false")
 
@@ -179,26 +189,26 @@ class PostgresBackend:
         """Do nothing: PostgreSQL maintains itself."""
 
     def now(self) -> float:
-        """Return the unix time of the database in seconds, which is that of all servers."""
+        """Return the database's Unix time in seconds, which all servers use."""
         ((now,),) = self.fetch_all("SELECT clock()")
         return float(now)
 
     def skew(self) -> float:
-        """Return by how many seconds this machine's clock is ahead of the database's."""
+        """Return the seconds by which this machine's clock is ahead of the database's."""
         before = time.time()
         now = self.now()
         return (before + time.time()) / 2 - now
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
-        """Hold a lock of the database during the block; it ends with the connection.
+        """Hold an advisory lock of the database during the block, as long as the connection lasts.
 
         Args:
             name: Name of the lock.
-            waits: Whether to wait for servers that hold it.
+            waits: Whether to wait for a server that holds the lock.
 
         Yields:
-            Whether it is held.
+            Whether this server holds the lock.
         """
         key = "hashtext(current_schema), hashtext(?)"
         function = "pg_advisory_lock" if waits else "pg_try_advisory_lock"
@@ -212,10 +222,13 @@ class PostgresBackend:
                     self.fetch_all(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
-        """Return what servers have said, as soon as one does, at most after so many seconds.
+        """Wait for a notification from a server, and return the payloads of those that came.
+
+        Args:
+            seconds: Seconds to wait, after which the list is empty.
 
         Raises:
-            AwayError: The database does not answer, or takes no changes.
+            BackendUnavailableError: The database does not respond, or takes no changes.
         """
         with self._use("listen"):
             connection = self._open.get("listen") or self._connect("listen", "LISTEN svdpp")
@@ -223,13 +236,13 @@ class PostgresBackend:
             return [note.payload for note in notes]
 
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Open the queue, or make the tables of a new one, which its store is marked for."""
+        """Open the queue, or create the tables of a new one and mark its store."""
         ((is_there,),) = self.fetch_all("SELECT to_regclass('queue') IS NOT NULL")
         version, id = self.fetch_all("SELECT version, id FROM queue")[0] if is_there else (0, "")
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")
         self._check_files(id, adopts=adopts)
         id = id or secrets.token_hex(16)
-        # Before the transaction, which must not wait for a store.
+        # Written before the transaction, which must not wait for a store.
         if self._store.read_queue_id() != id:
             self._store.write_queue_id(id)
         if tables:
@@ -242,7 +255,7 @@ class PostgresBackend:
                     connection.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
                 connection.execute("UPDATE queue SET version = ?", (VERSION,))
         for name, of in INDEXES.items():
-            # Asked first: the statement waits for all changes, even where the index exists.
+            # Checked first, because the statement waits for all changes, even if the index exists.
             ((found,),) = self.fetch_all("SELECT to_regclass(?)", name)
             if found is None:
                 with self.transaction() as connection:
@@ -250,7 +263,7 @@ class PostgresBackend:
         self._store.bind_to_queue(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:
-        """Refuse a folder or a store that other servers do not see, or that is of others."""
+        """Check that folder and store are those of the queue, or hold nothing else if it is new."""
         store = self._store
         if adopts:
             return
@@ -266,7 +279,7 @@ class PostgresBackend:
                 else {QUEUE_ID_FILE}
             )
             check_no_foreign_files(store.folder, allowed, "name the queue that it belongs to")
-        # A mark may be of a start that failed.
+        # A mark of a queue is no other object: a start that failed may have left it.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
@@ -277,7 +290,7 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def _use(self, use: str) -> Iterator[None]:
-        """Hold the connection of a use during the block, and translate its errors."""
+        """Reserve the connection for a purpose during the block, and translate its errors."""
         if not self._locks[use].acquire(timeout=_CALL_SECONDS):
             raise self._unavailable_error("others have waited for it for too long")
         try:
@@ -289,7 +302,10 @@ class PostgresBackend:
     def _execute_reconnecting(
         self, use: str, query: str, values: Sequence[Any] = ()
     ) -> psycopg.Cursor[Any]:
-        """Run a statement that can be repeated, because the connection may have ended before."""
+        """Run a statement, a second time by a new connection if the first has ended.
+
+        The statement must be one that can be repeated.
+        """
         if (connection := self._open.get(use)) is not None:
             try:
                 return connection.execute(query, values)
@@ -301,7 +317,7 @@ class PostgresBackend:
         return self._connect(use).execute(query, values)
 
     def _connect(self, use: str, *statements: str) -> Connection:
-        """Return a new connection, once it has run its first statements."""
+        """Open a connection, run statements on it, and return it."""
         if self._is_closed or time.monotonic() < self._retry_at:
             raise psycopg.OperationalError(self._unavailable_reason)
         try:
@@ -319,7 +335,7 @@ class PostgresBackend:
         return connection
 
     def _back_off(self, reason: str) -> None:
-        """Leave the database alone for a moment: all others are told the reason at once."""
+        """Let calls fail with this reason for a moment, without new attempts to connect."""
         self._unavailable_reason = reason
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
@@ -352,12 +368,12 @@ class PostgresBackend:
 
 
 class Connection:
-    """Connection that takes the statements of the queue, each of which has a deadline."""
+    """Connection that translates the queue's statements and gives each a deadline."""
 
     def __init__(self, url: str, watchdog: _Watchdog) -> None:
         self.raw = psycopg.connect(url, autocommit=True, **_NETWORK)
         self.is_overdue = False
-        """Whether a statement had no answer in time; the connection has ended then."""
+        """Whether a statement got no response in time. The connection is then closed."""
         self._watchdog = watchdog
         try:
             self.execute(_SETTINGS)
@@ -369,7 +385,7 @@ class Connection:
         """Run a statement.
 
         Raises:
-            psycopg.OperationalError: There was no answer in time, or the connection has ended.
+            psycopg.OperationalError: No response came in time, or the connection has ended.
         """
         self._watchdog.deadlines[self] = time.monotonic() + _CALL_SECONDS
         try:
@@ -383,7 +399,7 @@ class Connection:
             del self._watchdog.deadlines[self]
 
     def give_up(self) -> None:
-        """End the wait for an answer, by the only thing that libpq always notices."""
+        """End the wait for a response by shutting the socket down, which libpq always notices."""
         self.is_overdue = True
         with contextlib.suppress(OSError, psycopg.Error):  # the connection has ended by itself
             copy = socket.socket(fileno=os.dup(self.raw.fileno()))
@@ -392,11 +408,11 @@ class Connection:
 
 
 class _Watchdog:
-    """Thread that ends the connections whose statements have no answer in time."""
+    """Thread that ends connections whose statements get no response in time."""
 
     def __init__(self) -> None:
         self.deadlines: dict[Connection, float] = {}
-        """Monotonic time until which the statement of each connection may take."""
+        """Deadline of the running statement of each connection, on the monotonic clock."""
         self._is_closed = threading.Event()
         threading.Thread(target=self._run, name="queue watchdog", daemon=True).start()
 

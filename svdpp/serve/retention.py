@@ -48,7 +48,7 @@ def enforce_retention(
 
     Raises:
         ClockError: The machine's clock and the queue's differ: nothing is removed.
-        StorageAwayError: The files cannot be reached: no further job is removed.
+        StorageUnavailableError: The files cannot be reached: no further job is removed.
     """
     queue.check_clock()
     sizes = Counter[str]() if max_bytes is None else _bytes_by_job(queue)
@@ -69,7 +69,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     """Remove a job in a final state, files and row; return False if there is no such job.
 
     Raises:
-        StorageAwayError: The files cannot be reached; the row stays, so that they go later.
+        StorageUnavailableError: The files cannot be reached; the row stays, so that they go later.
     """
     job = queue.get(id)
     if job is None or not job.state.is_final:

@@ -36,23 +36,24 @@ from svdpp.serve.request_schema import VideoRequest
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 from svdpp.serve.service import Service
 
-#: Event streams that are open at the same time, and of these, those of one key.
+#: Most event streams that are open at the same time.
 MAX_STREAMS = 1000
+#: Most of them that are open with one key.
 MAX_STREAMS_OF_KEY = 200
 
 _MAX_IDEMPOTENCY_KEY = 255
-# Runs a call that may wait long, for a decoder or the ranks, in a thread outside the pool.
+# Runs a call that may wait long, for a decoder or the ranks, in a thread outside the usual pool.
 _in_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
-# Coroutines, because FastAPI gives each plain function a thread.
+# Coroutines, because FastAPI runs each plain function in a thread.
 async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
 async def _owner(request: Request) -> Owner:
-    """The owner of the request's key, which `AuthMiddleware` has checked."""
+    """Return the owner of the request's key, which `AuthMiddleware` has checked."""
     owner: Owner = request.scope["state"]["owner"]
     return owner
 
@@ -72,7 +73,7 @@ LastEventId = Annotated[
 
 
 def _file_response(kind: str) -> dict[str, Any]:
-    """About a route that answers with a file, for FastAPI."""
+    """Return FastAPI's arguments of a route that sends a file."""
     binary = {"schema": {"type": "string", "format": "binary"}}
     return {"response_class": FileResponse, "responses": {200: {"content": {kind: binary}}}}
 
@@ -113,7 +114,7 @@ def create_routes(request_model: type[VideoRequest]) -> APIRouter:
 
 
 def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
-    """The body for the OpenAPI document: a form, or JSON, in which files are text."""
+    """Return the OpenAPI schema of the body: a form, or JSON, in which files are text."""
     form = request_model.model_json_schema()
     text = {"type": "string", "contentEncoding": "base64"}
     files = {IMAGE_FIELD, *(name for kind in SAMPLING_CLASSES.values() for name in kind.videos)}
@@ -149,7 +150,7 @@ async def _create_from_request(
             return await _in_thread(_create, service, form, owner, key)
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone") from None
-    except HTTPException as error:  # of the form
+    except HTTPException as error:  # raised by the parser of the form
         raise _malformed_body("invalid_form", error.detail) from None
     except OSError as error:
         text = f"cannot store the body: {output_files.error_reason(error)}"
@@ -167,7 +168,7 @@ def _form_fields(form: FormData) -> dict[str, Any]:
 
 
 def _without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return fields by name; one that is sent twice has no value that can be chosen."""
+    """Return the fields by name; reject a field that is sent twice."""
     numbers = Counter(name for name, _ in items)
     if repeated := [name for name, number in numbers.items() if number > 1]:
         name, times = repeated[0], numbers[repeated[0]]
@@ -178,9 +179,9 @@ def _without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(body: bytes) -> Any:
-    """Return the value of a JSON body, whose objects must have each key once."""
+    """Return the value of a JSON body; reject objects in which a key is repeated."""
     value = from_json(body)
-    # Pydantic's parser takes the last of several values without a word.
+    # Checked separately, because pydantic's parser silently takes the last of several values.
     json.loads(body, object_pairs_hook=_without_repetition)
     return value
 
@@ -196,10 +197,10 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
 
 
 async def _wait_until_final(request: Request, service: Service, id: str, owner: Owner) -> None:
-    """Return once the video is final, or nobody waits for it any more."""
+    """Wait until the video is final, the client has gone, or the server closes."""
     with service.subscribers.subscribe(owner.name):
         while not (service.subscribers.is_closed or await request.is_disconnected()):
-            with suppress(OutputError):  # it waits also for the queue
+            with suppress(OutputError):  # an unavailable queue is asked again
                 job = await _in_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
@@ -218,7 +219,7 @@ def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
     response = get_content(id, service, owner)
     response.headers["X-Request-Id"] = id
     response.headers["X-Model"] = service.capabilities.model
-    # The clocks of two servers of a fleet may differ.
+    # Not below 0, although the clocks of a fleet's servers may differ.
     seconds = max(0.0, (job.finished_at or 0.0) - (job.started_at or 0.0))
     response.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
     return response
@@ -306,7 +307,7 @@ def get_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
 
 
 def _accepted_response(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI description of the answer 202 of a route."""
+    """Return the OpenAPI description of a route's response 202."""
     return {202: {"model": model, "description": "Ranks still work on the video."}}
 
 
@@ -335,7 +336,7 @@ def cancel_video(id: str, service: ServiceDep, owner: OwnerDep, response: Respon
 
 
 def _fetch_file(service: Service, path: Path | None, code: str) -> Path:
-    """Return the path of a file that is there; if there is none, raise the error `code`."""
+    """Return the path of a file of a video; raise a 404 with `code` if it does not exist."""
     if path is not None:
         service.queue.store.fetch(path)
     if path is None or not path.is_file():
@@ -383,7 +384,7 @@ def verify_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
 
 
 def _check_streams(service: Service, owner: Owner) -> None:
-    """Refuse one more stream if there are too many, of all keys or of this one."""
+    """Check that one more stream may open, by the limits of all keys and of this one."""
     subscribers, hint = service.subscribers, "GET /v1/videos/{id} says the same"
     if owner.name and subscribers.count(owner.name) >= MAX_STREAMS_OF_KEY:
         limit = MAX_STREAMS_OF_KEY
@@ -402,7 +403,7 @@ class _Events(EventSourceResponse):
 def _check_followed(
     id: str, service: ServiceDep, owner: OwnerDep, last_id: LastEventId = None
 ) -> str:
-    """The id of the job, checked before the answer begins: then no error can be answered."""
+    """Return the id of a job that can be followed; errors must be raised before the stream."""
     job = service.job(id, owner)
     _check_streams(service, owner)
     if job.state.is_final and last_id == _event(service.video(job)).id:
@@ -435,7 +436,8 @@ async def follow_video(
         status = JobState.CANCELLED
         is_last = False
         while not is_last:
-            is_last = service.subscribers.is_closed  # before the look, which then finds the end
+            # Read before the queue, so that the last state is sent.
+            is_last = service.subscribers.is_closed
             try:
                 job = await run_in_threadpool(service.queue.get, id)
                 if job is None or job.remove_requested:
@@ -443,7 +445,7 @@ async def follow_video(
                     return
                 status = job.state if job.state.is_final else JobState.CANCELLED
                 event = _event(await run_in_threadpool(service.video, job))
-            except OutputError:  # the stream goes on once the queue is back
+            except OutputError:  # the stream continues once the queue is available
                 await service.subscribers.wait()
                 continue
             if event.id != last_id:
@@ -460,7 +462,7 @@ def _deleted_event(id: str, status: JobState) -> ServerSentEvent:
 
 
 def _event(video: Video) -> ServerSentEvent:
-    """Return an event; its id is a hash of all fields but the ETA, which changes all the time."""
+    """Return an event, whose id is a hash of all fields except the ETA, which always changes."""
     state = video.model_copy(update={"eta_seconds": None}).model_dump_json()
     id = hashlib.sha256(state.encode()).hexdigest()[:16]
     return ServerSentEvent(event="video", data=video, id=id)

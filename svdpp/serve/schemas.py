@@ -1,4 +1,4 @@
-"""Responses of the API: videos and errors, and the names of their fields."""
+"""Response models of the API: videos and errors, and the names of their fields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from svdpp.serve.job import Job, JobState, UnreadableJobError, VerificationStatu
 from svdpp.serve.sqlite import BackendUnavailableError, StorageUnavailableError
 from svdpp.serve.uploads import DecoderBusyError
 
-#: Kind of an error, for people, by status.
+#: Field `type` of an error by HTTP status.
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -47,7 +47,7 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-#: Status and code of what other layers raise; the first type that fits.
+#: HTTP status and code of exceptions of other layers; the first matching type counts.
 _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
@@ -59,10 +59,10 @@ _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (DecoderBusyError, 503, "decoder_busy"),
     (SvdppError, 500, "internal_error"),
 )
-#: Errors that are not logged: a client that tries again must not fill the log.
+#: Errors that are not logged, because clients that retry would fill the log.
 _EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
-#: Parameters that requests name in another way, or not at all.
+#: Sampling parameters that requests do not have under these names.
 _NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
 
 
@@ -72,16 +72,16 @@ def params_by_field(kind: Any) -> dict[str, Param]:
     return {param.field: param for name, param in params.items() if name not in _NOT_IN_REQUESTS}
 
 
-#: The field of the image, or of the video in its place.
+#: Field of the image, or of the video that replaces it.
 IMAGE_FIELD = "input_reference"
 
-#: The fields of all servers' forms.
+#: Names of all fields that a request can have, of any model.
 FIELDS = frozenset(
     {"model", "seed", "seconds", "size", "user", "priority", "callback_url"}
     | {IMAGE_FIELD, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
-#: Names of fields in requests, by those of configurations.
+#: Names of fields in requests, by their names in configurations.
 _REQUEST_NAMES = {name: name for name in configuration_fields()} | {
     name: param.field
     for kind in cast("Iterable[Any]", SAMPLING_CLASSES.values())
@@ -90,10 +90,10 @@ _REQUEST_NAMES = {name: name for name in configuration_fields()} | {
 
 
 def write_request_fields(text: str) -> str:
-    """Return a message or remark with fields as requests name them.
+    """Return a message or remark in which fields have the names of requests.
 
     Args:
-        text: with fields of configurations in backticks.
+        text: Text with fields of configurations in backticks.
     """
     return write_fields(text, _REQUEST_NAMES)
 
@@ -111,7 +111,7 @@ class ErrorBody(BaseModel):
 
 
 class Video(BaseModel):
-    """One requested clip, with the parameters and prompts of its family. Times are unix seconds."""
+    """Requested clip, with the parameters and prompts of its family. Times are Unix seconds."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True, extra="allow")
 
@@ -174,10 +174,14 @@ def video_from_job(
     expires_at: float | None = None,
     **more: Any,
 ) -> Video:
-    """Return the API's view of a job.
+    """Return a job as the API shows it.
 
-    Of an open one: the steps that are done, the seconds until it is completed, its `place` if it
-    waits or why it is `held`, and its `rank`. Of a final one: when its files are removed.
+    Args:
+        job: Job of the queue.
+        step: Number of steps done.
+        eta_seconds: Seconds until the clip is completed; None: unknown, or the job is final.
+        expires_at: Unix time at which the files of a final job are removed; None: never, or open.
+        more: Further fields of an open job: `place`, `held` and `rank`.
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
@@ -230,7 +234,7 @@ def _callback_status(job: Job) -> dict[str, Any] | None:
 
 
 def error_body(record: dict[str, Any]) -> ErrorBody:
-    """Return what `errors.error_to_dict` wrote by the API's names, without the server's folders."""
+    """Return an error from `errors.error_to_dict` by the API's names, without folders' paths."""
     shown = redact_all(record, without_folders)
     shown |= {name: write_request_fields(shown[name]) for name in ("message", "hint")}
     return ErrorBody(code=shown.pop("type") or "SvdppError", **shown)
@@ -247,7 +251,7 @@ class VideoPage(BaseModel):
 
 
 class DeletedVideo(BaseModel):
-    """Answer to `DELETE`: the video is gone; with status 202 its files go a little later."""
+    """Response to `DELETE`. With status 202 the files are removed a little later."""
 
     id: str
     object: Literal["video.deleted"] = "video.deleted"
@@ -259,21 +263,28 @@ class DeletedVideo(BaseModel):
 
 
 class TypedError(ErrorBody):
-    """Error as the API answers it."""
+    """Error with its type, as the API sends it."""
 
     type: str
 
 
 class ErrorResponse(BaseModel):
-    """Body of every answer of 400 and above."""
+    """Body of every response with a status of 400 or above."""
 
     error: TypedError
 
 
 class ApiError(SvdppError):
-    """A request that is answered by an error; `code` is for programs, such as `queue_full`.
+    """Error response to a request.
 
-    `retry` are the seconds after which the same request may succeed.
+    Args:
+        status: HTTP status.
+        code: Identifier for programs, such as `queue_full`.
+        message: One sentence that says what is wrong.
+        hint: Fix; "": none.
+        retry: Seconds after which the same request may succeed (Retry-After); None: never.
+        headers: Further headers of the response.
+        details: Values for programs, by name.
     """
 
     def __init__(
@@ -297,7 +308,7 @@ class ApiError(SvdppError):
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """Return the answer for `error`."""
+    """Return the HTTP response for an error."""
     otherwise = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {
         "type": _TYPES.get(error.status, otherwise),
@@ -310,7 +321,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def to_api_error(error: SvdppError) -> ApiError:
-    """Return an error of another layer by the names of the API."""
+    """Return an exception of another layer as an error of the API."""
     if isinstance(error, ApiError):
         return error
     status, code = next(
@@ -319,7 +330,7 @@ def to_api_error(error: SvdppError) -> ApiError:
     message = write_request_fields(without_folders(error.message))
     hint = write_request_fields(without_folders(error.hint))
     details = error.details
-    if code == "storage_failed":  # the message names files of the server: only for the log
+    if code == "storage_failed":  # the message, which names files of the server, is only logged
         message, hint, details = "the server cannot store its data", "", {}
     if code == "storage_unavailable":
         message, hint, details = "the server cannot reach its files", "try again later", {}
@@ -336,7 +347,7 @@ _REQUEST_FIELDS = FIELDS | {"height", "width"}
 
 
 def _find_field(error: SvdppError) -> dict[str, str]:
-    """Return the field of the request that `error` is about, as `field`; empty if it is of none."""
+    """Return the request's field that `error` is about as `{"field": ...}`; empty if none is."""
     named = [error.field, *fields_in(error.message), *fields_in(error.hint)]
     if isinstance(error, errors.InputError):
         named = [error.details.get("field"), IMAGE_FIELD]
@@ -348,11 +359,11 @@ def _find_field(error: SvdppError) -> dict[str, str]:
 
 
 def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiError:
-    """Return the refusal of a request for what pydantic has found.
+    """Return the error response to a request that pydantic has rejected.
 
     Args:
-        faults: entries of pydantic's `errors()`.
-        hint: the fix, if there is one.
+        faults: Entries of pydantic's `errors()`.
+        hint: Fix; "": none.
     """
     reported = [
         {"field": ".".join(map(str, fault["loc"])) or "body", "reason": describe_fault(fault)}
@@ -363,7 +374,7 @@ def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiE
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have `app` answer every error by `error_response`."""
+    """Register handlers, so that `app` sends every error as an `ErrorResponse`."""
     app.add_exception_handler(SvdppError, _on_svdpp_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -394,7 +405,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:  # noq
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
-    # Not by loguru's own format, which shows the values of variables: keys are among them.
+    # Not by loguru's own format, which shows the values of variables, such as API keys.
     trace = "".join(traceback.format_exception(error))
     logger.error("{} {} failed: {}", request.method, request.url.path, trace)
     message = f"unexpected {type(error).__name__}"

@@ -1,10 +1,10 @@
 """SQLite backend of the queue, for a single server.
 
-The statements of the queue are the same for both databases. `?` is a value, and `clock()` the time,
-which is the database's own: the servers of a fleet need not agree on it.
+The queue uses the same statements for both databases: `?` is a value, and `clock()` the time. The
+time is the database's, because the clocks of a fleet's servers may differ.
 
-A full disk must not keep clients from removing clips, which would free space. So a file holds some
-space while there is enough, and is removed once the disk is full: a change of the queue fits then.
+A full disk must not keep clients from removing clips, which frees space. A file therefore reserves
+some space, and is removed once the disk is full, so that changes of the queue still fit.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from svdpp.media import output_files
 from svdpp.serve.clock import SteadyClock
 from svdpp.serve.job import INDEXES, VERSION, upgrade
 
-#: For files that no job has; a disk of its own may have it before there is a queue.
+#: Folder for files of no job. The root of a file system may have one before a queue exists.
 LOST_AND_FOUND = "lost+found"
-#: The file that holds the reserve.
+#: File that reserves space on the disk.
 RESERVE_FILE = ".svdpp-reserve"
-#: The file that the server of a data folder locks.
+#: File that the server of a data folder locks.
 LOCK_FILE = "lock"
-#: The file, or object, that says which queue the files belong to.
+#: File, or object of a store, with the id of the queue that the files belong to.
 QUEUE_ID_FILE = "queue.id"
 
+# Free bytes below which a disk is low; on a small disk, an eighth of its size.
 _LOW_BYTES = 256 * 2**20
-# On a disk below eight times that size, this fraction of it.
 _LOW_PART = 8
 
 _NAME = "queue.sqlite3"
-# Seconds for which another program, such as a backup, may lock the file.
+# Seconds that a change waits for another program, such as a backup, that locks the file.
 _BUSY_SECONDS = 10.0
-# A read waits for less time, because readiness checks wait behind it.
+# Seconds that a read waits: fewer, because readiness checks wait behind it.
 _READ_BUSY_SECONDS = 2.0
 _LOCK_ERRORS = {
     sqlite3.SQLITE_BUSY,
@@ -56,28 +56,28 @@ _LOCK_ERRORS = {
     sqlite3.SQLITE_IOERR_SHMLOCK,
 }
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP}
-# SQLite's log grows to this size before it is written back.
+# Bytes of the reserve: the size to which SQLite's log grows before it is written back.
 _RESERVE_BYTES = 4 * 2**20
 
 
 class BackendUnavailableError(OutputError):
-    """Queue or store that is gone or does not answer; whether a change was made is unknown.
+    """Queue or store that is gone or does not respond; whether a change was made is unknown.
 
-    Logged once at the source; callers do not log it again.
+    Dispatcher, fleet and store log it once, when they notice it; others do not log it.
     """
 
 
 class StorageUnavailableError(BackendUnavailableError):
-    """Files that cannot be reached: the folder is not mounted, or the store is down."""
+    """Files that cannot be reached: the folder is not mounted, or the store does not respond."""
 
 
 def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> None:
-    """Refuse a folder that has files of others.
+    """Check that a data folder without a queue has no other files.
 
     Args:
         folder: Data folder, which need not exist.
-        allowed: Names that it may have.
-        restore: First half of the hint: how to get the queue back.
+        allowed: Names of files that the folder may have.
+        restore: Beginning of the hint: advice to restore the queue.
 
     Raises:
         RequestError: The folder has other files.
@@ -98,7 +98,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
 
 
 def disk_space(folder: Path) -> tuple[int, int]:
-    """Return the free bytes of a folder's disk, and the mark in bytes below which it is low.
+    """Return the free bytes of a folder's disk, and the free bytes below which it is low.
 
     Raises:
         OSError: The folder or its disk is gone.
@@ -109,14 +109,17 @@ def disk_space(folder: Path) -> tuple[int, int]:
 
 
 class SqliteBackend:
-    """SQLite file of a data folder, which one process uses at a time. Any thread may call it.
+    """SQLite database in a data folder, which one process uses at a time. Thread-safe.
 
-    Every method but `close` raises OutputError if it fails, and ClosedError after `close`. The
-    folder is created; one that has other files and no queue is refused unless `adopts`.
+    Every method but `close` raises OutputError if it fails, and ClosedError after `close`.
+
+    Args:
+        folder: Data folder, which is created.
+        adopts: Whether the folder may have other files but no queue.
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
-    """Ends of the query of a claim, in the order of tries, each with its `advisory_lock`."""
+    """Endings of the query of a claim, in the order of attempts, each with an `advisory_lock`."""
 
     clock_name = "what it was when the server started"
     """Name of the clock that `now` reads, for messages."""
@@ -126,8 +129,8 @@ class SqliteBackend:
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
-        self._opened_as: list[int] = []  # not yet
-        # A read need not wait for the disk to finish a write, so it has its own connection.
+        self._opened_as: list[int] = []  # inodes, empty until the file is open
+        # Reads have their own connection, because they need not wait until a write is on the disk.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         with self._errors(), contextlib.ExitStack() as opened:
             if not (adopts or self._path.exists()):
@@ -139,7 +142,7 @@ class SqliteBackend:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict.splitlines()[-1])
             _create(self._writer)
-            # What is in the file itself survives the loss of the log.
+            # The log is written back, because changes in the file survive the loss of the log.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._reader = opened.enter_context(
                 _connected(self._path, self._clock, _READ_BUSY_SECONDS)
@@ -149,7 +152,7 @@ class SqliteBackend:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the file and release the folder; do nothing the second time."""
+        """Close the file and release the folder. A second call does nothing."""
         with self._writing, self._reading:
             self._is_closed = True
             self._opened.close()
@@ -157,15 +160,15 @@ class SqliteBackend:
     @contextlib.contextmanager
     def transaction(
         self,
-        advisory_lock: str = "",  # noqa: ARG002  # SQLite runs one at a time
+        advisory_lock: str = "",  # noqa: ARG002
     ) -> Iterator[sqlite3.Connection]:
         """Run a transaction: durable after the block, and undone if the block raises.
 
         Args:
-            advisory_lock: Name of a lock; transactions with the same one do not overlap.
+            advisory_lock: Name of a lock; not used, because transactions never overlap.
 
         Raises:
-            AwayError: The file was removed or replaced.
+            BackendUnavailableError: The file was removed or replaced.
             OutputError: The file cannot be used.
         """
         with self._errors(), _acquired(self._writing, _BUSY_SECONDS):
@@ -181,7 +184,7 @@ class SqliteBackend:
                     self._writer.execute("ROLLBACK")
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query, which does not wait for changes.
+        """Return the rows of a query, without waiting for changes.
 
         Raises:
             OutputError: The file cannot be used.
@@ -199,29 +202,29 @@ class SqliteBackend:
             pass
 
     def now(self) -> float:
-        """Return the unix time, without the jumps of the machine's clock."""
+        """Return the Unix time in seconds, without jumps of the machine's clock."""
         return self._clock.now()
 
     def skew(self) -> float:
-        """Return by how many seconds the machine's clock has jumped ahead."""
+        """Return the seconds by which the machine's clock has jumped ahead since the start."""
         return self._clock.skew()
 
     def maintain(self) -> None:
-        """Write the log back into the file, so that a copy or a crash finds little in the log."""
+        """Write the log back into the file, so that a copy of the file alone lacks little."""
         with self._writing, self._errors():
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
-        """Hold a lock during the block, unless another server does; yield whether it is held."""
+        """Yield True: no other server can hold the lock."""
         return contextlib.nullcontext(True)
 
     def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
-        """Return an empty list at once: no other server can say anything."""
+        """Return an empty list at once: no other server can send notifications."""
         return []
 
     @property
     def is_there(self) -> bool:
-        """Whether the file still has its name; SQLite writes also to one without a name."""
+        """Whether the file is still in its place. SQLite would also write to a removed file."""
         return self._on_disk() == self._opened_as
 
     def _keep_reserve(self) -> None:
@@ -233,7 +236,7 @@ class SqliteBackend:
             try:
                 with reserve.open("xb") as file:
                     os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
-            except OSError:  # a quota, perhaps: the queue works without
+            except OSError:  # such as a quota; the queue works without a reserve
                 output_files.remove(reserve)
 
     def _on_disk(self) -> list[int]:
@@ -255,11 +258,12 @@ class SqliteBackend:
         except (sqlite3.Error, OSError) as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
-            if self._opened_as and not self.is_there:  # the cause, whichever call has met it first
+            if self._opened_as and not self.is_there:  # the removal is the cause of any error
                 raise self._unavailable() from error
             hint = "check that its disk has space and that this user may write to it"
             code = getattr(error, "sqlite_errorcode", 0)
-            # Its subclasses are about the disk, or about a file that another program has locked.
+            # The class itself means damage; its subclasses mean the disk, or locks of other
+            # programs.
             if type(error) is sqlite3.DatabaseError:
                 hint = "it is damaged: restore a copy of it, or start with another folder"
             elif code in _LOCK_ERRORS or getattr(error, "errno", 0) in _NO_LOCKS:
@@ -277,7 +281,7 @@ class SqliteBackend:
 
 @contextlib.contextmanager
 def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
-    """Hold a lock of this process during the block, unless others have it for too long."""
+    """Hold a lock during the block; raise SQLITE_BUSY if other threads hold it for too long."""
     if not lock.acquire(timeout=seconds):
         error = sqlite3.OperationalError("others have used it for too long")
         error.sqlite_errorcode = sqlite3.SQLITE_BUSY
@@ -289,7 +293,7 @@ def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    """Create the tables that are missing, in one transaction; refuse those of another program."""
+    """Create missing tables in one transaction; refuse a database of another program."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if not version and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(

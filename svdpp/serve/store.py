@@ -79,7 +79,7 @@ class FileStore:
         """Put a file of the folder, if there is one, completely.
 
         Raises:
-            StorageAwayError: The store does not answer, or the folder is not the queue's.
+            StorageUnavailableError: The store does not answer, or the folder is not the queue's.
         """
         if not self.is_remote:
             self.check()
@@ -96,7 +96,7 @@ class FileStore:
         """Get a file that the folder lacks; one that the store lacks as well stays missing.
 
         Raises:
-            StorageAwayError: The store does not answer, or the folder is not the queue's.
+            StorageUnavailableError: The store does not answer, or the folder is not the queue's.
         """
         if not self.is_remote:
             self.check()
@@ -126,8 +126,8 @@ class FileStore:
         """Remove a file, if it exists, from the folder and the store.
 
         Raises:
-            StorageAwayError: The store does not answer, or the folder is not the queue's: what is
-                missing there need not be missing.
+            StorageUnavailableError: The store does not answer, or the folder is not the queue's:
+                what is missing there need not be missing.
         """
         self.check()
         path.unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class FileStore:
         """Remove an object alone, if it exists.
 
         Raises:
-            StorageAwayError: The store does not answer.
+            StorageUnavailableError: The store does not answer.
         """
         if self.is_remote:
             with contextlib.suppress(FileNotFoundError), self._errors():
@@ -156,7 +156,7 @@ class FileStore:
             folder: Folder of the store to look in; empty: all.
 
         Raises:
-            StorageAwayError: The store does not answer.
+            StorageUnavailableError: The store does not answer.
         """
         if not self.is_remote:
             return {}
@@ -201,7 +201,7 @@ class FileStore:
         """Return the id of the queue that the files belong to; empty if there is no mark.
 
         Raises:
-            StorageAwayError: The store does not answer.
+            StorageUnavailableError: The store does not answer.
         """
         if not self.is_remote:
             with contextlib.suppress(OSError):
@@ -251,7 +251,7 @@ class FileStore:
         """Check that the files of the queue can be reached.
 
         Raises:
-            StorageAwayError: The store does not answer, or the folder is not the queue's.
+            StorageUnavailableError: The store does not answer, or the folder is not the queue's.
         """
         if self.unavailable_reason:
             raise StorageUnavailableError(self.unavailable_reason)
@@ -265,7 +265,7 @@ class FileStore:
         """Check now and then that the store answers, and at each call while it does not.
 
         Raises:
-            StorageAwayError: The store does not answer, or lacks the mark of the queue.
+            StorageUnavailableError: The store does not answer, or lacks the mark of the queue.
         """
         if self.unavailable_reason or time.monotonic() >= self._next_probe_at:
             self._probe()
