@@ -222,6 +222,21 @@ def test_svd_through_ranks_is_bitwise_diffusers(
     assert len(set(hashes)) == len(hashes), "clips and steps must not be the same thing twice"
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [pytest.param("pipeline", {0, 1}, marks=pytest.mark.slow), ("data-parallel", {0})],
+)
+def test_a_proof_takes_a_layout_by_name(layout: Any, ranks: set[int]) -> None:
+    model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
+    sampling = SvdSampling(num_inference_steps=4)
+    config = PipelineConfig(world_size=2, model=model, sampling=sampling)
+
+    verdict = verify(config, [ClipRequest(seed=seed) for seed in range(2)], layout=layout)
+
+    assert verdict.bitwise
+    assert {check.rank for check in verdict.checks if check.clip == 0} == ranks
+
+
 @pytest.mark.slow
 def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
