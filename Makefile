@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The demos need the product alone, which takes less time to install than what tests need too.
+RUNTIME := $(if $(BUNDLE)$(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-runtime)
 DEMO := demo-out
 SERVED := serve-demo-data
 ARGS ?=
@@ -31,14 +33,14 @@ help: ## Show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
 	  while IFS='|' read -r target what; do printf '%-24s%s\n' "  $$target" "$$what"; done
 
-demo: $(STAMP) ## Animate four images on two CPU ranks, then prove one clip bitwise
+demo: $(RUNTIME) ## Animate four images on two CPU ranks, then prove one clip bitwise
 	$(BIN)/svdpp run svdpp/assets/photos/*.jpg --device cpu --world 2 --model demo \
 	  --out $(DEMO) --overwrite
 	$(BIN)/svdpp verify $(DEMO)/astronaut_0.mp4
 	@echo "The clips:"
 	@ls -1 $(DEMO)/*.mp4
 
-serve-demo: $(STAMP) ## Serve the demo model on two CPU ranks: open http://127.0.0.1:8000
+serve-demo: $(RUNTIME) ## Serve the demo model on two CPU ranks: open http://127.0.0.1:8000
 	$(BIN)/svdpp serve --device cpu --model demo --data $(SERVED) $(ARGS)
 
 test: $(STAMP) ## Test the installation in two minutes; ARGS="-k name" selects some tests
@@ -127,7 +129,9 @@ $(STAMP): $(BUNDLE)
 	$(BIN)/python -m pip install $(QUIET) --no-index --no-deps $(BUNDLE)/*.whl
 	@touch $@
 else
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRAS := dev
+$(VENV)/.installed-runtime: EXTRAS := serve,lora
+$(STAMP) $(VENV)/.installed-runtime: pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "error: svdpp needs Python 3.11 or later; $(PYTHON) --version says" \
@@ -135,7 +139,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }; \
 	  $(PYTHON) -m venv --clear $(VENV); }
 	@echo "Installing the tested versions into $(VENV): PyTorch is large, this may take minutes."
-	@$(BIN)/python -m pip install $(QUIET) --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]' || { \
+	@$(BIN)/python -m pip install $(QUIET) --no-compile --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' || { \
 	  echo "error: the installation failed; if one was interrupted before: rm -rf $(VENV)" >&2; exit 1; }
 	@touch $@
 endif
