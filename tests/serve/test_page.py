@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +155,11 @@ def clips(server: HttpServer) -> None:
         write_file(server, id)
 
 
+def _remove_all(server: HttpServer, status: str = "cancelled") -> None:
+    for video in server.client.get(f"/v1/videos?status={status}").json()["data"]:
+        server.client.delete(f"/v1/videos/{video['id']}")
+
+
 def write_file(server: HttpServer, id: str) -> None:
     """Writes the file of a clip, which the dummy model does not make."""
     path = server.folder / "clips" / f"{id}.mp4"
@@ -235,6 +243,9 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     page.fill("steps", 1000)
     page.one("#make").click()
     page.wait(lambda: re.search(r"Step [1-9]\d* of 1000", page.text("#queue-list")))
+    assert page.all("#rank-list") == []  # until a person wants to see it
+    page.wait_text("#ranks-note", "2 ranks, 1 at work")
+    page.one("#ranks summary").click()
     page.wait(lambda: re.search(r"Step \d+ of 1000", page.text("#rank-list")))
     assert len(page.all(".strip[aria-label^='Last minute of rank ']")) == 2
 
@@ -243,6 +254,7 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     assert "Cancelled." in page.text("#failed-list")
 
     page.driver.refresh()  # from now on only the server has the photograph
+    page.one("#rank-list")
     page.one("#failed-list img.thumb")
     page.one("#failed-list button[aria-label^=Make]").click()
     page.wait(page.rows)
@@ -250,13 +262,155 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     page.wait(lambda: len(page.rows("failed")) == 2)
     hashes = [each["input"]["sha256"] for each in server.client.get("/v1/videos").json()["data"]]
     assert hashes[0] == hashes[1]
-    button = page.one("#failed-list button[aria-label^=Remove]")
-    button.click()
-    assert len(page.rows("failed")) == 2  # until it is pressed again
-    button.click()
+    _remove_all(server)
+
+
+def test_a_removal_is_undone_or_done_and_moves_nothing(page: Page, server: HttpServer) -> None:
+    first, second = server.add(2, name="gone.jpg", seed=3, steps=1000)
+    for id in (first, second):
+        server.client.post(f"/v1/videos/{id}/cancel")
+    page.wait(lambda: len(page.rows("failed")) == 2)
+    buttons = "#failed-list [aria-label^='Remove']"
+    places = [button.rect for button in page.all(buttons)]
+    page.all(buttons)[0].click()
+    assert page.text("#failed-note") == "1 clip"
+    assert "gone.jpg, seed 3: removed" in page.text("#failed-list .removal")
+    assert page.focused().startswith("Undo the removal of gone.jpg")
+    assert page.all(buttons)[-1].rect == places[1]
+    assert server.video(second)["status"] == "cancelled"
+    page.one("#failed-list .removal button").click()
+    page.wait(lambda: [button.rect for button in page.all(buttons)] == places)
+    assert page.text("#failed-note") == "2 clips"
+
+    page.all(buttons)[0].click()
+    page.driver.refresh()  # the newest one is removed at once, because nobody can undo it any more
     page.wait(lambda: len(page.rows("failed")) == 1)
-    (other,) = server.client.get("/v1/videos?status=cancelled").json()["data"]
-    server.client.delete(f"/v1/videos/{other['id']}")
+    left = server.client.get("/v1/videos?status=cancelled").json()["data"]
+    assert [video["id"] for video in left] == [first]
+
+    page.run("const slow = setTimeout; window.setTimeout = (work, time) => slow(work, time / 20)")
+    page.run("document.querySelector(arguments[0]).click()", buttons)
+    page.wait(lambda: server.client.get(f"/v1/videos/{first}").status_code == 404)
+    page.wait(lambda: page.rows("failed") == [])
+
+
+def test_variations_have_seeds_of_their_own(page: Page, server: HttpServer) -> None:
+    from selenium.webdriver import Keys
+
+    page.choose(*PHOTOS[:2])
+    page.fill("variations", 3)
+    assert page.text("#make") == "Make 6 clips"
+    assert page.text("#plan") == "2 images \N{MULTIPLICATION SIGN} 3 variations, each 0.29 s long"
+    page.fill("seed", 2**63 - 2)
+    page.one("#make").click()
+    assert "too large" in page.text("#error-seed")
+    page.fill("seed", 7)
+    page.fill("steps", 1)
+    page.press(Keys.CONTROL + Keys.ENTER)
+    page.wait_text("#toast", "6 clips in the queue")
+    videos = server.client.get("/v1/videos?limit=6").json()["data"]
+    made = {(video["input"]["name"], video["seed"]) for video in videos}
+    assert made == {(photo.name, seed) for photo in PHOTOS[:2] for seed in (7, 8, 9)}
+    assert page.all(".photo") == []
+
+
+def test_a_full_queue_is_waited_for_or_the_rest_is_left(
+    page: Page, server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(server.service.settings, max_open=1)
+    monkeypatch.setattr(server.service, "settings", settings)
+    page.choose(PHOTOS[0])
+    page.fill("variations", 3)
+    page.fill("steps", 300)
+    page.one("#make").click()
+    page.wait_text("#plan", "1 sent. The queue of this server is full. The page goes on by itself.")
+    page.wait_text("#plan", "2 sent.")
+    page.one("#stop").click()
+    page.wait(lambda: page.text("#make") == "Make clip")
+    monkeypatch.undo()
+    page.one("#make").click()
+    page.wait(lambda: page.all(".photo") == [])
+    seeds = [video["seed"] for video in server.client.get("/v1/videos?limit=3").json()["data"]]
+    assert len(set(seeds)) == 3  # and not a fourth for those that were sent before
+
+
+def test_a_table_is_corrected_and_sent(page: Page, server: HttpServer, tmp_path: Path) -> None:
+    name = PHOTOS[0].name
+    path = tmp_path / "jobs.csv"
+    path.write_text(
+        f'image,"Seed",steps,size,promt\nphotos/{name},{2**63 - 1},3,,\n'
+        f"{name},12.5,3,64 x 36,\nnone.jpg,1,5000,9x9,\n"
+    )
+    page.one("#table-open").click()
+    page.driver.find_element("id", "table-file").send_keys(str(path))
+    page.wait_text("#table-note", "3 rows")
+    assert "No field of this model" in page.text("#table-head .fault")
+    assert page.text("#make") == "Make clips"
+    page.one("#table-head button").click()  # leaves out the column
+    page.choose(PHOTOS[0])
+    page.wait_text("#make", "Make clip")
+    faults = {
+        tuple(cell.get_attribute("aria-label").split(", row ")): cell.find_element(
+            "xpath", "following-sibling::span"
+        ).text
+        for cell in page.all("#table-rows [aria-invalid]")
+    }
+    size = server.client.get("/v1/models").json()["data"][0]["sizes"][0]
+    assert faults == {
+        ("Seed", "2"): "Not a whole number.",
+        ("size", "2"): f"One of {size}.",
+        ("image", "3"): "Drop this file here, too.",
+        ("steps", "3"): "1000 or less.",
+        ("size", "3"): f"One of {size}.",
+    }
+    for label, value in (("Seed", "12"), ("size", size.replace("x", " X "))):
+        cell = page.one(f"[aria-label='{label}, row 2']")
+        cell.clear()
+        cell.send_keys(value)
+    assert page.text("#plan") == "2 of 3 rows"
+    page.driver.refresh()
+    page.wait_text("#make-rows", "Make 2 clips")
+    page.one("#make-rows").click()
+    page.wait_text("#toast", "2 clips in the queue")
+    page.wait_text("#table-note", "1 row")
+    videos = server.client.get("/v1/videos?limit=2").json()["data"]
+    assert {video["seed"] for video in videos} == {2**63 - 1, 12}
+    assert {video["steps"] for video in videos} == {3}
+    assert {video["input"]["name"] for video in videos} == {name}
+    assert page.all(".photo") == []
+
+
+def test_a_reload_keeps_the_form_and_its_images(page: Page) -> None:
+    page.choose(*PHOTOS[:2])
+    page.fill("steps", 17)
+    page.fill("variations", 4)
+    page.driver.refresh()
+    page.wait(lambda: len(page.all(".photo")) == 2)
+    assert [name.text for name in page.all(".photo .name")] == [photo.name for photo in PHOTOS[:2]]
+    assert page.text("#make") == "Make 8 clips"
+    assert page.driver.find_element("name", "steps").get_property("value") == "17"
+    for button in page.all(".photo button"):
+        page.run("arguments[0].click()", button)
+    page.driver.refresh()
+    page.wait_text("#make", "Make 4 clips")
+    assert page.all(".photo") == []
+
+
+@pytest.mark.usefixtures("clips")
+def test_clips_are_downloaded_one_by_one_and_all_together(
+    page: Page, server: HttpServer, tmp_path: Path
+) -> None:
+    behaviour = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
+    page.one(".card .primary").click()
+    page.wait(lambda: list(tmp_path.glob("*-seed*.mp4")))
+    page.one("#download-all").click()
+    page.wait(lambda: list(tmp_path.glob("clips-*.zip")))
+    (path,) = tmp_path.glob("clips-*.zip")
+    with zipfile.ZipFile(path) as archive:
+        lines = archive.read("clips.jsonl").splitlines()
+    done = server.client.get("/v1/videos?limit=100&status=completed").json()["data"]
+    assert {json.loads(line)["id"] for line in lines} == {video["id"] for video in done}
 
 
 def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: HttpServer) -> None:
@@ -284,8 +438,7 @@ def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: 
     button.click()
     page.wait_text("#toast", "5 clips cancelled.")
     assert page.text("#queue-empty") == "The queue is empty."
-    for video in server.client.get("/v1/videos?status=cancelled").json()["data"]:
-        server.client.delete(f"/v1/videos/{video['id']}")
+    _remove_all(server)
 
 
 @pytest.mark.usefixtures("clips")

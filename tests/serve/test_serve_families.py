@@ -280,6 +280,33 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
         assert first["prompt"] == second["prompt"]
         assert first["seed"] != second["seed"]
 
+        page.fill("prompt", "the sea\n\n the shore")
+        assert page.text("#make") == "Make clip"
+        page.one("[name=lines]").click()
+        page.fill("variations", 2)
+        assert page.text("#make") == "Make 4 clips"
+        page.one("#make").click()
+        page.wait_text("#toast", "4 clips in the queue")
+        newest = wan.client.get("/v1/videos?limit=4").json()["data"]
+        assert [video["prompt"] for video in newest] == ["the shore"] * 2 + ["the sea"] * 2
+        assert len({video["seed"] for video in newest}) == 4
+        page.driver.refresh()
+        page.wait_text("#make", "Make 4 clips")
+        page.run(
+            "const data = new DataTransfer();"
+            "data.setData('text', 'prompt\\tseed\\nthe sky\\t5\\n\\t6\\n');"
+            "document.body.dispatchEvent("
+            "  new ClipboardEvent('paste', {clipboardData: data, bubbles: true}))"
+        )
+        page.wait_text("#table-note", "2 rows")
+        page.fill("variations", 1)
+        page.one("#make-rows").click()
+        page.wait_text("#toast", "2 clips in the queue")
+        assert page.all("#table") == []
+        second, first = wan.client.get("/v1/videos?limit=2").json()["data"]
+        assert (first["prompt"], first["seed"]) == ("the sky", 5)
+        assert (second["prompt"], second["seed"]) == ("the sea\n\n the shore", 6)
+
 
 def test_the_fields_that_errors_know_are_those_of_all_forms() -> None:
     forms = [

@@ -1,12 +1,14 @@
-// Owns what a person can do with a clip: cancel, remove, verify, download, copy its parameters.
+// Owns what a person can do with a clip: cancel, verify, download, copy its parameters.
 
 import { apiKey, fileNameOf, get, release, request, errorText } from "./api.js";
 import { drop, isOpen, takeVideo } from "./clips.js";
-import { iconButton, make, toast, setAttribute } from "./dom.js";
+import { $, make, toast, setAttribute } from "./dom.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { plural } from "./text.js";
 import { parametersOf, titleOf } from "./format.js";
+
+const MAX_IDS = 100;
 
 /** Does what a person asked for with a clip, and shows that it is under way, and why it failed. */
 async function act(id, words, work) {
@@ -76,18 +78,6 @@ export function pressTwice(button, question, label, work) {
   button.addEventListener("blur", reset);
 }
 
-export function removeButton(video) {
-  const button = iconButton("remove", `Remove ${titleOf(video)}`, null, "Remove");
-  const work = () => act(video.id, "Removing", () => remove(video.id));
-  pressTwice(button, "Remove?", `Really remove ${titleOf(video)}?`, work);
-  return button;
-}
-
-async function remove(id) {
-  await request(`/v1/videos/${id}`, { method: "DELETE" });
-  drop(id);
-}
-
 export async function verify(id) {
   await act(id, "Asking for the verification", async () => {
     const video = await get(`/v1/videos/${id}/verify`, { method: "POST" });
@@ -102,14 +92,39 @@ export async function download(id) {
   try {
     // With a key, which a link cannot send, the file is read here; without one only its name is.
     const answer = await request(path, { method: apiKey() ? "GET" : "HEAD" });
-    const address = apiKey() ? URL.createObjectURL(await answer.blob()) : path;
-    const link = make("a", { href: address, download: fileNameOf(answer) });
-    document.body.append(link);
-    link.click();
-    link.remove();
-    setTimeout(() => release(address), 60000);
+    save(apiKey() ? URL.createObjectURL(await answer.blob()) : path, fileNameOf(answer));
   } catch (error) {
     toast(errorText(error));
+  }
+}
+
+function save(address, name) {
+  const link = make("a", { href: address, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => release(address), 60000);
+}
+
+/** Saves all finished clips as one zip, which the browser writes to the disk as it arrives. */
+export async function downloadAll() {
+  const shown = [...state.videos.values()].filter((video) => video.status === "completed" && !state.removals.has(video.id));
+  // Those that are being removed are no longer wanted; a long list of ids has no room in an address.
+  const isPart = state.removals.size > 0 && !state.hasOlder && shown.length <= MAX_IDS;
+  const path = `/v1/videos/archive${isPart ? `?${shown.map(({ id }) => `ids=${id}`).join("&")}` : ""}`;
+  if (!apiKey()) {
+    save(path, "");
+    return;
+  }
+  $("download-all").disabled = true;
+  toast("The clips are being read; the browser saves them when they are complete.");
+  try {
+    const answer = await request(path);
+    save(URL.createObjectURL(await answer.blob()), fileNameOf(answer));
+  } catch (error) {
+    toast(errorText(error));
+  } finally {
+    $("download-all").disabled = false;
   }
 }
 

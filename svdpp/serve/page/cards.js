@@ -1,13 +1,14 @@
 // Owns the finished clips: a card for each, and what can be done with it.
 
-import { copyParameters, download, removeButton, verify } from "./actions.js";
+import { copyParameters, download, verify } from "./actions.js";
 import { get, errorText } from "./api.js";
 import { tintOf } from "./clips.js";
 import { pick } from "./compare.js";
 import { $, icon, iconButton, make, renderList, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
-import { randomSeed } from "./photos.js";
 import { Player } from "./player.js";
+import { randomSeed } from "./random.js";
+import { addRemoval, isRemoved, removeButton, showRemoval } from "./remove.js";
 import { requestAgain } from "./send.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
@@ -18,12 +19,12 @@ import { ago, etaText, inputWord, nameOf, parametersOf, proofOf, proofText, rema
 
 export function renderClips(videos) {
   renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
-  const number = videos.length;
-  $("clips-empty").hidden = number > 0;
+  const number = videos.filter((video) => !isRemoved(video)).length;
+  $("clips-empty").hidden = videos.length > 0;
   setText($("clips-empty"), emptyText());
   setText($("clips-note"), number ? plural(number, "clip") + (state.hasOlder ? " and older ones" : "") : "");
   $("older").hidden = !state.hasOlder;
-  $("play-all").hidden = !number;
+  $("play-all").hidden = $("download-all").hidden = !number;
   renderPlayAll();
   renderPicked();
 }
@@ -73,9 +74,9 @@ function createCard(video) {
     proof: make("span"),
     verify: make("button", { type: "button", className: "link", textContent: "Verify",
       "aria-label": `Verify ${title} against diffusers on one device`, onclick: () => verify(id) }),
-    compare: make("button", { type: "button", className: "button small", textContent: "Compare",
-      "aria-label": `Compare ${title} with another clip`, onclick: () => pick(id) }),
-    download: iconButton("download", `Download ${title}`, () => download(id), "Download"),
+    compare: iconButton("compare", `Compare ${title} with another clip`, () => pick(id), "Compare"),
+    download: make("button", { type: "button", className: "button small primary", "aria-label": `Download ${title}`,
+      onclick: () => download(id) }, icon("download"), "Download"),
     remove: removeButton(video),
   };
   const about = make("div", { className: "about" },
@@ -86,17 +87,19 @@ function createCard(video) {
     parts.made,
     remarksOf(video),
     make("span", { className: "proof" }, parts.proof, parts.verify));
-  const actions = make("div", { className: "actions" }, parts.compare, make("span", { className: "push" }),
-    parts.download,
-    iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(id), "Copy"),
+  const actions = make("div", { className: "actions" }, parts.download, make("span", { className: "push" }),
+    parts.compare,
     iconButton("again", `Make ${nameOf(video)} again with another seed`, () => requestAgain(id, { seed: randomSeed() }), "Again"),
     parts.remove);
-  const card = make("li", { className: "card" }, player.screen, about, actions, details(id, title));
+  const card = make("li", { className: "card" }, player.screen, about, actions, make("div", { className: "foot" }, details(id, title),
+    iconButton("copy", `Copy the parameters of ${title}`, () => copyParameters(id))));
   setAttribute(card, "data-tint", tintOf(id));
+  addRemoval(card, video);
   return Object.assign(card, { parts, player, forget: () => player.forget() });
 }
 
 function updateCard(card, video) {
+  showRemoval(card, video);
   const { made, compare, download: file, remove } = card.parts;
   const isDone = video.status === "completed";
   setText(made, isDone ? madeText(video) : progressText(video));

@@ -4,8 +4,10 @@ import { tintOf } from "./clips.js";
 import { $, make, makeSvg, renderList, setAttribute, setText } from "./dom.js";
 import { WINDOW_SECONDS } from "./engine.js";
 import { state } from "./state.js";
-import { now } from "./text.js";
+import { now, plural } from "./text.js";
 import { nameOf, stemOf, stepText, titleOf } from "./format.js";
+
+const FOLD = "svdpp-ranks";
 
 const ACTIONS = { encode: "encoding", denoise: "denoising", decode: "decoding", send: "sending", recv: "receiving" };
 
@@ -14,8 +16,25 @@ export function renderRanks() {
   $("ranks-empty").hidden = ranks.length > 0;
   $("rank-axis").hidden = !ranks.length;
   setText($("ranks-empty"), state.engine ? "No rank is up yet." : "Waiting for the server.");
-  if (state.connection === "gone") return; // the last minute stays as it was
+  setText($("ranks-note"), noteOf(ranks));
+  if (state.connection === "gone" || !$("ranks-fold").open) return; // the last minute stays as it was
   renderList($("rank-list"), ranks, (rank) => rank.rank, createRank, updateRank);
+}
+
+function noteOf(ranks) {
+  if (!ranks.length) return "";
+  const working = ranks.filter((rank) => rank.doing === "compute").length;
+  return `${plural(ranks.length, "rank")}, ${working ? `${working} at work` : "idle"}`;
+}
+
+/** The chart is folded until a person wants to see it, and then stays so. */
+export function listenToRanks() {
+  try { $("ranks-fold").open = localStorage.getItem(FOLD) === "open"; } catch { /* storage may be forbidden */ }
+  $("ranks-fold").querySelector("summary").addEventListener("click", () => setTimeout(() => {
+    const isOpen = $("ranks-fold").open;
+    try { localStorage.setItem(FOLD, isOpen ? "open" : "folded"); } catch { /* storage may be forbidden */ }
+    renderRanks();
+  }));
 }
 
 function createRank(rank) {

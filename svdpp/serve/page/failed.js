@@ -1,8 +1,9 @@
 // Owns the clips without a result: those that failed or were cancelled.
 
-import { copyParameters, removeButton } from "./actions.js";
+import { copyParameters } from "./actions.js";
 import { tintOf } from "./clips.js";
 import { $, iconButton, make, renderList, setAttribute, setText } from "./dom.js";
+import { addRemoval, isRemoved, removeButton, showRemoval } from "./remove.js";
 import { requestAgain } from "./send.js";
 import { plural, sentence } from "./text.js";
 import { thumbOf } from "./thumbs.js";
@@ -10,7 +11,7 @@ import { nameOf, shapeOf, titleOf } from "./format.js";
 
 export function renderFailed(videos) {
   $("failed").hidden = !videos.length;
-  setText($("failed-note"), plural(videos.length, "clip"));
+  setText($("failed-note"), plural(videos.filter((video) => !isRemoved(video)).length, "clip"));
   renderList($("failed-list"), videos, (video) => video.id, createFailed, updateFailed);
 }
 
@@ -28,10 +29,12 @@ function createFailed(video) {
       iconButton("again", `Make ${titleOf(video)} again`, () => requestAgain(video.id), "Again"),
       removeButton(video)));
   setAttribute(node, "data-tint", tintOf(video.id));
+  addRemoval(node, video);
   return Object.assign(node, { parts });
 }
 
 function updateFailed(node, video) {
+  showRemoval(node, video);
   const { title, about, reason } = node.parts;
   setText(title, nameOf(video));
   title.title = titleOf(video);

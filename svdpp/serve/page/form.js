@@ -2,7 +2,8 @@
 
 import { $, make, toast, setAttribute, setText } from "./dom.js";
 import { field, namesFor, showModelFields, videosOf } from "./fields.js";
-import { on } from "./signals.js";
+import { keptForm } from "./keep.js";
+import { emit, on } from "./signals.js";
 import { state } from "./state.js";
 import { sentence } from "./text.js";
 import { TOY_MODELS } from "./header.js";
@@ -19,8 +20,26 @@ function fillModels() {
   $("settings").disabled = false;
   if (model()) showModelFields(model());
   if (before && state.models.some((each) => each.id === before)) select.value = before; // a person's values stay
-  else fillDefaults();
+  else restoreForm();
 }
+
+/** Fills the form with what it had before the page was loaded again, or else with the defaults. */
+function restoreForm() {
+  const kept = keptForm();
+  if (kept && state.models.some((each) => each.id === kept.values.model)) field("model").value = kept.values.model;
+  fillDefaults();
+  if (!kept || kept.values.model !== field("model").value) return;
+  fillSettings(kept.values);
+  field("lines").checked = kept.lines;
+  field("variations").value = kept.variations;
+  $("settings").querySelector("details").open = kept.isOpen;
+}
+
+/** What a reload keeps of the form. */
+export const formValues = () => ({
+  values: settings(), lines: field("lines").checked, variations: field("variations").value,
+  isOpen: $("settings").querySelector("details").open,
+});
 
 function fillDefaults() {
   if (!model()) return;
@@ -33,18 +52,17 @@ function fillDefaults() {
   priorities[0].textContent = "0 (usual)";
   priorities[9].textContent = "9 (first)";
   field("priority").replaceChildren(...priorities);
+  field("variations").value = 1;
   fillSettings({ ...defaults, seed: "", priority: 0 });
 }
 
 function fillSettings(values) {
   clearErrors();
-  for (const name of namesFor(model())) if (values[name] !== undefined) field(name).value = values[name] ?? "";
-  showLength();
-}
-
-function showLength() {
-  const [frames, fps] = [Number(field("frames").value), Number(field("fps").value)];
-  setText($("length"), frames > 0 && fps > 0 ? `${(frames / fps).toFixed(2)} s long` : "");
+  for (const name of namesFor(model())) {
+    const input = field(name), value = values[name];
+    const isOffered = input.tagName !== "SELECT" || [...input.options].some((each) => each.value === String(value));
+    if (value !== undefined && isOffered) input.value = value ?? "";
+  }
 }
 
 export function settings() {
@@ -52,8 +70,10 @@ export function settings() {
   return { model: field("model").value, ...values };
 }
 
-export function fieldsAreValid() {
-  const inputs = [...namesFor(model()), ...videosOf(model())].map(field);
+/** Shows what is wrong; `others` have values besides those of the form, so that its own may be missing. */
+export function fieldsAreValid(others = []) {
+  const names = [...namesFor(model()), "variations", ...videosOf(model())];
+  const inputs = names.filter((name) => !others.includes(name)).map(field);
   const wrong = inputs.filter((input) => !input.checkValidity() || isPromptMissing(input));
   for (const input of wrong) showFieldError(input.name, limitText(input));
   wrong[0]?.focus();
@@ -114,7 +134,22 @@ export function showFormError(words) {
 
 export function listenToForm() {
   on("models", fillModels);
-  $("new").addEventListener("input", (event) => { clearFieldError(event.target); showLength(); });
-  field("model").addEventListener("change", fillDefaults);
-  $("reset").addEventListener("click", () => { fillDefaults(); toast("Settings are the model's defaults again."); });
+  $("new").addEventListener("input", (event) => { clearFieldError(event.target); emit("form"); });
+  field("model").addEventListener("change", () => { fillDefaults(); emit("form"); });
+  $("reset").addEventListener("click", () => {
+    fillDefaults();
+    emit("form");
+    toast("Settings are the model's defaults again.");
+  });
+  document.addEventListener("keydown", submitByKey);
+}
+
+/** Ctrl+Enter, or Cmd+Enter, makes the clips from every field, and from where none has the focus. */
+function submitByKey(event) {
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey) || event.repeat) return;
+  const { target } = event;
+  const isHere = target === document.body || $("new").contains(target) || $("table").contains(target);
+  if (!isHere || document.querySelector("dialog[open]") || $("main").hidden) return;
+  event.preventDefault();
+  if (!$("make").disabled) $("new").requestSubmit();
 }

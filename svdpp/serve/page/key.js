@@ -35,6 +35,7 @@ function useKey(value) {
   storeKey(value);
   stopStreams();
   [...state.videos.keys()].forEach(forget);
+  state.removals.clear();
   Object.assign(state, { connection: "loading", engine: null, listed: false, counts: "", models: null });
   closeLock();
   emit("stale");

@@ -48,7 +48,7 @@ function dropMissing(found, newest, waiting) {
   const oldest = newest.data.at(-1)?.created_at ?? 0;
   const unclear = [];
   for (const video of state.videos.values()) {
-    if (found.has(video.id)) continue;
+    if (found.has(video.id) || state.removals.has(video.id)) continue;
     if (!newest.has_more || video.created_at > oldest) forget(video.id);
     else if (video.status === "in_progress" || (isOpen(video) && !waiting.has_more)) unclear.push(video.id);
   }

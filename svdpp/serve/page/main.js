@@ -5,7 +5,8 @@
 
 import { apiKey, errorText } from "./api.js";
 import { playAll, renderClips, retryCards } from "./cards.js";
-import { renderRanks } from "./chart.js";
+import { downloadAll } from "./actions.js";
+import { listenToRanks, renderRanks } from "./chart.js";
 import { isOpen, newestFirst } from "./clips.js";
 import { listenToCompare } from "./compare.js";
 import { $, make, toast } from "./dom.js";
@@ -15,9 +16,12 @@ import { listenToForm } from "./form.js";
 import { listenToLock } from "./key.js";
 import { readOlder } from "./lists.js";
 import { loop, retry } from "./loop.js";
+import { listenToOrders, renderOrders } from "./orders.js";
 import { listenToPhotos } from "./photos.js";
 import { listenToQueue, renderQueue } from "./queue.js";
-import { submit } from "./send.js";
+import { closeGaps, listenToRemovals } from "./remove.js";
+import { listenToTable } from "./rows.js";
+import { listenToSending } from "./send.js";
 import { renderServers } from "./servers.js";
 import { on, emit } from "./signals.js";
 import { state } from "./state.js";
@@ -29,9 +33,11 @@ function render() {
   $("lock").hidden = state.connection !== "locked" && !$("lock").dataset.open;
   $("main").hidden = state.connection === "locked";
   $("key-button").hidden = !apiKey();
+  closeGaps();
   const videos = newestFirst([...state.videos.values()]);
   renderHeader();
   renderBanner();
+  if (state.models) renderOrders();
   renderRanks();
   renderServers();
   renderQueue(videos.filter(isOpen));
@@ -42,10 +48,10 @@ function render() {
 function listen() {
   on("change", render);
   on("online", retryCards);
-  $("new").addEventListener("submit", submit);
   $("queue-more").addEventListener("click", () => { state.wholeQueue = !state.wholeQueue; render(); });
   $("older").addEventListener("click", () => readOlder().catch((error) => toast(errorText(error))).finally(render));
   $("play-all").addEventListener("click", playAll);
+  $("download-all").addEventListener("click", downloadAll);
   $("picked-cancel").addEventListener("click", () => { state.picked = []; render(); });
   $("banner-button").addEventListener("click", retry);
   document.addEventListener("visibilitychange", () => (document.hidden ? stopStreams() : emit("stale")));
@@ -62,7 +68,8 @@ function drawIcon() {
 }
 
 drawIcon();
-for (const start of [listenToTheme, listenToLock, listenToForm, listenToPhotos, listenToCompare, listenToQueue, listen]) start();
+for (const start of [listenToTheme, listenToLock, listenToForm, listenToTable, listenToOrders, listenToPhotos, listenToSending,
+  listenToCompare, listenToQueue, listenToRanks, listenToRemovals, listen]) start();
 render();
 // The countdown of a server that is gone moves between two answers.
 setInterval(() => { if (!document.hidden && state.connection === "gone") renderBanner(); }, 1000);

@@ -1,30 +1,70 @@
-// Owns the chosen images or videos, up to the press of the button.
+// Owns the chosen images or videos, up to the press of the button; tables that are dropped go to theirs.
 
 import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
 import { inputWord } from "./format.js";
+import { forgetPhoto, keepPhoto, keptPhotos } from "./keep.js";
+import { token } from "./random.js";
+import { looksLikeTable, takeTable, takeTableFile } from "./rows.js";
+import { emit, on } from "./signals.js";
 import { state } from "./state.js";
+import { isTableFile } from "./table.js";
 import { fileSize, withArticle } from "./text.js";
 import { shrink } from "./thumbs.js";
 
-/** Six digits: short enough to read out. */
-export const randomSeed = () => String(crypto.getRandomValues(new Uint32Array(1))[0] % 1e6);
+function addFiles(files) {
+  const tables = files.filter(isTableFile);
+  if (tables.length) takeTableFile(tables[0]);
+  addPhotos(files.filter((file) => !tables.includes(file)));
+}
 
-// crypto.randomUUID exists only on HTTPS and localhost.
-export const token = () =>
-  [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(16).padStart(8, "0")).join("");
+/** The files of a drop, with those that are in dropped folders. */
+async function filesOf({ items, files }) {
+  // Entries are known only until this function waits.
+  const entries = [...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
+  if (!entries.some((entry) => entry.isDirectory)) return [...files];
+  return (await Promise.all(entries.map(filesIn))).flat();
+}
+
+async function filesIn(entry) {
+  if (entry.isFile) return [await new Promise((resolve, reject) => entry.file(resolve, reject))];
+  const reader = entry.createReader(), entries = [];
+  for (;;) { // it answers a hundred at a time
+    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (!some.length) break;
+    entries.push(...some);
+  }
+  entries.sort((a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }));
+  const found = (await Promise.all(entries.map(filesIn))).flat();
+  return found.filter((file) => isTableFile(file) || /^(image|video)\//.test(file.type)); // a folder has others, too
+}
 
 function addPhotos(files) {
+  if (!files.length) return;
   if (model()?.inputs.input_reference === "refused") {
     toast("This model makes clips from text alone.");
     return;
   }
   for (const file of files) {
-    const photo = { id: token(), file, seed: randomSeed(), thumb: shrink(file), src: null, error: faultOf(file) };
-    state.photos.push(photo);
-    photo.thumb.then((src) => { photo.src = src; renderPhotos(); });
+    keepPhoto(takePhoto({ id: token(), file }));
   }
   renderPhotos();
+  emit("photos");
+}
+
+function takePhoto({ id, file }) {
+  const photo = { id, file, thumb: shrink(file), src: null, error: faultOf(file) };
+  state.photos.push(photo);
+  photo.thumb.then((src) => { photo.src = src; renderPhotos(); });
+  return photo;
+}
+
+/** Brings back the images that were chosen before the page was loaded again. */
+async function restorePhotos() {
+  if (model()?.inputs.input_reference === "refused") return;
+  for (const photo of await keptPhotos()) if (!state.photos.some(({ id }) => id === photo.id)) takePhoto(photo);
+  renderPhotos();
+  emit("photos");
 }
 
 /** Why the server would refuse a file; empty if that is not known. */
@@ -39,15 +79,14 @@ function faultOf(file) {
 
 export function removePhoto(photo) {
   state.photos = state.photos.filter((each) => each !== photo);
+  forgetPhoto(photo.id);
   renderPhotos();
+  emit("photos");
 }
 
 export function renderPhotos() {
   $("photos").hidden = !state.photos.length;
   renderList($("photos"), state.photos, (photo) => photo.id, createPhoto, updatePhoto);
-  const number = state.photos.length;
-  const isSending = state.photos.some((photo) => photo.sending);
-  setText($("make"), isSending ? "Sending…" : number > 1 ? `Make ${number} clips` : "Make clip");
 }
 
 function createPhoto(photo) {
@@ -79,17 +118,23 @@ function updatePhoto(node, photo) {
 }
 
 export function listenToPhotos() {
-  $("files").addEventListener("change", () => { addPhotos([...$("files").files]); $("files").value = ""; });
+  let isRestored = false;
+  on("models", () => { if (!isRestored) restorePhotos(); isRestored = true; });
+  $("files").addEventListener("change", () => { addFiles([...$("files").files]); $("files").value = ""; });
   document.addEventListener("paste", (event) => {
     const files = [...(event.clipboardData?.files ?? [])].filter((file) => /^(image|video)\//.test(file.type));
-    if (files.length) { event.preventDefault(); addPhotos(files); }
+    const text = event.clipboardData?.getData("text") ?? "";
+    const isTyped = event.target.closest?.("input, textarea");
+    // A spreadsheet puts a picture of its cells beside them.
+    if (!isTyped && looksLikeTable(text)) { event.preventDefault(); takeTable(text); }
+    else if (files.length) { event.preventDefault(); addPhotos(files); }
   });
   // Files dropped beside the field must not replace the page.
   for (const name of ["dragover", "dragleave", "drop"]) {
     document.addEventListener(name, (event) => {
       event.preventDefault();
       $("drop").classList.toggle("over", name === "dragover");
-      if (name === "drop" && event.dataTransfer?.files.length) addPhotos([...event.dataTransfer.files]);
+      if (name === "drop" && event.dataTransfer?.files.length) filesOf(event.dataTransfer).then(addFiles);
     });
   }
 }

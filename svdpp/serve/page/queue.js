@@ -26,7 +26,7 @@ export function listenToQueue() {
   pressTwice($("cancel-all"), "Cancel all?", "Really cancel all clips in the queue?", cancelAll);
   // On a narrow window the queue comes before the form, for the eye and for the keyboard.
   const narrow = matchMedia("(max-width: 700px)");
-  const place = () => (narrow.matches ? $("main").prepend($("queue")) : $("ranks").after($("queue")));
+  const place = () => (narrow.matches ? $("main").prepend($("queue")) : $("ranks").before($("queue")));
   narrow.addEventListener("change", place);
   place();
 }

@@ -1,50 +1,47 @@
-// Owns the requests for clips: of the chosen images or videos, and of a clip once more.
+// Owns the requests for clips: of what the form or the table asks for, and of a clip once more.
 
-import { get, getBlob, ApiError, errorText } from "./api.js";
+import { get, getBlob, ApiError, ServerUnreachable, errorText } from "./api.js";
 import { takeVideo } from "./clips.js";
 import { $, toast } from "./dom.js";
 import {
   clearErrors, fieldErrorsOf, fieldsAreValid, model, settings, showFieldError, showFormError,
 } from "./form.js";
-import { field, videosOf } from "./fields.js";
-import { removePhoto, randomSeed, renderPhotos, token } from "./photos.js";
+import { videosOf } from "./fields.js";
+import { forgetOrders, keepOrders, numOrders, ordersToSend, renderOrders, seedsAreInRange } from "./orders.js";
+import { removePhoto, renderPhotos } from "./photos.js";
+import { token } from "./random.js";
+import { photosInUse, removeRow, renderTable, showRowFaults, tableIsOpen } from "./rows.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { duration, plural, withArticle } from "./text.js";
 import { keepThumb } from "./thumbs.js";
 import { inputWord, parametersOf, titleOf } from "./format.js";
 
-// What stands for the file of a clip from text alone.
-const newText = () => ({ file: null, seed: randomSeed() });
-let text = newText();
+const MAX_CLIPS = 10000; // of one press: more are a slip
+const RETRY_SECONDS = 3; // where the server does not say when to come back
+const MAX_RETRY_SECONDS = 30;
 
-/** Stores one clip's request on the server; a second try with the same values is the same request. */
-async function send(photo, values, videos) {
-  const wanted = JSON.stringify([values, videos.map(([name, file]) => [name, file.name, file.size, file.lastModified])]);
-  if (photo.wanted !== wanted) Object.assign(photo, { wanted, key: token() });
+/** Stores one clip's request on the server; a second try with the same key is the same request. */
+async function send({ file, thumb, values, files, key }) {
   const form = new FormData();
-  if (photo.file) form.append("input_reference", photo.file, photo.file.name || "image");
-  for (const [name, file] of videos) form.append(name, file, file.name || name);
+  if (file) form.append("input_reference", file, file.name || "image");
+  for (const [name, each] of files) form.append(name, each, each.name || name);
   for (const [name, value] of Object.entries(values)) if (String(value) !== "") form.append(name, value);
-  const video = await get("/v1/videos", { method: "POST", body: form, headers: { "Idempotency-Key": photo.key } });
-  if (photo.thumb) keepThumb(video.input.sha256, photo.thumb);
+  const video = await get("/v1/videos", { method: "POST", body: form, headers: { "Idempotency-Key": key } });
+  if (thumb) keepThumb(video.input.sha256, thumb);
   takeVideo(video, { quietly: true });
   return video;
 }
 
 export async function submit(event) {
   event.preventDefault();
+  if (state.sending) return;
   clearErrors();
-  if (!state.photos.length && (model()?.inputs.input_reference ?? "needed") === "needed") {
-    showFormError(`Choose ${withArticle(inputWord(model()))} first.`);
-    $("files").focus();
-    return;
-  }
-  if (!fieldsAreValid()) return;
-  $("make").disabled = true;
-  const made = await sendAll(settings());
-  $("make").disabled = false;
+  if (!formIsComplete()) return;
+  const made = await sendAll(ordersToSend());
   renderPhotos();
+  renderTable();
+  renderOrders();
   emit("change");
   if (made.length) {
     const eta = Math.max(...made.map((video) => video.eta_seconds ?? -1));
@@ -53,28 +50,106 @@ export async function submit(event) {
   emit("stale");
 }
 
-/** Sends the chosen photographs one after another, or the text alone; those that are refused stay. */
-async function sendAll(values) {
-  const made = [], videos = videosOf(model()).map((name) => [name, field(name).files[0]]);
-  for (const photo of state.photos.length ? [...state.photos] : [text]) {
-    Object.assign(photo, { sending: true, error: "" });
-    renderPhotos();
+function formIsComplete() {
+  const isTable = tableIsOpen();
+  const isPhotoMissing = !state.photos.length && (model()?.inputs.input_reference ?? "needed") === "needed";
+  if (!isTable && isPhotoMissing) {
+    showFormError(`Choose ${withArticle(inputWord(model()))} first.`);
+    $("files").focus();
+    return false;
+  }
+  if (!fieldsAreValid(isTable ? ["prompt", ...videosOf(model())] : [])) return false;
+  if (!seedsAreInRange(settings().seed)) {
+    showFieldError("seed", "The seeds of the variations follow it, and the last one would be too large.");
+    return false;
+  }
+  if (numOrders() > MAX_CLIPS) showFormError(`These are ${numOrders()} clips; the page sends ${MAX_CLIPS} at once.`);
+  else if (numOrders() === 0) showFormError("No row of the table is without faults.");
+  return numOrders() > 0 && numOrders() <= MAX_CLIPS;
+}
+
+/** Sends orders one after another; those that are refused stay in the form or in the table. */
+async function sendAll(orders) {
+  const made = [];
+  const control = new AbortController();
+  state.sending = { done: 0, total: orders.length, waits: "", hasToldWhy: false, control };
+  for (const [index, order] of orders.entries()) {
+    if (control.signal.aborted) break;
+    state.sending.done = index;
+    mark(order, true);
     try {
-      made.push(await send(photo, { ...values, seed: values.seed || photo.seed }, videos));
-      if (photo === text) text = newText();
-      removePhoto(photo);
+      made.push(await sendPatiently(order, control.signal));
+      order.given.isSent = true;
+      state.sending.waits = "";
+      if (!orders.slice(index + 1).some((later) => isOfSame(order, later))) leave(order);
       emit("change");
     } catch (error) {
-      if (showRefusal(error, photo)) break;
+      if (control.signal.aborted) break;
+      if (showRefusal(error, order)) break;
     } finally {
-      photo.sending = false;
+      mark(order, false);
     }
   }
+  state.sending = null;
+  // An image of the table stays until no row has it.
+  const inUse = photosInUse();
+  const sent = orders.filter(({ row, photo, given }) => row && photo && given.isSent);
+  for (const photo of new Set(sent.map((order) => order.photo))) if (!inUse.has(photo)) removePhoto(photo);
+  if (orders.every(({ given }) => given.isSent)) forgetOrders();
   return made;
 }
 
+const isOfSame = (a, b) => (a.row ? a.row === b.row : a.photo !== null && a.photo === b.photo);
+
+function mark({ photo, row }, isSending) {
+  if (row) Object.assign(row, { isSending });
+  if (photo) Object.assign(photo, { sending: isSending, ...(isSending ? { error: "" } : {}) });
+  renderPhotos();
+  if (row) renderTable();
+  renderOrders();
+}
+
+/** What was sent leaves the form or the table. */
+function leave({ photo, row }) {
+  if (row) {
+    removeRow(row);
+    keepOrders(); // a reload must not find it again
+  } else if (photo) removePhoto(photo);
+}
+
+/** Sends one order; where the queue is full, or the server away, it waits until there is room. */
+async function sendPatiently(order, signal) {
+  const { photo, values, files, given } = order;
+  for (;;) {
+    try {
+      return await send({ file: photo?.file, thumb: photo?.thumb, values, files, key: given.key });
+    } catch (error) {
+      const isPassing = error instanceof ServerUnreachable || [429, 503].includes(error.status);
+      if (!isPassing || signal.aborted) throw error;
+      await waitFor(Math.min(MAX_RETRY_SECONDS, error.retryAfter ?? RETRY_SECONDS), error, signal);
+    }
+  }
+}
+
+async function waitFor(seconds, error, signal) {
+  const { done } = state.sending;
+  const reason = error instanceof ServerUnreachable ? "The server does not answer." : `${error.words.split(/[:.]/)[0]}.`;
+  if (!state.sending.hasToldWhy) toast(`${reason} The rest is sent as soon as it takes more.`);
+  state.sending.hasToldWhy = true;
+  state.sending.waits = `${done} sent. ${reason} The page goes on by itself.`;
+  renderOrders();
+  await new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, 1000 * seconds);
+    signal.addEventListener("abort", () => { clearTimeout(timer); reject(error); }, { once: true });
+  });
+}
+
 /** Shows why a request was refused, where it can be corrected; true if the next ones would be refused too. */
-function showRefusal(error, photo) {
+function showRefusal(error, { photo, row }) {
+  if (row && error instanceof ApiError && error.status !== 401) {
+    showRowFaults(row, fieldErrorsOf(error), error.words);
+    return false;
+  }
   if (!(error instanceof ApiError)) {
     showFormError(errorText(error));
     return true;
@@ -85,7 +160,7 @@ function showRefusal(error, photo) {
     $("new").querySelector("[aria-invalid=true]").focus();
     return true;
   }
-  const isAboutPhoto = photo.file && (error.code === "invalid_image" || [408, 413, 415].includes(error.status));
+  const isAboutPhoto = photo && (error.code === "invalid_image" || [408, 413, 415].includes(error.status));
   if (isAboutPhoto) photo.error = error.words;
   else showFormError(error.words);
   return !isAboutPhoto;
@@ -97,13 +172,18 @@ export async function requestAgain(id, changes = {}) {
   const values = Object.fromEntries(["model", ...parametersOf(video)].map((name) => [name, video[name]]));
   try {
     const file = video.input && new File([await getBlob(`/v1/videos/${id}/input`)], video.input.name);
-    const videos = [];
+    const files = [];
     for (const name of Object.keys(video.videos ?? {}))
-      videos.push([name, new File([await getBlob(`/v1/videos/${id}/input?field=${name}`)], name)]);
-    const made = await send({ file }, { ...values, ...changes }, videos);
+      files.push([name, new File([await getBlob(`/v1/videos/${id}/input?field=${name}`)], name)]);
+    const made = await send({ file, values: { ...values, ...changes }, files, key: token() });
     toast(`${titleOf(made)}: in the queue.`);
   } catch (error) {
     toast(errorText(error));
   }
   emit("change");
+}
+
+export function listenToSending() {
+  $("new").addEventListener("submit", submit);
+  $("stop").addEventListener("click", () => state.sending?.control.abort());
 }

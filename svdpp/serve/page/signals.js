@@ -5,6 +5,7 @@ const bus = new EventTarget();
 /**
  * Sends a signal. "change": what is shown is out of date. "stale": ask the server now.
  * "refused": it refuses the key, in its words. "models": they are known. "online": it answers again.
+ * "form": a person has changed what the form or the table asks for. "photos": the chosen files are others.
  */
 export const emit = (name, detail) => bus.dispatchEvent(new CustomEvent(name, { detail }));
 

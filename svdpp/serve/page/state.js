@@ -23,6 +23,8 @@ export const state = {
   tints: new Map(), // by id
   busy: new Map(), // id -> what the page has asked for it and not got yet
   photos: [], // chosen, not sent
+  sending: null, // {done, total, waits, hasToldWhy, control} while orders are sent
+  removals: new Map(), // id -> a removal that can be undone, or whose place is still shown
   waits: new Map(), // rank -> [unix seconds] at which it waited
   picked: [], // ids to compare
   paused: matchMedia("(prefers-reduced-motion: reduce)").matches,

@@ -1,0 +1,114 @@
+// Owns what the form asks for: one order for each image, prompt and variation.
+
+import { $, setText } from "./dom.js";
+import { field, videosOf } from "./fields.js";
+import { formValues, model, settings } from "./form.js";
+import { keepForm } from "./keep.js";
+import { randomSeed, token } from "./random.js";
+import { keptTable, numRows, rowOrders, rowsToMake, tableIsOpen } from "./rows.js";
+import { on } from "./signals.js";
+import { state } from "./state.js";
+import { plural } from "./text.js";
+
+const MAX_SEED = 2n ** 63n - 1n; // as of the API
+
+// What an order was given when it was tried first, so that a second try is the same request.
+const given = new Map(); // signature -> {seed, key, isSent}
+
+const takesPrompt = () => (model()?.inputs.prompt ?? "refused") !== "refused";
+
+/** The prompts of the form: one, or those of its lines. */
+function prompts() {
+  const text = field("prompt").value;
+  if (!takesPrompt() || !field("lines").checked) return [text.trim()];
+  const lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
+  return lines.length ? lines : [""];
+}
+
+export const variations = () => Math.max(1, Math.floor(Number(field("variations").value)) || 1);
+
+/** How many clips a press of the button makes. */
+export function numOrders() {
+  if (given.size > 0) return drafts().filter(({ signature }) => !given.get(signature)?.isSent).length;
+  const number = tableIsOpen() ? rowsToMake().length : prompts().length * (state.photos.length || 1);
+  return number * variations();
+}
+
+/** Returns the orders that are still to be sent; those of a press before that was stopped keep their seeds. */
+export function ordersToSend() {
+  return drafts().map(({ signature, index, ...draft }) => {
+    const { values } = draft;
+    if (!given.has(signature)) given.set(signature, { seed: values.seed || randomSeed(), key: token(), isSent: false });
+    const order = given.get(signature);
+    const seed = values.seed ? String(BigInt(values.seed) + BigInt(index)) : order.seed;
+    return { ...draft, values: { ...values, seed }, given: order };
+  }).filter((order) => !order.given.isSent);
+}
+
+/** What is asked for, each variation with a text that only the same one has. */
+function drafts() {
+  const files = videosOf(model()).map((name) => [name, field(name).files[0]]);
+  return (tableIsOpen() ? rowOrders(settings()) : formOrders()).flatMap((each) => {
+    const draft = { ...each, files: [...new Map([...files, ...each.files ?? []])].filter(([, file]) => file) };
+    const { photo, row, line, values } = draft;
+    const same = JSON.stringify([photo?.id, row?.id, line, values,
+      draft.files.map(([name, file]) => [name, file.name, file.size, file.lastModified])]);
+    return Array.from({ length: variations() }, (_, index) => ({ ...draft, index, signature: `${index} ${same}` }));
+  });
+}
+
+function formOrders() {
+  const values = settings();
+  const photos = state.photos.length ? state.photos : [null];
+  return photos.flatMap((photo) => prompts().map((prompt, line) => (
+    { photo, line, values: takesPrompt() ? { ...values, prompt } : values })));
+}
+
+/** Whether the last variation of a typed seed is one that the server takes. */
+export const seedsAreInRange = (seed) => !seed || BigInt(seed) + BigInt(variations() - 1) <= MAX_SEED;
+
+/** Forgets what was sent: the same form makes new clips from now on. */
+export const forgetOrders = () => given.clear();
+
+/** Says on the button and above it what a press makes. */
+export function renderOrders() {
+  const number = numOrders();
+  const { sending } = state;
+  $("make").disabled = Boolean(sending);
+  setText($("make"), sending ? `Sending ${Math.min(sending.done + 1, sending.total)} of ${sending.total}` : makeText(number));
+  $("stop").hidden = !sending;
+  $("reset").hidden = Boolean(sending);
+  setText($("plan"), sending?.waits || planText(number));
+  $("lines-field").hidden = !takesPrompt() || tableIsOpen();
+  $("make-rows").hidden = !tableIsOpen() || !number || Boolean(sending);
+  setText($("make-rows"), makeText(number));
+}
+
+const makeText = (number) => (number > 1 ? `Make ${number} clips` : number ? "Make clip" : "Make clips");
+
+function rowsText() {
+  const [ready, all] = [rowsToMake().length, numRows()];
+  return ready < all ? `${ready} of ${plural(all, "row")}` : plural(all, "row");
+}
+
+function planText(number) {
+  const [frames, fps] = [Number(field("frames").value), Number(field("fps").value)];
+  const length = frames > 0 && fps > 0 && !tableIsOpen() ? `${(frames / fps).toFixed(2)} s long` : "";
+  const parts = tableIsOpen() ? [rowsText()] : [
+    state.photos.length > 1 ? `${state.photos.length} images` : "",
+    prompts().length > 1 ? `${prompts().length} prompts` : ""];
+  parts.push(variations() > 1 ? `${variations()} variations` : "");
+  const product = number > 1 || tableIsOpen() ? parts.filter(Boolean).join(" × ") : "";
+  return [product, product && length ? `each ${length}` : length].filter(Boolean).join(", ");
+}
+
+/** What a person has changed is kept for a reload. */
+export function listenToOrders() {
+  on("photos", renderOrders);
+  on("form", () => {
+    renderOrders();
+    keepOrders();
+  });
+}
+
+export const keepOrders = () => keepForm({ ...formValues(), table: keptTable() });

@@ -1,0 +1,305 @@
+// Owns the table of jobs: its rows, which of them have faults, and how it is shown and corrected.
+
+import { pressTwice } from "./actions.js";
+import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
+import { field } from "./fields.js";
+import { model } from "./form.js";
+import { keptForm } from "./keep.js";
+import { emit, on } from "./signals.js";
+import { state } from "./state.js";
+import { plural } from "./text.js";
+import { faultOfCell, fieldsOf, missingText, plainSize, readTable, shownName, textOf } from "./table.js";
+
+const SHOWN_ROWS = 100;
+
+const view = { isOpen: false, columns: [], rows: [], onlyFaults: false, all: false, nextId: 1 };
+
+/** Whether the button makes the clips of the table, and not those of the form. */
+export const tableIsOpen = () => view.rows.length > 0;
+
+// Faults are found here, refusals are the server's; -1 is the row as a whole.
+const isFaulty = (row) => row.faults.size > 0 || row.refusals.size > 0;
+export const numRows = () => view.rows.length;
+export const rowsToMake = () => (columnsAreKnown() ? view.rows.filter((row) => !row.faults.size) : []);
+const columnsAreKnown = () => view.columns.every(({ fault }) => !fault);
+
+/** The table as a reload finds it again. */
+export const keptTable = () => (tableIsOpen()
+  ? { names: view.columns.map(({ name }) => name), rows: view.rows.map(({ cells }) => cells) } : null);
+
+/** One order of each row without faults; what a row leaves out is the form's. */
+export function rowOrders(settings) {
+  const known = fieldsOf(model());
+  return rowsToMake().map((row) => {
+    const values = { ...settings }, files = [];
+    let photo = null, width = "", height = "";
+    view.columns.forEach(({ field: name }, index) => {
+      const value = row.cells[index];
+      if (!value) return;
+      if (name === "width") width = value;
+      else if (name === "height") height = value;
+      else if (name === "input_reference") photo = photoNamed(value).photo;
+      else if (known.get(name).kind === "file") files.push([name, photoNamed(value).photo.file]);
+      else values[name] = name === "size" ? plainSize(value) : value;
+    });
+    if (width || height) values.size = `${width}x${height}`;
+    return { row, photo, values, files };
+  });
+}
+
+/** The chosen files that the rows name. */
+export function photosInUse() {
+  const places = view.columns.flatMap(({ isFile }, index) => (isFile ? [index] : []));
+  return new Set(view.rows.flatMap(({ cells }) => places.map((index) => cells[index] && photoNamed(cells[index]).photo)));
+}
+
+/** The chosen file that a cell names: by its name, with or without folders. */
+function photoNamed(text) {
+  const name = text.split(/[/\\]/).at(-1).normalize();
+  const exact = state.photos.filter(({ file }) => file.name.normalize() === name);
+  const found = exact.length ? exact : state.photos.filter(({ file }) => file.name.normalize().toLowerCase() === name.toLowerCase());
+  if (found.length === 1) return { photo: found[0], fault: found[0].error };
+  return { photo: null, fault: found.length ? "Several chosen files have this name." : "Drop this file here, too." };
+}
+
+/** Looks at all cells again: the model, the form or the chosen images have changed. */
+export function checkRows() {
+  if (!model()) return;
+  const known = fieldsOf(model());
+  for (const row of view.rows) {
+    row.faults = new Map();
+    view.columns.forEach(({ field: name }, index) => {
+      const fault = faultOf(row, name, row.cells[index], known.get(name));
+      if (fault) row.faults.set(index, fault);
+    });
+    for (const [name, about] of known) {
+      if (about.use !== "needed" || hasValue(row, name)) continue;
+      const index = view.columns.findIndex((column) => column.field === name);
+      row.faults.set(index, missingText(about, model())); // -1: of the row as a whole
+    }
+  }
+}
+
+function faultOf(row, name, value, about) {
+  if (!name || !value) return "";
+  if (name === "width" || name === "height") return faultOfSides(row);
+  return about.kind === "file" ? photoNamed(value).fault : faultOfCell(value, about, model());
+}
+
+function faultOfSides(row) {
+  const of = (name) => row.cells[view.columns.findIndex((column) => column.field === name)] ?? "";
+  return faultOfCell(`${of("width")}x${of("height")}`, { kind: "size" }, model());
+}
+
+function hasValue(row, name) {
+  const index = view.columns.findIndex((column) => column.field === name);
+  const input = field(name); // what a row leaves out is the form's
+  return Boolean(row.cells[index] || (input?.files ? input.files.length : input?.value.trim()));
+}
+
+export function openTable() {
+  view.isOpen = true;
+  renderTable();
+  $("table-text").focus();
+}
+
+/** Takes the rows of a text, in place of those before. */
+export function takeTable(text) {
+  try {
+    const { columns, rows } = readTable(text, model());
+    Object.assign(view, { isOpen: true, columns, rows: rows.map(newRow), onlyFaults: false, all: false });
+  } catch (error) {
+    view.isOpen = true;
+    renderTable();
+    setText($("table-error"), error.message);
+    $("table-error").hidden = false;
+    return;
+  }
+  $("table-text").value = "";
+  changed();
+  const faults = view.rows.filter(isFaulty).length;
+  toast(`${plural(view.rows.length, "row")}${faults ? `, ${faults} with faults` : ""}.`);
+  $("table").focus({ preventScroll: true });
+  $("table").scrollIntoView({ block: "nearest" });
+}
+
+export const takeTableFile = async (file) => takeTable(await textOf(file));
+
+/** Whether a text has the look of a table, so that it is none of a person's prompts. */
+export const looksLikeTable = (text) => {
+  try { return Boolean(model()) && /[\t,;{]/.test(text) && readTable(text, model()).rows.length > 0; } catch { return false; }
+};
+
+export function restoreTable({ names, rows }) {
+  const text = rows.map((cells) => JSON.stringify(Object.fromEntries(names.map((name, index) => [name, cells[index]])))).join("\n");
+  try {
+    const table = readTable(text, model());
+    Object.assign(view, { isOpen: true, columns: table.columns, rows: table.rows.map(newRow) });
+  } catch { /* another model is served now, which has none of the fields */ }
+}
+
+const newRow = (cells, index) =>
+  ({ id: view.nextId++, number: index + 1, cells, faults: new Map(), refusals: new Map(), isSending: false });
+
+export function removeRow(row) {
+  view.rows = view.rows.filter((each) => each !== row);
+  if (!view.rows.length) view.isOpen = false;
+}
+
+function removeColumn(column) {
+  const index = view.columns.indexOf(column);
+  view.columns = view.columns.filter((each) => each !== column);
+  for (const row of view.rows) row.cells.splice(index, 1);
+  if (!view.columns.length) closeTable();
+  rebuild();
+  changed();
+}
+
+function closeTable() {
+  Object.assign(view, { isOpen: false, columns: [], rows: [] });
+  setText($("table-error"), "");
+  changed();
+  $("table-open").focus({ preventScroll: true });
+}
+
+const changed = () => emit("form");
+
+/** Shows a refusal of the server at the cells that it is about. */
+export function showRowFaults(row, faults, words) {
+  row.refusals = new Map(faults.length ? [] : [[-1, words]]);
+  for (const [name, reason] of faults) {
+    const index = view.columns.findIndex((column) => column.field === name);
+    row.refusals.set(index, index < 0 ? words : reason);
+  }
+  renderTable();
+}
+
+// --- how it is shown --------------------------------------------------------------------------------
+
+export function renderTable() {
+  const { rows, columns } = view;
+  const faulty = rows.filter(isFaulty);
+  $("table").hidden = !view.isOpen;
+  $("table-new").hidden = rows.length > 0;
+  $("table-scroll").hidden = !rows.length;
+  if (!view.isOpen) return;
+  setAttribute($("table-open"), "aria-expanded", view.isOpen);
+  fillKnown();
+  setText($("table-note"), rows.length ? plural(rows.length, "row") : "");
+  renderFaultNote(faulty.length);
+  $("table-photos").replaceChildren(...state.photos.map(({ file }) => make("option", { value: file.name })));
+  if ($("table-head").columns !== columns) {
+    $("table-head").columns = columns;
+    rebuild();
+  }
+  const wanted = view.onlyFaults && faulty.length ? faulty : rows;
+  const shown = view.all ? wanted : wanted.slice(0, SHOWN_ROWS);
+  renderList($("table-rows"), shown, (row) => row.id, createRow, updateRow);
+  $("table-more").hidden = shown.length === wanted.length;
+  setText($("table-more"), `Show all ${wanted.length} rows`);
+}
+
+function renderFaultNote(number) {
+  const unknown = view.columns.filter(({ fault }) => fault);
+  const words = [
+    unknown.length ? `${plural(unknown.length, "column")} of an unknown name: leave it out, or correct the file.` : "",
+    number ? `${plural(number, "row")} with faults: correct them here, or they stay here while the others are made.` : "",
+  ].filter(Boolean).join(" ");
+  if (view.rows.length) setText($("table-error"), words);
+  $("table-error").hidden = !$("table-error").textContent;
+  $("table-faults").hidden = !number || number === view.rows.length;
+  setText($("table-faults"), view.onlyFaults ? "Show all rows" : "Show only these");
+}
+
+function fillKnown() {
+  if (!model() || $("table-fields").dataset.model === model().id) return;
+  $("table-fields").dataset.model = model().id;
+  const names = [...fieldsOf(model()).keys()];
+  $("table-fields").replaceChildren(...names.map((name) =>
+    make("li", {}, make("code", { textContent: shownName(name) }))));
+}
+
+/** Makes head and rows anew: the columns are others. */
+function rebuild() {
+  const heads = view.columns.map((column) => {
+    const cell = make("th", { scope: "col", className: column.fault ? "fault" : "" }, make("span", { textContent: column.name }));
+    if (column.fault) {
+      cell.append(iconButton("close", `Leave out the column ${column.name}`, () => removeColumn(column)),
+        make("span", { className: "error", textContent: column.fault }));
+    }
+    return cell;
+  });
+  $("table-head").replaceChildren(make("th", { scope: "col" }, "Row"), ...heads,
+    make("th", { scope: "col" }, make("span", { className: "hidden", textContent: "Actions" })));
+  renderList($("table-rows"), [], (row) => row.id);
+}
+
+function createRow(row) {
+  const { number } = row;
+  const cells = view.columns.map((column, index) => {
+    const isText = column.field.endsWith("prompt");
+    const error = make("span", { className: "error", id: `cell-${row.id}-${index}`, hidden: true });
+    const input = make(isText ? "textarea" : "input", { value: row.cells[index], "aria-label": `${column.name}, row ${number}`,
+      ...(isText ? { rows: 1 } : {}) });
+    if (column.isFile) input.setAttribute("list", "table-photos");
+    input.addEventListener("input", () => { edit(row, index, input.value); });
+    return make("td", { className: isText ? "wide" : "" }, input, error);
+  });
+  const status = make("span", { className: "note" });
+  const remove = iconButton("close", `Leave out row ${number}`, () => { removeRow(row); changed(); });
+  const error = make("p", { className: "error", hidden: true });
+  const node = make("tr", {}, make("th", { scope: "row" }, String(number), " ", status, error), ...cells, make("td", {}, remove));
+  return Object.assign(node, { fields: cells, status, rowError: error });
+}
+
+function edit(row, index, text) {
+  row.cells[index] = text.trim();
+  row.refusals = new Map();
+  changed();
+}
+
+const faultAt = (row, index) => row.faults.get(index) ?? row.refusals.get(index) ?? "";
+
+function updateRow(node, row) {
+  node.fields.forEach((cell, index) => {
+    const [input, error] = cell.children;
+    const fault = faultAt(row, index);
+    if (document.activeElement !== input && input.value !== row.cells[index]) input.value = row.cells[index];
+    input.disabled = row.isSending;
+    setAttribute(input, "aria-invalid", fault ? "true" : null);
+    setAttribute(input, "aria-describedby", fault ? error.id : null);
+    setText(error, fault);
+    error.hidden = !fault;
+  });
+  const words = faultAt(row, -1);
+  setText(node.rowError, words);
+  node.rowError.hidden = !words;
+  setText(node.status, row.isSending ? "sending…" : "");
+}
+
+export function listenToTable() {
+  let kept = keptForm()?.table;
+  on("models", () => {
+    delete $("table-fields").dataset.model;
+    if (kept) restoreTable(kept);
+    kept = null;
+    checkRows();
+    renderTable();
+  });
+  for (const name of ["form", "photos"]) on(name, () => { checkRows(); renderTable(); });
+  $("table-open").addEventListener("click", openTable);
+  $("table-close").addEventListener("click", closeTable);
+  pressTwice($("table-clear"), "Leave out all rows?", "Really leave out all rows?", closeTable);
+  $("table-use").addEventListener("click", () => takeTable($("table-text").value));
+  $("table-text").addEventListener("paste", (event) => {
+    const text = event.clipboardData.getData("text");
+    if (looksLikeTable(text)) { event.preventDefault(); takeTable(text); }
+  });
+  $("table-file").addEventListener("change", async () => {
+    const [file] = $("table-file").files;
+    $("table-file").value = "";
+    if (file) await takeTableFile(file);
+  });
+  $("table-faults").addEventListener("click", () => { view.onlyFaults = !view.onlyFaults; renderTable(); });
+  $("table-more").addEventListener("click", () => { view.all = true; renderTable(); });
+}
