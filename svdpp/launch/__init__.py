@@ -1,1 +1,1 @@
-"""Start and rendezvous of ranks, their connection to the parent, and the end of processes."""
+"""Processes of ranks: start, rendezvous, connection to the parent, and end."""

@@ -1,9 +1,9 @@
 """Fork server of CPU ranks, which imports torch and the model's classes once for all of them.
 
-This module imports no torch: a command starts the server before it imports torch itself. The server
-is multiprocessing's own. By itself it would wait for ever for a stopped rank, and would not notice
-the end of its starter during imports. So it imports this module first, which asks the kernel for a
-signal when the starter ends.
+This module does not import torch, so that a command can start the server before it imports torch
+itself. The server is multiprocessing's own. It would wait forever for a stopped rank, and would not
+notice the end of its starter during imports. It therefore imports this module first, which asks the
+kernel for a signal when the starter ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from types import TracebackType
 from svdpp.launch import process_lifetime
 from svdpp.launch.start_deadline import end_fork_server, limit_error
 
-#: Imported for all ranks, and for those with a model, whose family's classes it also imports.
+#: Modules that the server imports: for all ranks, and for ranks that load a model.
 RANK_MODULE = "svdpp.worker.rank"
 _MODEL_MODULE = "svdpp.models.engine.load"
 
-#: Variable of the server: its starter's process id and temporary folder, and what to import.
+#: Environment variable of the server: process id and temporary folder of its starter, and modules.
 _TASK = "SVDPP_FORK_SERVER"
 _WAIT_SECONDS = 1.0
 
@@ -51,14 +51,14 @@ def start_fork_server(preload: Sequence[str]) -> None:
     """Start the server unless it is running; do not wait for its imports.
 
     Args:
-        preload: Modules that it imports for all ranks; see `modules_for`.
+        preload: Modules that the server imports; see `modules_for`.
 
     Raises:
         OutputError: No folder for temporary files can be written.
     """
     end_fork_server(only_if_stopped=True)
     _end_server_at_exit()
-    resource_tracker.ensure_running()  # first, because starting it unblocks the signals
+    resource_tracker.ensure_running()  # first, because its start unblocks the signals
     forkserver.set_forkserver_preload([__name__])
     task = json.dumps([os.getpid(), process_lifetime.temp_dir(), *preload])
     with process_lifetime.environment_defaults({_TASK: task}), process_lifetime.signals_blocked():
@@ -67,21 +67,21 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
 @functools.cache
 def _end_server_at_exit() -> None:
-    # By itself it would end at the end of this process, but not while it is stopped.
+    # Otherwise a stopped server would not end with this process.
     atexit.register(end_fork_server)
 
 
 def modules_for(family: str | None) -> list[str]:
-    """Return the modules that ranks need, as `start_ranks` takes them.
+    """Return the modules that ranks need, for `preload` of `start_ranks`.
 
     Args:
-        family: Family of their model; None for the dummy model.
+        family: Family of the ranks' model; None for the dummy model.
     """
     return [RANK_MODULE, *([] if family is None else [f"{_MODEL_MODULE}:{family}"])]
 
 
 def start_fork_server_early(*, family: str | None, device: str) -> None:
-    """Start the server before the command itself imports torch, if its ranks will be forked.
+    """Start the server before the command imports torch, if its ranks will be forked.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -101,23 +101,24 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
             _remove(folder)
             os._exit(0)  # unloading torch takes Python a second
 
-    # The kernel sends the signal also when only the thread that started this server has ended.
+    # The kernel also sends the signal when only the thread that started this server ends, so the
+    # handler checks whether the process has ended.
     signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
     sys.excepthook = _print_unless_reported
-    os.chdir("/")  # MKL ends a process whose working folder has been deleted; each rank has its own
-    gc.disable()  # what an import creates stays, and searches take a fifth of the time
+    os.chdir("/")  # MKL ends a process whose working folder was deleted; a rank sets its own folder
+    gc.disable()  # imported objects stay, and searching them takes a fifth of the time
     for module_and_family in modules:
         name, _, family = module_and_family.partition(":")
         module = importlib.import_module(name)
         if family:
             module.preload(family)
-    gc.freeze()  # a search writes to every object, which would copy their pages into every rank
+    gc.freeze()  # a search writes to every object, which would copy all pages into every rank
     gc.enable()
 
     def end() -> None:
-        """End this server when Python's own loop has noticed the end of starter and ranks."""
+        """End this server once the loop of multiprocessing has ended, after starter and ranks."""
         deadline = time.monotonic() + _WAIT_SECONDS
         while time.monotonic() < deadline:  # the kernel may still be ending the starter
             end_if_starter_has_ended()
@@ -130,17 +131,17 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
 def _print_unless_reported(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """Print what ends this server, except a refused fork, which its starter reports."""
+    """Print an uncaught exception, except that of a refused fork, which the starter reports."""
     if limit_error(error) is None:
         sys.__excepthook__(kind, error, where)
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder, to which ranks that have just been killed may still write."""
+    """Remove the folder; try again while ranks that were just killed still write to it."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
         pass
 
 
-if _TASK in os.environ:  # in the server
+if _TASK in os.environ:  # this process is the server
     _preload(*json.loads(os.environ.pop(_TASK)))

@@ -1,7 +1,7 @@
-"""GPUs of this process, read through NVML without CUDA, and free host memory.
+"""GPUs of this process, read by NVML without CUDA, and free host memory.
 
-The parent reads it here because `torch.cuda` would create a context of about 0.5 GB on every GPU,
-and processes that are forked afterwards could not use CUDA.
+`torch.cuda` would create a context of about 0.5 GB on every GPU, and processes that are forked
+afterwards could not use CUDA.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU; `index` is N of `cuda:N`, as CUDA numbers it in this process."""
+    """GPU that CUDA shows this process."""
 
     index: int
+    """N of its name `cuda:N` in this process."""
     uuid: str
     name: str
     capability: str
@@ -34,13 +35,14 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Return the GPUs that CUDA shows this process, in CUDA's order.
 
     Args:
-        environment: Variables, of which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER count.
+        environment: Environment variables; CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are read.
 
     Returns:
-        An empty list without an NVIDIA driver.
+        GPUs; an empty list without an NVIDIA driver.
 
     Raises:
-        RequestError: A MIG slice is named, or CUDA's order of different GPUs is unknown.
+        RequestError: CUDA_VISIBLE_DEVICES names a MIG slice, or CUDA's order of different GPUs is
+            unknown.
     """
     with open_nvml() as nvml:
         if nvml is None:
@@ -69,7 +71,7 @@ def free_bytes(device: str) -> int:
     """Return the free memory of `cuda:N`, in bytes.
 
     Args:
-        device: `cuda` stands for `cuda:0`.
+        device: Name of the device; `cuda` means `cuda:0`.
 
     Raises:
         RequestError: This machine has no such GPU.
@@ -110,9 +112,9 @@ def _visible_order(
 ) -> list[int]:
     """Return NVML's index of each GPU that CUDA shows, in CUDA's order.
 
-    CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs, and ends at the first entry that
-    matches no GPU (CUDA programming guide). NVML numbers GPUs by bus; CUDA, the fastest first
-    unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs; CUDA ignores the first entry that
+    matches no GPU, and all after it (CUDA programming guide). NVML numbers GPUs by bus. CUDA puts
+    the fastest first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     entries = [str(index) for index in range(len(uuids))] if listed is None else listed.split(",")
@@ -131,19 +133,24 @@ def _visible_order(
                 "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
                 details={"names": sorted(set(names))},
             )
-        matches = [
-            index
-            for index, uuid in enumerate(uuids)
-            if (int(entry) == index if entry.isdecimal() else entry and uuid.startswith(entry))
-        ]
+        matches = _matching_gpus(entry, uuids)
         if len(matches) != 1 or matches[0] in order:
             break
         order += matches
     return order
 
 
+def _matching_gpus(entry: str, uuids: Sequence[str]) -> list[int]:
+    """Return NVML's indices of the GPUs that an entry of CUDA_VISIBLE_DEVICES matches."""
+    if entry.isdecimal():
+        return [int(entry)] if int(entry) < len(uuids) else []
+    if not entry:
+        return []
+    return [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
+
+
 def available_bytes() -> int:
-    """Return the host memory in bytes that a new process can use without swapping."""
+    """Return the bytes of host memory that a new process can use without swapping."""
     return int(psutil.virtual_memory().available)
 
 

@@ -1,4 +1,4 @@
-"""The process group, its backend and interface; the only reader of PIPELINE_BACKEND."""
+"""Process group of the ranks: backend, store, network interface, joining and leaving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
-_LEAVE_SECONDS = 20.0  # less than the parent waits for the end of a rank
+_LEAVE_SECONDS = 20.0  # less than the time that the parent waits for the end of a rank
 
 #: Open stores by world, host and port.
 _stores: dict[tuple[World, str, int], dist.Store] = {}
@@ -29,18 +29,19 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the backend of the process group: PIPELINE_BACKEND, or one that fits the devices.
+    """Return the backend of the process group: PIPELINE_BACKEND, or the usual one of the devices.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
         world_size: Number of ranks.
-        environment: Variables, of which PIPELINE_BACKEND counts.
+        environment: Environment variables; PIPELINE_BACKEND is read.
 
     Returns:
-        `nccl` if each rank has its own CUDA device, otherwise `gloo`.
+        `nccl` or `gloo`. By default `nccl` if each rank has its own GPU, else `gloo`.
 
     Raises:
-        RequestError: The variable has another value, or NCCL cannot join ranks on that device.
+        RequestError: PIPELINE_BACKEND has another value, or NCCL cannot join ranks on that
+            device.
     """
     own_device = device == "cuda"
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
@@ -60,7 +61,7 @@ def choose_backend(
 def device_of_rank(device: str, world: World) -> str:
     """Return the device of a rank: `cuda` becomes `cuda:N`, where N is the local rank.
 
-    It is 0 if this process sees one GPU: Slurm with `--gpus-per-task=1` shows each task its own.
+    N is 0 if this process sees only one GPU, as each task of Slurm does with `--gpus-per-task=1`.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
@@ -73,17 +74,18 @@ def device_of_rank(device: str, world: World) -> str:
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
-    """Join ranks on this machine through a store file.
+    """Join the process group of ranks on this machine, by a store file.
 
-    A TCP store would listen on every interface.
+    A TCP store is not used, because it would listen on every interface.
 
     Args:
         world: World of this rank.
         backend: `gloo` or `nccl`.
-        store_file: New file for each run, in a folder that only this user can open.
+        store_file: Path of a file that is new in each run, in a folder that only this user can
+            open.
 
     Raises:
-        BrokenLinkError: The others cannot be reached.
+        BrokenLinkError: The other ranks cannot be reached.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -92,17 +94,17 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 
 
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
-    """Return this host's address, and the store where ranks find each other.
+    """Return this host's address, and the store by which ranks find each other.
 
-    The store is the launcher's, or rank 0's. It stays open for later groups of the process. Only
+    The launcher or rank 0 serves the store. It stays open for later groups of this process. Only
     one thread at a time may use it.
 
     Args:
         world: World of this rank.
-        timeout: Seconds for its opening and for each later wait.
+        timeout: Seconds to open the store, and for each later wait.
 
     Raises:
-        RequestError: No address is known, or other hosts could not reach this one's.
+        RequestError: The store's address is unknown, or other hosts could not reach this one.
         RankError: The store cannot be reached.
     """
     host, port = store_address()
@@ -134,15 +136,16 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
         is_master=True,
         timeout=wait,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # otherwise the store listens on all addresses
+        master_listen_fd=listener.detach(),  # otherwise the store would listen on all addresses
         use_libuv=False,  # libuv's server does not accept a listener (torch 2.13)
     )
 
 
 def join_store(world: World, backend: str, store: dist.Store, token: str) -> None:
-    """Join the ranks that have the same `token`, which becomes a prefix of their store keys.
+    """Join the process group of the ranks with the same `token`, by a store.
 
-    Each run needs its own prefix, because a launcher keeps the store when it restarts the ranks.
+    The token is the prefix of the run's keys. Each run needs its own, because a launcher keeps its
+    store when it restarts the ranks.
 
     Args:
         world: World of this rank.
@@ -151,14 +154,14 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
         token: Token of the run; see `rendezvous.Endpoint`.
 
     Raises:
-        BrokenLinkError: The others cannot be reached.
+        BrokenLinkError: The other ranks cannot be reached.
     """
     _join(world, backend, dist.PrefixStore(f"svdpp/{token}", store))
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
     try:
-        # Headers are CPU tensors under both backends: one group, each tensor by its own device.
+        # Under NCCL too, headers are CPU tensors, so the group has a backend for each device.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
             store=store,
@@ -175,10 +178,11 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 
 
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
-    """Leave the process group. Call it when every rank has received what was sent to it.
+    """Leave the process group, once every rank has received all that was sent to it.
 
-    `ncclCommDestroy` may wait for the other end of each pair, and ranks may close their pairs in
-    different orders (vllm-project/vllm#39846): after a deadline that is only logged.
+    `ncclCommDestroy` may wait for the other end of each pair, while other ranks close their pairs
+    in another order (vllm-project/vllm#39846). After the deadline this is logged, and not waited
+    for any longer.
 
     Args:
         timeout: Seconds to wait for the other ranks.
@@ -198,7 +202,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
         local_size: Number of ranks on this host.
-        launched: Whether a launcher started them, which may show each rank only its own GPU.
+        launched: Whether a launcher started the ranks. It may show each rank only its own GPU.
 
     Raises:
         RequestError: The machine has fewer devices.
@@ -224,18 +228,18 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
-    """Return the address of this host to listen on, and set its interface for gloo and NCCL.
+    """Choose the interface for gloo and NCCL, and return its address to listen on.
 
     The interface is that of GLOO_SOCKET_IFNAME, or else the one that reaches `peer`.
 
     Args:
-        peer: Host of the store, by name or address.
+        peer: Name or address of the store's host.
         spans_hosts: Whether other hosts have ranks too.
-        environment: Variables, to which the names of the interface are added.
+        environment: Environment variables, to which the name of the interface is added.
 
     Raises:
-        RequestError: There is no such interface, `peer` cannot be reached, or other hosts could not
-            reach the address.
+        RequestError: The named interface does not exist, `peer` cannot be reached, or other hosts
+            could not reach the address.
     """
     addresses = _addresses()
     others = ", ".join(dict.fromkeys(name for name, _ in addresses if name != "lo"))
@@ -252,7 +256,7 @@ def choose_interface(
             details={"interface": name},
         )
     is_loopback = ipaddress.ip_address(address).is_loopback
-    # Launchers that met at a loopback address are all on this machine.
+    # A loopback address is fine if the store has one too: all launchers are then on this machine.
     if spans_hosts and is_loopback and not _is_loopback(peer):
         raise RequestError(
             f"{socket.gethostname()} would use {address}, which other hosts cannot reach{source}",
@@ -269,14 +273,14 @@ def choose_interface(
 
 
 def _is_loopback(peer: str) -> bool:
-    """Whether `peer` is `localhost` or a loopback address, not a name that resolves to one."""
+    """Whether `peer` is `localhost` or a loopback address; names are not resolved."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(peer).is_loopback
     return peer == "localhost"
 
 
 def _address_towards(peer: str) -> str:
-    """Return the source address of packets to `peer`; send nothing."""
+    """Return the source address of packets to `peer`, without sending any."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_ADDRCONFIG

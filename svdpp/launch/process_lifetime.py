@@ -1,6 +1,6 @@
-"""The life of processes: environment and signals at the start, clean-up at the end.
+"""Lifetime of processes: environment and signals at the start, clean-up at the end.
 
-A process ends when its parent ends or a signal comes. It then kills its children and removes its
+A process ends when its parent ends or it gets a signal. It then kills its children and removes its
 temporary files.
 """
 
@@ -32,14 +32,14 @@ _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-# A launcher's variables, which would make a child process one of its ranks.
+# Variables of a launcher, with which a child process would count as one of its ranks.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
-# Held while a folder is made, and for ever once the folders of a process that ends are removed.
+# Held while a folder is created; and forever, once the folders of an ending process are removed.
 _making_folder = threading.Lock()
 
-_choosing_folder = threading.RLock()  # a signal handler may need the folder meanwhile
-# A socket's path has at most 107 bytes (unix(7)), of which multiprocessing adds these.
+_choosing_folder = threading.RLock()  # reentrant, because a signal handler may need the folder
+# The path of a socket has at most 107 bytes (unix(7)), including this part by multiprocessing.
 _MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -47,22 +47,22 @@ _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set each variable that the user has not set, for this process and its later children.
+    """Set the default of each variable that the user has not set, also for later children.
 
     Args:
-        environment: Variables, changed in place.
+        environment: Environment variables, changed in place.
     """
     environment.update(_missing(environment))
 
 
 @contextlib.contextmanager
 def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Set the defaults and `more` for libraries imported and processes started within the block.
+    """Set the defaults and `more` during the block, for imports and new processes.
 
-    This process gets its own environment back: in a user's program it may compile or log.
+    The environment is restored, because a user's program may depend on it, to compile or to log.
 
     Args:
-        more: Further variables, which replace those of the environment.
+        more: Further variables, which replace those of the environment; None: none.
     """
     added = {**_missing(os.environ), **(more or {})}
     before = {name: os.environ.get(name) for name in added}
@@ -79,31 +79,34 @@ def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None
 
 def _missing(environment: Mapping[str, str]) -> dict[str, str]:
     values = {
-        # Transformers and diffusers print messages while they are imported.
+        # transformers and diffusers print messages while they are imported.
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
-        # An import creates Inductor's cache folder. Nothing here compiles: one that exists will do.
+        # An import creates Inductor's cache folder. Nothing is compiled, so an existing folder
+        # does.
         "TORCHINDUCTOR_CACHE_DIR": _existing_temp_dir(),
-        # By default threads spin at the end of a parallel region: on few cores most of the time.
+        # By default threads spin after a parallel region, which takes most of the time on few
+        # cores.
         "OMP_WAIT_POLICY": "passive",
         # Reduces fragmentation. The name before torch 2.9 is PYTORCH_CUDA_ALLOC_CONF.
         "PYTORCH_ALLOC_CONF": environment.get(
             "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
         ),
-        # The parent names the rank that fails; NCCL's watchdog would first abort its neighbours.
+        # NCCL's watchdog would abort the neighbours before the parent can name the rank that
+        # failed.
         _NCCL_ERRORS: "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
     existing = set(environment)
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
-        existing.discard(_NCCL_ERRORS)  # torchrun exports 1 if the user has not set it
+        existing.discard(_NCCL_ERRORS)  # torchrun sets it to 1 if the user has not set it
     return {name: value for name, value in values.items() if name not in existing}
 
 
 def tune_gc() -> None:
-    """Save a sixth of the time that the imports of torch and diffusers and their end take.
+    """Search for garbage less often, which saves a sixth of the time of imports and of the exit.
 
-    They create a million objects that stay, which Python would search again and again for garbage.
+    torch and diffusers create a million objects that stay, which each search would visit.
     """
     gc.set_threshold(10_000, 20, 100)
     atexit.register(gc.freeze)
@@ -112,16 +115,16 @@ def tune_gc() -> None:
 def start_helper(
     module: str, *arguments: object, variables: Mapping[str, str], stderr: int
 ) -> subprocess.Popen[bytes]:
-    """Start a module in a session of its own, with this process's search path.
+    """Run a Python module in a new process and session, with this process's search path.
 
     Args:
-        module: Name, as for `python -m`.
+        module: Name of the module, as for `python -m`.
         arguments: Arguments of the module's command line.
-        variables: Environment; those of a launcher are left out.
-        stderr: Descriptor of the process's stderr, or a constant of `subprocess`.
+        variables: Environment variables of the process; those of a launcher are left out.
+        stderr: File descriptor of the process's stderr, or a constant of `subprocess`.
 
     Returns:
-        The process, with a pipe for its output.
+        Process whose stdout is a pipe.
 
     Raises:
         OSError: The process cannot be started.
@@ -129,7 +132,7 @@ def start_helper(
     kept = {name: value for name, value in variables.items() if name not in _LAUNCHER_VARIABLES}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return subprocess.Popen(
-        # `-P`, because `-m` adds the working folder to the path.
+        # `-P`, because `-m` alone would add the working folder to the search path.
         [sys.executable, "-P", "-m", module, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -142,9 +145,10 @@ def start_helper(
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block INT, TERM and HUP in this thread, and in the processes that it starts in the block.
+    """Block INT, TERM and HUP in this thread, and in the processes that it starts meanwhile.
 
-    They stay blocked there until `exit_on_signals`: an import ended by Ctrl-C prints a traceback.
+    In those they stay blocked until `exit_on_signals`, because Ctrl-C during an import would print
+    a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -153,21 +157,21 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-#: A handler of signals, as `signal.signal` takes it.
+#: Signal handler, as for `signal.signal`.
 Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 
 def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
-    """Set the handler of INT, TERM and HUP in this process, and return those before.
+    """Set the handler of INT, TERM and HUP, and return the previous handlers by signal.
 
-    An `Interrupted` that the earlier handler raises meanwhile is dropped: the caller already
-    handles an error, of which the signal is a consequence. Call it in the main thread.
+    Must be called in the main thread. If a previous handler raises `Interrupted` meanwhile, that is
+    dropped: the caller already handles an error.
 
     Args:
-        handler: Handler as for `signal.signal`; `signal.SIG_IGN` while an error is reported.
+        handler: Signal handler; `signal.SIG_IGN` while an error is reported.
     """
     before: dict[signal.Signals, Handler] = {}
-    for _ in range(2):  # the handler of `Interrupted` lets itself be called once
+    for _ in range(2):  # the handler that raises `Interrupted` does so only once
         with contextlib.suppress(Interrupted):
             for number in _SIGNALS:
                 before.setdefault(number, signal.getsignal(number))
@@ -177,9 +181,10 @@ def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
 
 
 def ignore_signals() -> None:
-    """Make this process and those that it starts survive INT, TERM and HUP; for its main thread.
+    """Make this process and its children survive INT, TERM and HUP. For the main thread.
 
-    They are blocked, because a program such as ffmpeg handles again what is only ignored.
+    The signals are blocked, not ignored, because a program such as ffmpeg installs handlers for
+    ignored signals.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -188,13 +193,13 @@ def ignore_signals() -> None:
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when the thread that started it ends.
+    """Let the kernel send this process a signal when the thread that started it ends.
 
-    If the process goes on after that, the same holds for its next parent.
+    If the process survives the signal, the same holds for its next parent.
 
     Args:
-        parent: Process id of the starter; None: the current parent, so that a starter which has
-            already ended is not noticed.
+        parent: Process id of the starter, whose earlier end is then noticed. None: the current
+            parent.
         number: Number of the signal.
     """
     if parent is None:
@@ -208,11 +213,11 @@ def kill_with_children(pids: Collection[int]) -> None:
     """Kill processes and their children, such as a running ffmpeg.
 
     Children are listed first, because they get another parent when theirs ends. They are killed
-    last, because a living parent would report their end as a failed clip. A child that starts in
-    between ends by itself, because its input is closed.
+    last, because a living parent would report their end as a failed clip. A child that is started
+    in between ends by itself, because its input is closed.
 
     Args:
-        pids: Process ids; those that have ended are skipped.
+        pids: Process ids; processes that have ended are skipped.
     """
     for pid in [*pids, *children_of(pids)]:
         with contextlib.suppress(ProcessLookupError):
@@ -220,10 +225,10 @@ def kill_with_children(pids: Collection[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill this process's children and theirs. Call it directly before this process ends.
+    """Kill all descendants of this process, directly before it ends.
 
-    This thread then keeps the GIL, which `os.kill` does not release, instead of for 5 ms: another
-    thread could report a killed ffmpeg as a lost clip.
+    This thread keeps the GIL from then on (by default a thread gets it for 5 ms, and `os.kill` does
+    not release it), because another thread could report a killed ffmpeg as a lost clip.
     """
     sys.setswitchinterval(1000)
     kill_with_children(children_of([os.getpid()]))
@@ -231,10 +236,10 @@ def kill_descendants() -> None:
 
 @functools.cache
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
-    """Make INT, TERM and HUP end this process at once. Call it once, in the main thread.
+    """Make INT, TERM and HUP end this process at once. Must be called once, in the main thread.
 
-    A thread calls `end`: Python's own handlers run only after a call into a library returns, and
-    one that waits for another host may never return.
+    `end` is called in a thread, because Python runs signal handlers only between bytecodes of the
+    main thread: a call into a library that waits for another host may never return.
 
     Args:
         end: Function that gets the signal's number and does not return.
@@ -255,12 +260,12 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
 
 
 def exit_by_signal(number: int) -> NoReturn:
-    """Kill this process's children, then end it by the signal, as its parent then sees.
+    """Kill this process's descendants, then end it by the signal, so that its parent sees that.
 
     Args:
         number: Number of the signal.
     """
-    # signal.signal works in the main thread only.
+    # signal.signal works only in the main thread.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
     kill_descendants()
     while True:
@@ -268,12 +273,12 @@ def exit_by_signal(number: int) -> NoReturn:
 
 
 def exit_with_signal_code(number: int) -> NoReturn:
-    """Call `exit_process` with the code that shells use for a signal, 128 + `number`."""
+    """Exit with the code that shells use for a signal, 128 + `number`."""
     exit_process(128 + number)
 
 
 def exit_process(code: int) -> NoReturn:
-    """Kill this process's children and exit, without waiting for threads that wait for ranks.
+    """Kill this process's descendants and exit, without waiting for threads.
 
     Args:
         code: Exit code, 0 to 255.
@@ -287,11 +292,11 @@ def exit_process(code: int) -> NoReturn:
 
 
 def children_of(pids: Collection[int]) -> list[int]:
-    """Return the process ids of the children of `pids`, as /proc shows them now."""
+    """Return the process ids of the present children of `pids`, from /proc."""
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended since
-            # State and parent follow the name in parentheses, which can contain any character.
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            # State and parent follow the name, which is in parentheses and can have any character.
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             if parent in pids:
                 children.append(int(stat.parent.name))
@@ -302,10 +307,10 @@ def children_of(pids: Collection[int]) -> list[int]:
 
 
 def temp_dir() -> str:
-    """Return multiprocessing's folder of this process, which the first call creates.
+    """Return the temporary folder that multiprocessing uses in this process; create it if needed.
 
-    It is below TMPDIR, or the first of /tmp, /var/tmp and /dev/shm if TMPDIR is too long for the
-    path of the fork server's socket.
+    It is below TMPDIR. If TMPDIR is too long for the path of the fork server's socket, it is below
+    the first of /tmp, /var/tmp and /dev/shm that can be written.
 
     Raises:
         OutputError: No folder for temporary files can be written.
@@ -318,7 +323,7 @@ def temp_dir() -> str:
             chosen = tempfile.gettempdir()
             if len(os.fsencode(chosen)) > _MAX_TEMP_DIR_BYTES:
                 chosen = next(filter(_is_writable, _SHORT_TEMP_DIRS), chosen)
-            tempfile.tempdir = chosen  # multiprocessing takes no other name
+            tempfile.tempdir = chosen  # the only way to tell multiprocessing
             return util.get_temp_dir()
         except OSError as error:
             raise OutputError(
@@ -334,10 +339,10 @@ def _is_writable(folder: str) -> bool:
 
 
 def _existing_temp_dir() -> str:
-    """Return Python's folder for temporary files, which exists even if that of TMPDIR does not."""
+    """Return Python's folder for temporary files; `/tmp` if it has none."""
     try:
         return tempfile.gettempdir()
-    except OSError:  # `temp_dir` says so when one is needed
+    except OSError:  # `temp_dir` reports it when a folder is needed
         return "/tmp"
 
 
@@ -350,7 +355,8 @@ def make_folder(prefix: str) -> Path:
     with _making_folder:
         within = temp_dir()
         with contextlib.suppress(FileExistsError):
-            os.mkdir(within, 0o700)  # a cleaner of /tmp removes it while a server runs for weeks
+            # A cleaner of /tmp may have removed it, in a server that runs for weeks.
+            os.mkdir(within, 0o700)
         return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
 
 
@@ -369,27 +375,27 @@ def temp_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_temp_files() -> None:
-    """Remove multiprocessing's folder, with its sockets and what `make_folder` has created there.
+    """Remove multiprocessing's folder, with its sockets and the folders of `make_folder`.
 
-    Python does so at a normal exit; this is for `os._exit`, and if the starter has been killed.
+    Python does so at a normal exit, but not at `os._exit`, or if the starter was killed.
     """
     if "multiprocessing.util" in sys.modules:
-        with contextlib.suppress(OSError):  # get_temp_dir creates the folder if there is none
-            _making_folder.acquire(timeout=1)  # a signal handler's own thread may hold it
+        with contextlib.suppress(OSError):  # `get_temp_dir` may create the folder first
+            _making_folder.acquire(timeout=1)  # the thread of a signal handler may hold it already
             remove_temp_folder(sys.modules["multiprocessing.util"].get_temp_dir())
 
 
 def remove_temp_folder(folder: str) -> bool:
-    """Remove multiprocessing's folder of a process that ends.
+    """Remove multiprocessing's folder of an ending process.
 
-    This includes what another process has begun to remove before it was killed.
+    A removal that another process had begun before it was killed is completed.
 
     Returns:
-        Whether nothing of it is left.
+        Whether the whole folder is removed.
     """
     gone = f"{folder}-gone"
-    with contextlib.suppress(OSError):  # it is gone, or another process removes it
-        # Others go on: by its name they could write into it meanwhile.
+    with contextlib.suppress(OSError):  # the folder is gone, or another process removes it
+        # Renamed first, so that processes that still run cannot write into it.
         os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
     return not (os.path.exists(folder) or os.path.exists(gone))

@@ -1,9 +1,9 @@
-"""Rendezvous of the ranks that torchrun or srun started: each connects to rank 0 by TCP.
+"""Rendezvous of ranks that torchrun or srun started: each connects to rank 0 by TCP.
 
-Rank 0 listens on one address. Its endpoint and a secret are in the launcher's store; both ends of a
-connection prove that they know the secret. Each end sends something every second, and the kernel
-closes a connection on which nothing is acknowledged. At the end, or after a failure, rank 0 sends
-END to each rank, so that no rank outlives the run.
+Rank 0 listens on one address, and writes its endpoint and a secret to the launcher's store. Both
+ends of a connection prove that they know the secret. Each end sends a message every second, and the
+kernel closes a connection without acknowledgements. At the end, or after a failure, rank 0 sends
+END to all ranks, so that none outlives the run.
 """
 
 from __future__ import annotations
@@ -48,64 +48,69 @@ _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
 _POLL_SECONDS = 0.1
 _BACKLOG = 4096
-# Each has a thread for up to `_HANDSHAKE_SECONDS`.
+# Each handshake has a thread for up to `_HANDSHAKE_SECONDS`.
 _MAX_HANDSHAKES = 256
 
 
 class RankHello(NamedTuple):
-    """First message of a rank: number, host, and the probes of rank 0 that the host lacks."""
+    """First message of a rank to rank 0."""
 
     rank: int
     local_rank: int
     host: str
+    """Name of the rank's host."""
     shared_settings: dict[str, str]
+    """Settings of the rank, which must be those of rank 0."""
     missing: list[str]
+    """Paths of the probes of rank 0 that the rank's host does not see."""
     error: dict[str, Any] | None
-    """Error for which the rank cannot start; None: it can."""
+    """Error that keeps the rank from starting, from `error_to_dict`; None: there is none."""
 
 
 class Endpoint(NamedTuple):
-    """Address where rank 0 listens, and the files that all hosts must see.
-
-    `token` names this attempt; unlike the secret, messages may show it.
-    """
+    """Address where rank 0 listens, with what other ranks need to connect."""
 
     address: str
     port: int
     secret: str
+    """Secret in hex, which both ends of a connection must know."""
     token: str
+    """Identifier of this attempt, which messages may show."""
     host: str
+    """Name of rank 0's host."""
     probes: list[str]
+    """Paths of files that all hosts must see."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousConfig:
-    """Configuration of the rendezvous, in which the ranks of a launcher's world join.
-
-    `shared_settings` must be equal on all ranks, and rank 0's `shared_paths` be there on all hosts.
-    All ranks must connect within `start_timeout` seconds. A host counts as lost after
-    `peer_timeout` seconds without an acknowledgement.
-    """
+    """Configuration of the rendezvous of a launcher's ranks."""
 
     world: World
+    """World of this rank."""
     backend: str = "gloo"
     shared_settings: dict[str, str] = field(default_factory=dict)
+    """Settings that must be equal on all ranks, by name."""
     shared_paths: tuple[str, ...] = ()
+    """Files and folders of rank 0 that all hosts must see."""
     start_timeout: float
+    """Seconds within which all ranks must connect."""
     peer_timeout: float
+    """Seconds without an acknowledgement after which a host counts as lost."""
 
     def hello(self, error: dict[str, Any] | None = None) -> RankHello:
         """Return the first message of this process's rank.
 
         Args:
-            error: Error for which the rank cannot start, from `error_to_dict`; None: it can.
+            error: Error that keeps the rank from starting, from `error_to_dict`; None: there is
+                none.
         """
         world, host = self.world, socket.gethostname()
         return RankHello(world.rank, world.local_rank, host, self.shared_settings, [], error)
 
 
 class RankListener:
-    """Rank 0's end: listens on one address and accepts each rank's connection.
+    """Listener of rank 0, which accepts the connection of each other rank.
 
     Args:
         store: Store to which the endpoint is written.
@@ -114,7 +119,7 @@ class RankListener:
         probes: Files that each host must see.
 
     Raises:
-        OSError: The address cannot be listened on.
+        OSError: The system cannot listen on the address.
     """
 
     def __init__(
@@ -133,12 +138,12 @@ class RankListener:
         store.set(_KEY, json.dumps(self.endpoint._asdict()))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
-        """Return a rank that has connected and proved the secret; None if there is none yet.
+        """Return a rank that has connected and proved that it knows the secret.
 
-        A thread for each connection waits for its proof, so that a silent one delays no other.
+        Each connection has a thread for its handshake, so that a silent one delays no other.
 
         Returns:
-            The rank's first message, and its connection.
+            First message of the rank, and its connection; None if no rank is ready yet.
         """
         with contextlib.suppress(TimeoutError):
             accepted, _ = self._socket.accept()
@@ -146,7 +151,7 @@ class RankListener:
                 run = threading.Thread(target=self._greet, args=[accepted], daemon=True)
                 run.start()
             else:
-                accepted.close()  # a rank tries again
+                accepted.close()  # the rank will try again
         with contextlib.suppress(queue.Empty):
             return self._greeted.get_nowait()
         return None
@@ -170,27 +175,27 @@ class RankListener:
             return None
 
     def close(self) -> None:
-        """Stop listening; accepted connections stay open."""
+        """Stop listening. Accepted connections stay open."""
         self._socket.close()
 
 
 def connect(
     store: Store, hello: RankHello, config: RendezvousConfig
 ) -> tuple[Connection, Endpoint]:
-    """Connect this rank to rank 0, whose listener may open later.
+    """Connect this rank to rank 0; retry until its listener is open.
 
     Until then the store may hold the endpoint of an earlier attempt.
 
     Args:
         store: Store that `process_group.open_store` returned.
-        hello: First message.
-        config: Configuration with the deadline.
+        hello: First message of this rank.
+        config: Configuration with the timeouts.
 
     Returns:
-        The connection, and the endpoint that it leads to.
+        Connection, and the endpoint of rank 0.
 
     Raises:
-        RankError: Rank 0 cannot be reached in time, has gone, or has another version.
+        RankError: Rank 0 cannot be reached in time, has ended, or has another version of svdpp.
     """
     deadline = time.monotonic() + config.start_timeout
     while time.monotonic() < deadline:
@@ -202,7 +207,7 @@ def connect(
                 "see the output of rank 0 on its host",
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
-        except TypeError as error:  # of the fields
+        except TypeError as error:  # the endpoint has other fields
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
                 "use the same versions on every host",
@@ -226,12 +231,12 @@ def connect(
 def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
     """Return the next message.
 
-    The kernel's timeout does not cover a stopped process on a live host.
+    The deadline is needed, because the kernel's timeout does not detect a stopped process.
 
     Args:
         connection: Connection to another rank.
         deadline: Time on the monotonic clock, in seconds.
-        max_bytes: Larger messages are refused; None: of any size.
+        max_bytes: Largest size of the message; None: any size.
 
     Raises:
         TimeoutError: No message has arrived by the deadline.
@@ -267,7 +272,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
     options = {
         socket.TCP_NODELAY: 1,
         socket.TCP_USER_TIMEOUT: int(peer_timeout * 1000),
-        # That covers only unacknowledged data; an end that only listens needs keepalive.
+        # TCP_USER_TIMEOUT covers only unacknowledged data; an end that only reads needs keepalive.
         socket.TCP_KEEPIDLE: max(1, int(peer_timeout / 3)),
         socket.TCP_KEEPINTVL: max(1, int(peer_timeout / 6)),
     }
@@ -280,7 +285,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Limit the time of each read in the block: any process can connect and send nothing."""
+    """Limit the time of each read in the block: any process can connect and stay silent."""
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
@@ -295,15 +300,15 @@ _TIME = struct.Struct("<d")
 def measure_clock_offset(connection: Connection, deadline: float) -> ClockOffset:
     """Measure the offset to the clock of rank 0, which runs `serve_clock`.
 
-    Cristian's algorithm (Probabilistic clock synchronization, 1989): in the fastest round trip the
-    other end read its clock halfway through.
+    By Cristian's algorithm (Probabilistic clock synchronization, 1989): of several round trips the
+    fastest counts, and rank 0 is assumed to have read its clock halfway through it.
 
     Args:
         connection: Connection to rank 0.
         deadline: Time on the monotonic clock, in seconds.
 
     Raises:
-        OSError, EOFError: Rank 0 does not answer in time, or has gone.
+        OSError, EOFError: Rank 0 does not respond in time, or has ended.
     """
     rounds: list[tuple[float, ClockOffset]] = []
     for _ in range(_NUM_ROUNDS):
@@ -323,28 +328,28 @@ def serve_clock(connection: Connection, deadline: float) -> None:
         deadline: Time on the monotonic clock, in seconds.
 
     Raises:
-        OSError, EOFError: The rank does not ask in time, or has gone.
+        OSError, EOFError: The rank does not ask in time, or has ended.
     """
     for _ in range(_NUM_ROUNDS):
         receive(connection, deadline, 1)
         connection.send_bytes(_TIME.pack(time.monotonic()))
 
 
-# --- rank 0 joins them --------------------------------------------------------------------------
+# --- rank 0 -------------------------------------------------------------------------------------
 
 
 def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> WorkerGroup:
-    """Join the ranks of a launcher's world; `entry` of rank 0 runs in a thread of this process.
+    """Wait for the ranks of a launcher's world, and run rank 0 in a thread of this process.
 
     Args:
         config: Configuration of rank 0.
-        entry: Entry point, which all ranks run.
+        entry: Entry point of all ranks.
         argument: Second argument of `entry`.
 
     Raises:
         RankError: A rank has not connected in time, or does not respond.
-        RequestError: A rank has other settings, or its host lacks a folder.
-        SvdppError: A rank could not start, for the reason that it has sent.
+        RequestError: A rank has other settings, or its host does not see a shared path.
+        SvdppError: A rank could not start; this is the error that it has sent.
     """
     process_lifetime.end_with_parent()
     address, store = process_group.open_store(config.world, config.start_timeout)
@@ -365,7 +370,7 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
         lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
         endpoint.host,
     )
-    process = SimpleNamespace(pid=None, exitcode=None)  # the code that a process would have
+    process = SimpleNamespace(pid=None, exitcode=None)  # stands for a process in the handle
 
     def run() -> None:
         code = 1
@@ -401,7 +406,8 @@ def _accept_all(
                 hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
-    # After all have connected: a rank that came later would wait for rank 0 until its deadline.
+    # Checked after all have connected, because a rank that came later would wait until its
+    # deadline.
     for _, hello in sorted(hellos.items()):
         _check_settings(hello, config)
 
@@ -423,10 +429,11 @@ def _register(
             details={"rank": hello.rank, "host": hello.host},
         ) from error
     except (OSError, EOFError):
-        connection.close()  # the rank has ended, or connects again
+        connection.close()  # the rank has ended, or will connect again
         return
-    if (same := joined.get(hello.rank)) is not None:  # of two processes the later one counts
-        same.channel.close()
+    # If a rank has connected twice, the later connection counts.
+    if (earlier := joined.get(hello.rank)) is not None:
+        earlier.channel.close()
     joined[hello.rank] = WorkerHandle(hello.host, hello.local_rank, QueuedChannel(connection))
     if hello.missing:
         raise RequestError(
@@ -453,7 +460,7 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
 
 @contextlib.contextmanager
 def _probes(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Yield files that other hosts must see: those of `paths`, and a new one in each folder."""
+    """Yield files that all hosts must see: the files of `paths`, and a new one in each folder."""
     probes = []
     with contextlib.ExitStack() as made:
         for path in paths:

@@ -1,7 +1,7 @@
-"""Deadline for the start of ranks, which kills a process that blocks it and names the cause.
+"""Deadline for the start of ranks: a process that blocks the start is killed, and the cause named.
 
-`Process.start` of multiprocessing has no deadline: it waits for ever for a fork server that is
-stopped, or for a spawned process that does not read.
+`Process.start` of multiprocessing has no deadline. It waits forever for a stopped fork server, or
+for a spawned process that does not read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from svdpp.errors import RankError
 from svdpp.launch import process_lifetime
 
 _POLL_SECONDS = 0.1
-#: The words in the command lines of multiprocessing's own processes.
+#: Text in the command lines of multiprocessing's processes.
 _FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _NO_THREAD = "can't start new thread"  # in CPython's RuntimeError
-#: Output of CPython, libgomp, OpenBLAS and the C++ library for a thread that cannot be started;
-#: libgomp and the C++ library then end the process.
+#: Output of CPython, libgomp, OpenBLAS and the C++ library if a thread cannot be started.
 _REFUSALS = (
     _NO_THREAD,
     "Thread creation failed",
@@ -41,21 +40,21 @@ LIMIT_HINT = (
 
 
 class StartDeadline:
-    """Block in which this process starts ranks, and which ends after `seconds` in any case.
+    """Context in which this process starts ranks, with a deadline.
 
-    Time for which this process itself is stopped, by Ctrl-Z for example, does not count.
+    Time during which this process itself is stopped, for example by Ctrl-Z, does not count.
 
     Args:
-        seconds: Limit of the block.
+        seconds: Seconds until the deadline.
 
     Raises:
-        RankError: At the end of the block, in place of what Python raised for a process that was
-            killed at the deadline, or that the system refused to start.
+        RankError: On leaving the context: a process was killed at the deadline, or the system
+            refused to start one.
     """
 
     def __init__(self, seconds: float) -> None:
         self.rank = 0
-        """Rank whose process is being started; the caller sets it."""
+        """Rank whose process is being started, which the caller sets."""
         self._seconds = seconds
         self._older = _children_with(_SPAWNED)
         self._has_ended, self._has_expired = threading.Event(), threading.Event()
@@ -86,7 +85,7 @@ class StartDeadline:
 
     def _refused(self, error: BaseException) -> RankError:
         details = {}
-        if isinstance(error, EOFError):  # the fork server ends if its own fork fails
+        if isinstance(error, EOFError):  # the fork server ends if its fork fails
             reason = f"the fork server {fork_server_end() or 'has ended'}"
         else:
             reason = getattr(error, "strerror", None) or str(error)
@@ -98,7 +97,7 @@ class StartDeadline:
         )
 
     def _watch(self) -> None:
-        left = self._seconds  # counted by polls, which a stopped process does not make
+        left = self._seconds  # counted by polls, because a stopped process does not poll
         while left > 0:
             if self._has_ended.wait(_POLL_SECONDS):
                 return
@@ -109,12 +108,12 @@ class StartDeadline:
 
 
 def end_fork_server(*, only_if_stopped: bool = False) -> None:
-    """Kill this process's fork server, also one that is stopped; Python starts another if needed.
+    """Kill this process's fork server, even if it is stopped; Python starts another when needed.
 
     Its ranks go on, but their exit codes are lost.
 
     Args:
-        only_if_stopped: Whether a process that runs is left alone.
+        only_if_stopped: Whether a server that is not stopped is spared.
     """
     servers = _children_with(_FORK_SERVER)
     _kill({pid for pid in servers if not only_if_stopped or _is_stopped(pid)})
@@ -124,12 +123,12 @@ def fork_server_end() -> str | None:
     """Return how the fork server of this process has ended, such as `was killed by SIGKILL`.
 
     Returns:
-        None if it runs, was never started, or has been replaced by another one.
+        Clause about its end; None if it runs, was never started, or was replaced by another one.
     """
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is None:
         return None
-    try:  # without reaping it, which is Python's part
+    try:  # WNOWAIT leaves the reaping to Python
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
@@ -141,7 +140,7 @@ def fork_server_end() -> str | None:
 
 
 def _kill(pids: set[int]) -> None:
-    """Kill children and wait for their end, so that Python finds them ended, but do not reap."""
+    """Kill children and wait until they have ended, without reaping them, which Python does."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -149,13 +148,13 @@ def _kill(pids: set[int]) -> None:
 
 
 def limit_error(error: BaseException) -> RankError | None:
-    """Return the error of a process or thread that the system refuses to start.
+    """Return a `RankError` if the system refused to start a process or thread, or to open a file.
 
     Args:
         error: Exception of Python or a library.
 
     Returns:
-        None if the cause is another one.
+        The error with its limit; None if `error` has another cause.
     """
     number = getattr(error, "errno", None)
     if number in _TOO_MANY_FILES:
@@ -169,12 +168,12 @@ def limit_error(error: BaseException) -> RankError | None:
 
 
 def names_limit(output: str) -> bool:
-    """Whether a process printed that the system starts no further process or thread."""
+    """Whether the output of a process says that the system refused to start a thread."""
     return any(words in output for words in _REFUSALS)
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return this process's limit that `error` is of, for `details`; nothing if there is none."""
+    """Return the limit that `error` is about, as `{"limit": ...}`; empty if there is no limit."""
     is_of_files = getattr(error, "errno", None) in _TOO_MANY_FILES
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if is_of_files else resource.RLIMIT_NPROC)
     return {} if soft == resource.RLIM_INFINITY else {"limit": soft}
@@ -185,7 +184,7 @@ def _shown(details: Mapping[str, int]) -> str:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether `error` says that the system starts no further process or thread."""
+    """Whether `error` means that the system refused to start a process or thread."""
     if isinstance(error, OSError):
         return error.errno in (errno.EAGAIN, errno.ENOMEM, *_TOO_MANY_FILES)
     return isinstance(error, EOFError) or _NO_THREAD in str(error)
@@ -195,7 +194,7 @@ def _children_with(words: bytes) -> set[int]:
     """Return the ids of this process's children whose command lines contain `words`."""
     found = set()
     for pid in process_lifetime.children_of([os.getpid()]):
-        with contextlib.suppress(OSError):  # it has ended since
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             if words in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found

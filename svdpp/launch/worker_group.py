@@ -1,4 +1,4 @@
-"""The ranks of a run: the parent's channels to them, and their start and end on this machine."""
+"""Parent's view of its ranks: channels to them, and their start and end on this machine."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from svdpp.launch.fork_server import start_fork_server, start_method
 from svdpp.launch.start_deadline import StartDeadline, end_fork_server, fork_server_end
 from svdpp.launch.world import World
 
-#: Advice for a program without the guard that multiprocessing needs.
+#: Hint for a program that lacks the guard of multiprocessing.
 MAIN_GUARD_HINT = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
-#: First bytes of control messages to a launcher's ranks. JSON follows END; commands are JSON, and
-#: begin with a brace.
+#: First bytes of control messages to a launcher's ranks. JSON follows END. Commands are JSON
+#: objects, which begin with a brace.
 BEGIN, END = b"!", b"."
 
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _TAIL_CHARS = 4000
-# A rank of a server prints for weeks; only the end of its output is kept.
+# Size of a rank's output at which its beginning is dropped: a server's ranks run for weeks.
 _MAX_OUTPUT_BYTES = 2**20
 _OUTPUT_CHECK_SECONDS = 1.0
 
 
 class ControlChannel:
-    """One end of the connection between a rank and the parent: a pipe, or a socket of two hosts.
+    """End of the connection between a rank and the parent: a pipe, or a TCP socket between hosts.
 
     Args:
-        connection: Open connection that keeps the borders of messages.
+        connection: Open connection that preserves message boundaries.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -53,10 +53,10 @@ class ControlChannel:
         self._lock = threading.RLock()
 
     def send(self, message: bytes) -> None:
-        """Send a whole message. Several threads may call it.
+        """Send a message. Thread-safe.
 
         Raises:
-            OSError: The other end has gone.
+            OSError: The other end is closed.
         """
         with self._lock:
             self.connection.send_bytes(message)
@@ -65,10 +65,10 @@ class ControlChannel:
         """Return the next message.
 
         Args:
-            timeout: Seconds to wait; 0: only a message that has arrived.
+            timeout: Seconds to wait; 0: do not wait.
 
         Returns:
-            The message; None if there is none within `timeout`.
+            Message; None if none has arrived in time.
 
         Raises:
             EOFError: The other end has closed the connection.
@@ -78,9 +78,9 @@ class ControlChannel:
 
 
 class QueuedChannel(ControlChannel):
-    """The parent's end; `send` queues the message for a thread and returns at once.
+    """Parent's end, whose `send` queues the message for a thread and returns at once.
 
-    A direct write could block: a rank reads only between actions, and a pipe does not hold much.
+    A direct write could block, because a rank reads only between actions, and a pipe holds little.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -90,20 +90,20 @@ class QueuedChannel(ControlChannel):
         self._sender.start()
 
     def send(self, message: bytes) -> None:
-        """Queue a message for the sender's thread. Does not raise if the rank has ended."""
+        """Queue a message for the sender thread. Does not raise if the rank has ended."""
         self._messages.put(message)
 
     def close(self, timeout: float = 0.0) -> None:
         """Close the connection.
 
         Args:
-            timeout: Seconds to send what is queued; the rest is dropped.
+            timeout: Seconds to send queued messages; the rest is dropped.
         """
         if self.connection.closed:
             return
         self._messages.put(None)
         self._sender.join(timeout)
-        if self._sender.is_alive():  # it may wait for the rank to read
+        if self._sender.is_alive():  # it may be blocked, because the rank does not read
             descriptor = os.dup(self.connection.fileno())
             with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
@@ -120,44 +120,45 @@ class ClockOffset(NamedTuple):
     """Offset of this host's monotonic clock to rank 0's."""
 
     monotonic_ahead: float = 0.0
-    """Seconds by which it is ahead."""
+    """Seconds by which this host's clock is ahead."""
 
 
 class LaunchContext(NamedTuple):
-    """Arguments of a rank's entry point: its world, its channel, and how it joins."""
+    """Context that a rank's entry point gets from its launcher."""
 
     world: World
     backend: str
     channel: ControlChannel
     join: Callable[[], None]
-    """Joins the process group; blocks until all ranks have joined."""
+    """Function that joins the process group; it blocks until all ranks have joined."""
     host: str = ""
-    """This host's name if a launcher started the ranks; otherwise empty."""
+    """Name of this host if a launcher started the ranks; else empty."""
     clock: ClockOffset = ClockOffset()
 
 
-#: The function that a rank runs, at module level; takes the context and one argument.
+#: Function that a rank runs, at module level, which takes the context and one argument.
 EntryPoint = Callable[[LaunchContext, Any], None]
 
 
 class WorkerHandle(NamedTuple):
-    """Parent's handle of one rank: its host, its channel, its process."""
+    """Parent's handle of one rank."""
 
     host: str
+    """Name of the rank's host."""
     local_rank: int
     channel: QueuedChannel
     process: Any = None
-    """Process, or an object with the same `exitcode`; None: only the launcher can wait for it."""
+    """Process, or an object with the same `exitcode`. None: the launcher owns the process."""
 
 
 class WorkerGroup:
-    """The parent's ranks, started by it (`start_ranks`) or by a launcher (`rendezvous`).
+    """Ranks of the parent, started by it (`start_ranks`) or by a launcher (`rendezvous`).
 
     Args:
-        workers: Handles, by rank.
-        folder: Folder with the output of started ranks, removed at their end; None for a launcher's
-            ranks.
-        is_forked: Whether a fork server has started the ranks, which end with it.
+        workers: Handles, in the order of the ranks.
+        folder: Folder with the output of the ranks, removed at their end. None: a launcher started
+            them.
+        is_forked: Whether the ranks are forked from a fork server, with which they end.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the started ranks, by rank."""
+        """Process ids of the ranks that this process started, in their order."""
         return [process.pid for process in self._processes()]
 
     def send(self, rank: int, message: bytes) -> None:
@@ -187,13 +188,13 @@ class WorkerGroup:
         self.workers[rank].channel.send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """Wait for messages or ends of ranks.
+        """Wait until a message arrives or a rank ends.
 
         Args:
-            timeout: Seconds to wait for the first one.
+            timeout: Seconds to wait.
 
         Returns:
-            All messages that are there, each with its rank; those of one rank in order.
+            Pairs (rank, message) of all messages that have arrived; those of one rank in order.
         """
         by_connection: dict[Any, int] = {
             worker.channel.connection: rank
@@ -222,11 +223,11 @@ class WorkerGroup:
         return messages
 
     def exited(self) -> dict[int, int | None]:
-        """Return the exit code of every rank that has ended, by rank.
+        """Return the exit codes of the ranks that have ended, by rank.
 
         Returns:
-            Minus the signal's number if a signal ended it. None for a launcher's ranks, which come
-            in the order in which their end was noticed.
+            Exit codes; if a signal ended a rank, minus its number. The codes of a launcher's ranks
+            are None; these come first, in the order in which their end was noticed.
         """
         codes: dict[int, int | None] = dict.fromkeys(self._gone)
         for rank, worker in enumerate(self.workers):
@@ -235,30 +236,30 @@ class WorkerGroup:
         return codes
 
     def fork_server_end(self) -> str | None:
-        """Return how the ranks' fork server has ended; None: it runs, or they have none."""
+        """Return how the ranks' fork server has ended; None if it runs, or they have none."""
         return fork_server_end() if self._is_forked else None
 
     def output_tail(self, rank: int) -> str | None:
-        """Return the end of what a started rank printed; None if it ended before its entry."""
+        """Return the last output of a started rank; None if it ended before its entry point."""
         if self._folder is None:
             return ""
         path = _output_file(self._folder, rank)
         parts = []
-        for each in (_earlier_output(path), path):  # either may be missing while they are exchanged
+        for each in (_earlier_output(path), path):  # either is missing for a moment at each rename
             with contextlib.suppress(FileNotFoundError):
                 parts.append(_tail(each))
-        if not parts:  # the rank makes the file as soon as it has imported the script
+        if not parts:  # a rank creates the file as soon as it has imported the script
             return None
         return "".join(parts)[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
-        """Wait for ranks that were commanded to stop.
+        """Wait for ranks that were told to stop.
 
         Args:
             timeout: Seconds to wait for all of them.
 
         Returns:
-            Whether all have ended with code 0.
+            Whether all have ended with exit code 0.
         """
         deadline = time.monotonic() + timeout
         while len(codes := self.exited()) < self.world_size and time.monotonic() < deadline:
@@ -266,10 +267,10 @@ class WorkerGroup:
         return len(codes) == self.world_size and not any(codes.values())
 
     def kill(self, error: BaseException | None = None) -> None:
-        """End every rank that still runs, and remove the group's temporary files.
+        """Kill the ranks that still run, and remove the group's temporary files.
 
         Args:
-            error: Reason that a launcher's ranks get; None: all work is done.
+            error: Reason, which is sent to a launcher's ranks; None: all work is done.
         """
         alive = [process.pid for process in self._processes() if process.is_alive()]
         process_lifetime.kill_with_children(alive)
@@ -288,7 +289,7 @@ class WorkerGroup:
 
     def _processes(self) -> list[Any]:
         processes = [worker.process for worker in self.workers]
-        # None on another host; without a process id if it could not be started.
+        # A launcher's ranks have no process, and one that could not be started has no process id.
         return [process for process in processes if getattr(process, "pid", None) is not None]
 
 
@@ -308,10 +309,11 @@ def _tail(path: Path) -> str:
 
 
 def redirect_output(path: Path) -> None:
-    """Redirect the output of this process to a file; a thread limits the size of the file.
+    """Redirect stdout and stderr of this process to a file, whose size a thread limits.
 
     Args:
-        path: Path of the file. At each megabyte it is renamed, and replaces the one renamed before.
+        path: Path of the file. When it has 1 MiB it is renamed, and replaces the one renamed
+            before.
 
     Raises:
         OSError: The file cannot be written.
@@ -357,33 +359,30 @@ def start_ranks(
 ) -> WorkerGroup:
     """Start ranks on this machine by torch.multiprocessing; each runs `entry`.
 
-    CPU ranks are forked from a server, CUDA ranks are spawned.
+    CPU ranks are forked from a fork server, CUDA ranks are spawned.
 
     Args:
-        entry: Function at module level.
-        argument: Second argument of `entry`; it is pickled.
+        entry: Entry point, a function at module level.
+        argument: Second argument of `entry`, which is pickled.
         world_size: Number of ranks.
         backend: `gloo` or `nccl`.
-        device: `cpu`, `cuda` or `cuda:N`, of the configuration.
+        device: `cpu`, `cuda` or `cuda:N`.
         preload: Modules that the fork server imports once for all ranks; see `modules_for`.
         ignores_signals: Whether the ranks survive INT, TERM and HUP, which a terminal and systemd
-            send to all processes; they end with this process in any case.
-        start_timeout: Seconds within which all processes must run, though not be ready for work.
+            send to all processes. They end with this process in any case.
+        start_timeout: Seconds within which all processes must run, but need not be ready for work.
 
     Raises:
         RequestError: The program comes from stdin, or its ranks import it without a guard.
         RankError: A process has not started in time, or the system refuses to start one.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(1)  # a rank that imports the script; the parent says what is wrong
+        os._exit(1)  # this process is a rank that imports the script; the parent reports that
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         raise RequestError(
             f"ranks import your script, which stdin does not allow: {MAIN_GUARD_HINT}"
         )
     method = start_method(device)
-    from torch import multiprocessing as torch_multiprocessing  # not at the top: see the module
-
-    context: Any = torch_multiprocessing.get_context(method)
     is_main_thread = threading.current_thread() is threading.main_thread()
     start = _StartArguments(
         entry,
@@ -398,36 +397,47 @@ def start_ranks(
     workers: list[WorkerHandle] = []
     group = WorkerGroup(workers, start.folder, is_forked=method == "forkserver")
     try:
-        with contextlib.ExitStack() as while_starting:
-            deadline = while_starting.enter_context(StartDeadline(start_timeout))
-            if method == "spawn":  # ranks that still import are protected from Ctrl-C
-                resource_tracker.ensure_running()  # first: starting it unblocks the signals
-                while_starting.enter_context(process_lifetime.environment_defaults())
-                while_starting.enter_context(process_lifetime.signals_blocked())
-            else:  # the first rank waits for the server's imports, and Ctrl-C must end that wait
-                start_fork_server(preload)
-            for deadline.rank in range(world_size):
-                rank = deadline.rank
-                ours, theirs = context.Pipe(duplex=True)
-                # Daemons: at its exit this process would wait for processes that are not.
-                process = context.Process(
-                    target=_run_worker, args=(rank, start, theirs), daemon=True
-                )
-                workers.append(
-                    WorkerHandle(socket.gethostname(), rank, QueuedChannel(ours), process)
-                )
-                process.start()
-                theirs.close()
+        _start_processes(workers, start, method, preload, start_timeout)
     except BaseException:  # usually a signal
         group.kill()
-        if not _groups:  # of others it knows the exit codes
+        if not _groups:  # without a fork server, exit codes of other groups would be lost
             end_fork_server()
         raise
     _groups.add(group)
     return group
 
 
-#: The groups whose ranks may run.
+def _start_processes(
+    workers: list[WorkerHandle],
+    start: _StartArguments,
+    method: str,
+    preload: Sequence[str],
+    timeout: float,
+) -> None:
+    """Start the processes, and append a handle of each to `workers`, also if a later one fails."""
+    from torch import multiprocessing as torch_multiprocessing  # before it, the fork server starts
+
+    context: Any = torch_multiprocessing.get_context(method)
+    with contextlib.ExitStack() as while_starting:
+        deadline = while_starting.enter_context(StartDeadline(timeout))
+        if method == "spawn":  # Ctrl-C must not interrupt the imports of the ranks
+            resource_tracker.ensure_running()  # first, because its start unblocks the signals
+            while_starting.enter_context(process_lifetime.environment_defaults())
+            while_starting.enter_context(process_lifetime.signals_blocked())
+        else:  # the first rank waits for the server's imports, which Ctrl-C must interrupt
+            start_fork_server(preload)
+        for rank in range(start.world_size):
+            deadline.rank = rank
+            ours, theirs = context.Pipe(duplex=True)
+            # Daemons, because at its exit this process would wait for other processes.
+            process = context.Process(target=_run_worker, args=(rank, start, theirs), daemon=True)
+            channel = QueuedChannel(ours)
+            workers.append(WorkerHandle(socket.gethostname(), rank, channel, process))
+            process.start()
+            theirs.close()
+
+
+#: Groups whose ranks may run.
 _groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
@@ -445,7 +455,7 @@ class _StartArguments(NamedTuple):
 def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> None:
     code = 1
     try:
-        # First: an error of what follows is printed there, and the parent reports it.
+        # First, because the parent reports the errors that are printed there.
         redirect_output(_output_file(start.folder, rank))
         _bind_to_parent(start)
         world = World(
@@ -464,22 +474,22 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # neighbours must not wait for Python's clean-up
+        os._exit(code)  # without Python's clean-up, for which neighbours would wait
 
 
 def _bind_to_parent(start: _StartArguments) -> None:
-    """Make this process end with the one that has started it, and by the signals of a rank."""
+    """Make this process end when its starter ends, and by signals unless it ignores them."""
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
     if start.ignores_signals:
         process_lifetime.ignore_signals()
-    else:  # a rank ends by the signal, so that the parent reports a dead rank
+    else:  # the rank ends by the signal, which the parent then reports
         process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _end_with_starter(multiprocessing.parent_process())
 
 
 def _end_with_starter(parent: Any) -> None:
-    """Start a thread that ends this process with its starter, and removes the temporary files."""
+    """Start a thread that waits for the end of the starter, cleans up, and ends this process."""
 
     def wait_for_end() -> None:
         wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Rank and world size that a launcher gives this process; imports no torch.
+"""Rank and world size that a launcher (torchrun or srun) gives this process. No torch.
 
 Only this module reads the environment variables of torchrun and Slurm.
 """
@@ -15,28 +15,33 @@ from svdpp.errors import RequestError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-# torch's default port, to which the job id is added: two jobs on one host use different ports.
+# Port of the store: torch's default plus the job id, so that jobs on one host use different ports.
 _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The rank of one process, and the sizes of its world.
+    """Rank of a process, and sizes of its world.
 
-    Without a launcher one svdpp command on one machine started the ranks.
+    Without a launcher, one svdpp command starts all ranks on one machine.
     """
 
     rank: int
     local_rank: int
-    """Rank on this host, which is also the index of its GPU."""
+    """Rank within this host, which is also the index of its GPU."""
     size: int
+    """Number of ranks on all hosts."""
     local_size: int
+    """Number of ranks on this host."""
     host: int = 0
+    """Index of this host."""
     num_hosts: int = 1
     is_even: bool = True
     """False if the hosts are known to have different numbers of ranks."""
     launcher: Literal["torchrun", "slurm"] | None = None
+    """Launcher that started the process; None: svdpp did."""
     restarts: int = 0
+    """Number of times that the launcher has restarted the ranks."""
     owns_store: bool = False
     """Whether rank 0 creates the store, because the launcher has none."""
 
@@ -47,7 +52,7 @@ class World:
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Number of ranks on every host; None for one host, or if the numbers differ."""
+        """Number of ranks on each host; None if all are on one host, or the numbers differ."""
         is_even = self.is_even and self.local_size * self.num_hosts == self.size
         return self.local_size if is_even and self.num_hosts > 1 else None
 
@@ -58,17 +63,17 @@ class World:
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """Return the world that a launcher gives this process: torchrun, one like it, or srun.
+    """Return the world that a launcher gives this process: torchrun or a similar one, or srun.
 
     Args:
-        environment: Variables, with those of the launcher.
+        environment: Environment variables.
 
     Returns:
-        None if no launcher started the process, also in a batch script outside srun, and in an srun
-        of one task.
+        World; None if no launcher started the process. A batch script outside srun, and an srun of
+        one task, do not count as launchers.
 
     Raises:
-        RequestError: The variables are no numbers, or contradict each other.
+        RequestError: The launcher's variables are not numbers, or contradict each other.
     """
     if any(name in environment for name in _TORCHRUN):
         world = _torchrun_world(environment)
@@ -98,7 +103,7 @@ def is_secondary_rank(launched: World | None) -> TypeGuard[World]:
 
 
 def was_launched() -> bool:
-    """Whether a launcher started this process as one of several, also with invalid variables."""
+    """Whether a launcher started this process, even if its variables are invalid."""
     try:
         return find_world() is not None
     except RequestError:
@@ -106,12 +111,12 @@ def was_launched() -> bool:
 
 
 def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return host and port of the store: MASTER_ADDR and MASTER_PORT, which torchrun sets.
+    """Return host and port of the store, from MASTER_ADDR and MASTER_PORT, which torchrun sets.
 
-    Under Slurm the defaults are the job's first host and a port that depends on the job id.
+    Under Slurm the defaults are the job's first host, and a port that depends on the job id.
 
     Args:
-        environment: Variables, with these or Slurm's.
+        environment: Environment variables.
 
     Raises:
         RequestError: MASTER_ADDR and a list of hosts are missing, or MASTER_PORT is not a port.
@@ -166,7 +171,7 @@ def _slurm_world(environment: Mapping[str, str]) -> World:
 
 
 def _tasks_by_host(environment: Mapping[str, str]) -> list[int]:
-    """Return the tasks on each host, from SLURM_STEP_TASKS_PER_NODE, for example `4(x2),3`."""
+    """Return the number of tasks on each host, from SLURM_STEP_TASKS_PER_NODE such as `4(x2),3`."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII):
