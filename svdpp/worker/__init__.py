@@ -1,1 +1,1 @@
-"""One rank: its main loop, its stages, and the threads that run beside the denoising."""
+"""Ranks: main loop, execution of actions, and background threads."""

@@ -56,18 +56,19 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 class Reporter:
-    """Sender of a rank's events to the parent; any thread may call it.
+    """Sender of a rank's events to the parent. Thread-safe.
 
     Args:
         channel: Channel to the parent.
-        other_host: Name of the rank's host, for the errors of clips; empty on rank 0's host.
+        other_host: Name of the rank's host, which errors of clips then name; empty on rank 0's
+            host.
     """
 
     def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
         self.device = ""
         """Device whose memory the heartbeats report; empty until the rank has one."""
         self.writers: list[BoundedExecutor] = []
-        """Threads of files; heartbeats report whether one of them is busy."""
+        """Writer threads; heartbeats report whether one of them is busy."""
         self.sampler: StatsSampler | None = None
         """Sender of `RankStats`; None until the rank's links are open."""
         self._channel = channel
@@ -81,7 +82,7 @@ class Reporter:
         self._thread.start()
 
     def stop_sampling(self) -> None:
-        """Send the last sample for monitoring."""
+        """Stop the samples for monitoring, after a last one."""
         if self.sampler is not None:
             self.sampler.stop()
 
@@ -94,24 +95,24 @@ class Reporter:
         """Send one event.
 
         Raises:
-            OSError: The parent is gone.
+            OSError: The parent has ended.
         """
         self._channel.send(event.to_bytes())
 
     def set_position(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Set what heartbeats report; send one at once if the action or the waiting changes.
+        """Set the position that heartbeats report; send one at once if action or waiting changes.
 
         Args:
-            action: Action that the rank performs; None: it has no work.
-            step: Step of a DENOISE; -1: none.
-            waiting: Whether it waits for a packet, an image or a disk.
+            action: Current action; None: the rank has no work.
+            step: Current step of a DENOISE; -1: none.
+            waiting: Whether the rank waits for a packet, an image or a disk.
         """
         before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
         if (action, waiting) != (before.action, before.waiting):
             self.send(self._heartbeat())
 
     def set_phase(self, phase: str, peer: int = -1) -> None:
-        """Set what heartbeats report before the rank has joined, and send one.
+        """Set the phase that heartbeats report before the rank has joined, and send one.
 
         Args:
             phase: Phase in words, such as "loading the model".
@@ -121,22 +122,22 @@ class Reporter:
         self.send(self._now)
 
     def report_transfer(self, transfer: Transfer) -> None:
-        """Report a clip's packet that was received or sent."""
+        """Report a packet that was received or sent."""
         self.send(TransferDone(**transfer._asdict()))
 
     def send_tensor(self, name: str, data: bytes) -> None:
-        """Send a file of the tensor store to the parent, which keeps it by this name."""
+        """Send a file of the tensor store to the parent, which stores it under `name`."""
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
     def report_clip_failure(self, clip: int, error: BaseException) -> None:
-        """Report that one clip alone is lost, and why."""
+        """Report the error for which one clip is lost."""
         record = error_to_dict(error)
         if self._other_host:
             record["message"] = f"on {self._other_host}: {record['message']}"
         self.send(ClipFailed(clip=clip, error=record))
 
     def report_failure(self, error: BaseException) -> None:
-        """Report the error that ends the rank, and what it was doing."""
+        """Report the error by which the rank ends, and its position."""
         self.send(
             Failed(
                 error=error_to_dict(limit_error(error) or error),
@@ -149,13 +150,13 @@ class Reporter:
     def _heartbeat(self) -> Heartbeat:
         memory = None
         if self.device:
-            with contextlib.suppress(OSError, RuntimeError):  # a heartbeat matters more
+            with contextlib.suppress(OSError, RuntimeError):  # the heartbeat is sent without it
                 memory = bytes_in_use(self.device)
         writing = any(writer.is_busy() for writer in self.writers)
         return self._now.model_copy(update={"writing": writing, "memory_bytes": memory})
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # the parent is gone, and this process ends with it
+        with contextlib.suppress(OSError):  # the parent has ended, and this process ends with it
             while True:
                 self.send(self._heartbeat())
                 if self._stopped.wait(_HEARTBEAT_SECONDS):
@@ -164,19 +165,20 @@ class Reporter:
 
 # --- files ----------------------------------------------------------------------------------------
 
-# A slow disk holds the rank back instead of filling its memory.
+# Most queued calls: a slow disk makes the rank wait instead of filling its memory.
 _MAX_WAITING = 2
 
 
 class BoundedExecutor:
-    """One thread that makes calls in order; its current device is the rank's.
+    """Thread that runs calls in order, with a bounded queue; its current device is the rank's.
 
-    An error that a call raises is reported as the rank's, and waiting for the call raises it.
+    An exception of a call is reported as the rank's failure, and raised again by a later `submit`
+    or `finish`.
 
     Args:
         name: Name of the thread.
         device: Device of the rank.
-        reporter: Reporter of the errors; its heartbeats say whether a call is queued.
+        reporter: Reporter of errors, whose heartbeats report whether a call is queued.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
@@ -188,22 +190,22 @@ class BoundedExecutor:
         reporter.writers.append(self)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Queue one call with its arguments; block while two others are queued.
+        """Queue a call; block while two others are queued or running.
 
         Raises:
-            BaseException: What an earlier call raised.
+            BaseException: Exception of an earlier call.
         """
         while len(self._waiting) >= _MAX_WAITING:
             self._finish_first()
         self._waiting.append(self._thread.submit(self._reported, work, *arguments))
 
     def finish(self) -> None:
-        """Wait for all calls; raise what one of them raised."""
+        """Wait for all calls; raise the exception of one that failed."""
         while self._waiting:
             self._finish_first()
 
     def is_busy(self) -> bool:
-        """Whether a call is queued or running; any thread may ask."""
+        """Whether a call is queued or running. Thread-safe."""
         return any(not future.done() for future in list(self._waiting))
 
     def _reported(self, work: Callable[..., None], *arguments: object) -> None:
@@ -214,19 +216,19 @@ class BoundedExecutor:
             raise
 
     def _finish_first(self) -> None:
-        self._waiting[0].result()  # a running call counts as queued
+        self._waiting[0].result()  # removed afterwards, because a running call counts as queued
         self._waiting.pop(0)
 
 
 class ClipWriter(BoundedExecutor):
-    """Writer of clips, one at a time, in the order of `put`.
+    """Thread that writes clips, one at a time, in the order of `put`.
 
     Args:
-        reporter: Sender of `ClipDone` or the clip's error.
-        conditions: Conditions for each clip's JSON; see `worker.device.conditions_of`.
+        reporter: Sender of `ClipDone`, or of the clip's error.
+        conditions: Conditions for the clips' JSON; see `worker.device.conditions_of`.
         device: Device of the rank.
         tensor_store: Store of frames and sound for verification; None: nothing is kept.
-        host: Host name for each clip's JSON; empty unless a launcher has started the ranks.
+        host: Name of the host for the clips' JSON; empty unless a launcher has started the ranks.
     """
 
     def __init__(
@@ -250,12 +252,12 @@ class ClipWriter(BoundedExecutor):
         decoded: torch.Tensor | None = None,
         audio: Audio | None = None,
     ) -> None:
-        """Queue a clip, whose tensors may be on the device and not yet complete.
+        """Queue a clip. Its tensors may be on the device, and still being computed.
 
         Args:
             job: Request and metadata of the clip.
-            packet: Clip's packet after its last step.
-            decoded: Frames, (F, H, W, 3) uint8 RGB; None: only the latent is hashed.
+            packet: Packet of the clip after its last step.
+            decoded: Frames, uint8 of shape (F, H, W, 3), RGB; None: only the latent is hashed.
             audio: Sound of the clip; None: the model makes none.
         """
         self.submit(self._write_or_report, job, packet, decoded, audio, record_event(self._device))
@@ -300,7 +302,8 @@ class ClipWriter(BoundedExecutor):
         }
         output = job.request.output
         if output is not None and frames is not None:
-            # The JSON marks the clip as complete, and alone can hold the hash of the video file.
+            # The JSON is written last, because it marks the clip as complete, and has the hash of
+            # the file.
             assert job.request.sampling is not None
             fps = job.request.sampling.fps
             sound = None if audio is None else (audio.samples.numpy(), audio.rate)
@@ -311,7 +314,7 @@ class ClipWriter(BoundedExecutor):
 
 
 def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
-    """Return the metadata that mark a clip as unproven, because memory may have been short."""
+    """Return metadata that mark a clip as unproven, because memory may have run short."""
     if not packet.memory_pressure:
         return {}
     is_exact = job.metadata.get("exact", True) is True
@@ -319,7 +322,7 @@ def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Writer of latent checkpoints. The first failed write is reported; its clip goes on.
+    """Thread that writes latent checkpoints. A failed write is reported, and the clip goes on.
 
     Args:
         folder: Folder of the checkpoints.
@@ -333,7 +336,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue a packet under the key of its clip; its tensors must not change any more."""
+        """Queue a packet under the key of its clip. Its tensors must not change afterwards."""
         self.submit(self._save, key, packet, record_event(self._device))
 
     def _save(self, key: str, packet: Packet, ready: streams.Event) -> None:
@@ -358,11 +361,11 @@ _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class ImageReader:
-    """Reader of images: those of `enqueue` in order, at most one ahead, and of `prepare_early`.
+    """Reader that prepares images in threads: one ahead of `take`, and one of `prepare_early`.
 
     Args:
-        prepare: Function for the part of an encode that needs no device; called in the reader's
-            threads.
+        prepare: Function that does the part of an encode that needs no device, called in the
+            reader's threads.
         device: Device of the rank.
     """
 
@@ -373,23 +376,23 @@ class ImageReader:
         self._upcoming: deque[tuple[int, ClipRequest, Future[PreparedInput] | None]] = deque()
         self._ahead: dict[int, Future[PreparedInput]] = {}
         self._thread = streams.single_thread_executor("images", device)
-        # At most one: if its clip never comes, the next one takes its place.
+        # At most one image: the next one replaces it if its clip never comes.
         self._early: dict[_ImageKey, Future[PreparedInput]] = {}
         self._early_thread = streams.single_thread_executor("early images", device)
 
     def enqueue(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
-        """Add clips with their requests, in the order in which `take` is called for them."""
+        """Queue (clip, request) pairs in the order in which `take` will be called for them."""
         for clip, request in requests:
             self._upcoming.append((clip, request, self._early.pop(_image_key(request), None)))
         if not self._ahead:
             self._read_next()
 
     def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
-        """Prepare the image of a clip that `enqueue` gets later.
+        """Prepare the image of a clip that `enqueue` will get later.
 
         Args:
             request: Request of the clip.
-            done: Callback that gets the seconds of the preparation, in another thread.
+            done: Callback that gets the seconds of the preparation; called in another thread.
         """
         start = time.monotonic()
         future = self._early_thread.submit(self._read, request)
@@ -397,13 +400,13 @@ class ImageReader:
         future.add_done_callback(lambda _: done(time.monotonic() - start))
 
     def take(self, clip: int) -> PreparedInput:
-        """Return the prepared image of a clip, and start to read the next one.
+        """Return the prepared image of a clip, and begin to read the next one.
 
         Args:
             clip: Next clip in the order of `enqueue`.
 
         Returns:
-            The image, or tensors of it; empty if the clip is made from text alone.
+            Prepared image; empty if the clip starts from text.
 
         Raises:
             InputError: The file is missing, damaged, or has changed since the request was checked.

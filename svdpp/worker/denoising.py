@@ -1,4 +1,4 @@
-"""Steps of one DENOISE action, each checked; a pair of ranks exchanges its predictions."""
+"""Execution of a DENOISE action: its steps, their checks, and the exchange within a pair."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from svdpp.worker.tensor_files import solver_history
 
 
 class Denoising:
-    """One DENOISE. If its action has a peer, it is also the `Partner` of the model's call.
+    """Execution of one DENOISE. If the action has a peer, it is the `Partner` of the model's call.
 
-    Both ranks of a pair do the same at each step; their messages cross:
+    Both ranks of a pair do the same at each step, and their messages cross:
 
         rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler
         rank 2u + 1  receive posted | evaluates branch 1 | sends | waits for branch 0 | scheduler
 
-    A rank that drops the clip sends a tombstone in place of its next prediction, because the other
-    rank has posted the receive for it.
+    A rank that drops the clip sends a tombstone instead of its next prediction, because the other
+    rank has already posted the receive.
 
     Args:
         context: Context of the rank.
         action: Action to perform, a DENOISE.
-        packet: Clip's packet before the first step of the action.
+        packet: Packet of the clip before the first step of the action.
     """
 
     def __init__(self, context: RankContext, action: Action, packet: Packet) -> None:
@@ -47,11 +47,11 @@ class Denoising:
         self._next: int | None = action.start
 
     def run(self, model: VideoModel) -> None:
-        """Do the steps and check each of them; the packet then has the result.
+        """Do and check the steps; the packet then has their result.
 
         Raises:
             ClipCancelledError: The clip was cancelled, or dropped by the other rank of the pair.
-            NotFiniteError: A latent has become NaN or infinite.
+            NotFiniteError: A latent contains NaN or infinity.
         """
         context, action, packet = self._context, self._action, self._packet
         context.reporter.set_position(action, action.start)
@@ -99,7 +99,7 @@ class Denoising:
         return packet.tensors
 
     def drop(self) -> None:
-        """Send a tombstone in place of the next prediction: this rank drops the clip."""
+        """Drop the clip: send the other rank a tombstone instead of the next prediction."""
         if not self._is_paired or self._next is None or self._next == self._action.end:
             return
         pending = self._expected(self._next)
@@ -111,7 +111,7 @@ class Denoising:
         return self._context.transport.post_receive(clip, step, peer, "predictions")
 
     def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
-        # The wait is a part of the step's time.
+        # The wait counts as a part of the step's time.
         self._context.reporter.set_position(self._action, step, waiting=True)
         packet = pending.wait(None if expected is None else lambda _: expected)
         self._context.reporter.set_position(self._action, step)
@@ -123,7 +123,7 @@ class Denoising:
         self._context.transport.send(packet, self._action.peer, "predictions")
 
     def _before_step(self, step: int) -> None:
-        """End the action if its clip is cancelled; report the step that follows."""
+        """Check that the clip is not cancelled, and report the step that follows."""
         if step == self._action.end:
             return
         context, action = self._context, self._action
@@ -143,12 +143,12 @@ class Denoising:
 
 
 class StepChecks:
-    """Checks of the steps of one DENOISE; on CUDA one step late, so that the device never idles.
+    """Checks of the steps of one DENOISE, on CUDA one step late, so that the device never idles.
 
     Args:
         device: Device of the rank.
         rank: Number of the rank, for the error.
-        on_done: Callback that gets each step that passed, and its seconds on the device.
+        on_done: Callback that gets each step that has passed, and its seconds on the device.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class StepChecks:
         """Queue the check of the latent after `step`, and read the checks that are due.
 
         Raises:
-            NotFiniteError: The latent of a step that was due is NaN or infinite.
+            NotFiniteError: A latent whose check was due contains NaN or infinity.
         """
         now = AsyncFlag(self._device, torch.isfinite(latent).all())
         self._queued.append((step, self._last, now))
@@ -175,7 +175,7 @@ class StepChecks:
         """Wait for all checks.
 
         Raises:
-            NotFiniteError: The latent of a step is NaN or infinite.
+            NotFiniteError: A latent contains NaN or infinity.
         """
         self._read(keep=0)
 

@@ -1,4 +1,4 @@
-"""A rank's device: the settings that its bits depend on, its memory, and the profile of a clip."""
+"""Device of a rank: settings on which bits depend, memory, and the profile of a clip."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from svdpp.plan.actions import Action, Kind
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
-    """Choose this rank's device, make it the thread's current one, and apply the settings.
+    """Choose this rank's device, make it the thread's current device, and apply the settings.
 
     Args:
         config: Configuration; its device is `cpu`, `cuda` (a GPU for each rank) or `cuda:N`.
-        world: World of the rank, with its place on its host.
+        world: World of the rank.
 
     Raises:
         RequestError: The device does not exist, or cannot be used.
@@ -46,7 +46,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     try:
         with out_of_memory_named(None, device, world.rank):
             streams.use_device(device)
-    except OutOfMemoryError:  # also a RuntimeError
+    except OutOfMemoryError:  # a subclass of RuntimeError
         raise
     except (AssertionError, RuntimeError) as error:
         raise RequestError(
@@ -61,15 +61,15 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """Return the conditions that a rank's bits depend on, which every hash is recorded with.
+    """Return the conditions on which a rank's bits depend, which are recorded with each hash.
 
     Args:
         config: Configuration of the pipeline.
         checkpoint: Checkpoint of the model; None for the dummy.
-        device: Name of the device that the rank has taken.
+        device: Name of the rank's device.
 
     Returns:
-        JSON values by name: settings of torch, and of a GPU its model and library versions.
+        JSON values by name: settings of torch; for a GPU also its model and library versions.
     """
     conditions: dict[str, Any] = {
         "memory_format": "channels_last" if config.model.channels_last else "contiguous",
@@ -78,7 +78,7 @@ def conditions_of(
     }
     if device.startswith("cuda"):
         conditions |= _gpu_conditions(device)
-    part = "feature_extractor"  # of SVD, whose class is that of the installed library
+    part = "feature_extractor"  # the installed library decides on the class of SVD's
     if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):
         from svdpp.models.engine.load import component_class  # imports diffusers: seconds
 
@@ -100,20 +100,20 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
-# Retried and failed allocations of each device before the first `MemoryPressure` of this process.
+# Number of retried and failed allocations by device, before the first `MemoryPressure` of this
+# process.
 _events_before: dict[torch.device, int] = {}
 
 
 class MemoryPressure:
-    """Whether the CUDA allocator of this process has run short of memory.
+    """Detector of shortages of GPU memory in this process.
 
-    cuDNN then silently falls back to a kernel with a smaller workspace, and the bits change. It
-    keeps that choice for all later calls of the same shape, so the state is one of the process: all
-    clips after the first shortage may differ, not only the one during which it happened, and also
-    those of a later pipeline in the same process.
+    If memory runs short, cuDNN silently falls back to a kernel with a smaller workspace, and the
+    bits change. It keeps that choice for all later calls of the same shape. After the first
+    shortage all clips of the process may therefore differ, also those of a later pipeline.
 
     Args:
-        device: Device of the rank, after its model is loaded; on the CPU nothing falls back.
+        device: Device of the rank, after its model is loaded. On the CPU no shortage is detected.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class MemoryPressure:
         self._before = _events_before.setdefault(device, self._events())
 
     def has_occurred(self) -> bool:
-        """Whether an allocation of this process was retried or failed, now or for a clip before."""
+        """Whether an allocation of this process has ever been retried or failed."""
         return self._events() > self._before
 
     def _events(self) -> int:
@@ -130,14 +130,14 @@ class MemoryPressure:
 
 
 def peak_bytes(device: str) -> tuple[int | None, int]:
-    """Return the peak of this process on a device, in bytes.
+    """Return the peak memory of this process on a device, in bytes.
 
     Args:
         device: Name of the device, such as `cuda:1`.
 
     Returns:
-        On CUDA the peaks of bytes in tensors and of bytes that torch's allocator reserved. On the
-        CPU None, and the peak of the resident set, with libraries and weights.
+        On CUDA, the peaks of the bytes in tensors and of those that torch's allocator reserved. On
+        the CPU, None and the peak of the resident set.
     """
     if device.startswith("cuda"):
         return (
@@ -148,35 +148,35 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
 
 
 def bytes_in_use(device: str) -> int:
-    """Return the bytes that this process uses now: on CUDA in tensors, on the CPU resident."""
+    """Return the present bytes of this process: in tensors on CUDA, resident on the CPU."""
     if device.startswith("cuda"):
         return int(torch.cuda.memory_allocated(torch.device(device)))
     return status_bytes("VmRSS")
 
 
 def reset_peak() -> None:
-    """Free the memory that an earlier run in this process left, and reset the peak."""
+    """Free memory that an earlier run in this process has left, and reset the peaks."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # a kernel may refuse; the old peak then stays
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS: proc(5)
+    with contextlib.suppress(OSError):  # if the kernel refuses, the old peak stays
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS; see proc(5)
 
 
 def status_bytes(name: str) -> int:
     """Return a size from /proc/self/status in bytes.
 
     Args:
-        name: Name in proc(5): VmRSS is the current resident set, VmHWM its peak.
+        name: Name of the size, as in proc(5): VmRSS is the resident set, VmHWM its peak.
     """
     text = Path("/proc/self/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 
-# Work that takes memory (an action, the load, a reference), and the options that lower it.
+# Name of each work that takes memory, and a hint about options that lower it. None: the load.
 _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "a smaller `height` and `width` lower it"),
     Kind.DENOISE: (
@@ -198,17 +198,17 @@ def out_of_memory_named(
     device: torch.device | str | None = None,
     rank: int | None = None,
 ) -> Iterator[None]:
-    """Turn an error that reports a lack of memory into one that names the work, device and bytes.
+    """Turn any error about a lack of memory into an `OutOfMemoryError` that names the work.
 
     Args:
-        doing: Action at work; None while the model loads.
+        doing: Current action, or the reference; None while the model loads.
         device: Device on which the block works; None: not known yet.
         rank: Number of the rank; None: the process of the reference.
 
     Raises:
-        OutOfMemoryError: Memory ran out. `details` has `device`, `rank`, and clip and step of an
-            action; `requested_bytes` if the message says it (Python's own and those of CUDA's
-            libraries do not); and `free_bytes`, measured if the message does not say it.
+        OutOfMemoryError: Memory ran out. `details` has `device` and `rank`; clip and step of an
+            action; `requested_bytes` if the message has it (not those of Python and of CUDA's
+            libraries); and `free_bytes`, which is measured if the message does not have it.
     """
     try:
         yield
@@ -223,15 +223,16 @@ def out_of_memory_named(
         if isinstance(doing, Action):
             details = {"clip": doing.clip, "step": doing.start, **details}
         if "free_bytes" not in details and "device" in details:
-            # The number matters less than the error, which a broken driver must not hide.
+            # A broken driver must not hide the error for the sake of this number.
             with contextlib.suppress(SvdppError, OSError, RuntimeError):
                 details["free_bytes"] = _free_bytes(details["device"])
-        if isinstance(error, OutOfMemoryError):  # such as of a load, with words of its own
+        if isinstance(error, OutOfMemoryError):  # the message names the work already
             raise OutOfMemoryError(error.message, error.hint, details=details) from error
         kind = doing.kind if isinstance(doing, Action) else doing
-        part, knob = _MEMORY_OF.get(kind, (f"doing {doing}", "fewer ranks on this device lower it"))
-        message = f"out of memory while {part}: {first_line(error)}"
-        raise OutOfMemoryError(message, knob, details=details) from error
+        other = (f"doing {doing}", "fewer ranks on this device lower it")
+        work, hint = _MEMORY_OF.get(kind, other)
+        message = f"out of memory while {work}: {first_line(error)}"
+        raise OutOfMemoryError(message, hint, details=details) from error
 
 
 def _free_bytes(device: str) -> int:
@@ -239,10 +240,10 @@ def _free_bytes(device: str) -> int:
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
-    """Set what the bits depend on in this process. Call it before any work on the device.
+    """Set torch's settings on which bits depend, before any work on the device.
 
     Args:
-        num_threads: Threads of one operation on the CPU; the rounding of sums depends on it.
+        num_threads: Intra-op threads on the CPU, on which the rounding of sums depends.
         device: Name of the device, such as `cuda:1`.
         deterministic: Torch's strict mode: operations without a deterministic kernel raise an
             error, and TF32 is off. False: torch keeps its own settings.
@@ -250,12 +251,13 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     torch.set_num_threads(num_threads)
     if not deterministic:
         return
-    # `use_deterministic_algorithms(True)` would import Inductor: seconds, and a folder.
+    # Not by `use_deterministic_algorithms`, which imports Inductor: that takes seconds, and creates
+    # a folder.
     torch.set_deterministic_debug_mode("error")
-    # Strict mode would fill fresh memory with NaN, at the price of a write; nothing reads it unset.
+    # Strict mode would fill new tensors with NaN, which costs a write and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
-        # One of the two values that NVIDIA documents as reproducible; cuBLAS reads it at first use.
+        # One of two values that NVIDIA documents as reproducible. cuBLAS reads it at its first use.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
@@ -282,9 +284,10 @@ def _gpu_conditions(device: str) -> dict[str, Any]:
 
 
 class ClipProfiler:
-    """torch.profiler over this rank's compute actions of one clip.
+    """Profiler of this rank's compute actions of one clip, by torch.profiler.
 
-    It takes the second clip that the rank denoises, if there is one: the first meets cold caches.
+    It profiles the second clip that the rank denoises, because caches are cold for the first. If
+    there is only one clip, it profiles that.
 
     Args:
         path: Path of the trace, which is written after the clip's last action.
@@ -301,7 +304,7 @@ class ClipProfiler:
         self._last: Action | None = None
 
     def select_clip(self, actions: Sequence[Action]) -> None:
-        """Choose the clip among the coming actions; only the first choice counts."""
+        """Choose the clip among coming actions. Only the first call counts."""
         clips = list(dict.fromkeys(a.clip for a in actions if a.kind is Kind.DENOISE))
         if self._first is None and clips:
             chosen = clips[min(1, len(clips) - 1)]
@@ -310,7 +313,7 @@ class ClipProfiler:
 
     @contextlib.contextmanager
     def over(self, action: Action) -> Iterator[None]:
-        """Profile from the start of the clip's first action to the end of its last.
+        """Profile `action`, if it belongs to the chosen clip.
 
         Raises:
             OutputError: The trace cannot be written.

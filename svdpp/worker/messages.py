@@ -1,6 +1,6 @@
-"""The messages between ranks and their parent, one JSON text each.
+"""Messages between ranks and their parent, each a JSON object.
 
-For the form of an `error` see `errors.error_to_dict`.
+Fields called `error` are made by `errors.error_to_dict`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import Base64Bytes, BaseModel, BeforeValidator, ConfigDict, Field
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
 
-#: Cause of a rank's wait: an image, a packet, a receiver that is behind (`send`), or the disk.
+#: Cause of a rank's wait: an image, a packet, a slow receiver (`send`), or the disk (`writer`).
 WaitCause = Literal["image", "packet", "send", "writer"]
 
 
@@ -21,7 +21,7 @@ def _parse_text(value: object) -> object:
     return Action.parse(value) if isinstance(value, str) else value
 
 
-#: An action, in JSON a list of its fields; tests also write it as text.
+#: Action, in JSON a list of its fields, or text as tests write it.
 ActionField = Annotated[Action, BeforeValidator(_parse_text)]
 
 
@@ -31,7 +31,8 @@ class _Message(BaseModel):
     def to_bytes(self) -> bytes:
         """Return the message as JSON in ASCII, with the name of its class.
 
-        pydantic's own encoder refuses file names that are not UTF-8; Python's escapes their bytes.
+        Python's encoder is used, because it escapes the bytes of file names that are not UTF-8,
+        which pydantic's encoder refuses.
         """
         return json.dumps({"kind": type(self).__name__, **self.model_dump(mode="json")}).encode()
 
@@ -41,39 +42,39 @@ class ClipJob(_Message):
 
     clip: int
     request: ClipRequest
-    """Its sampling parameters are resolved, if it has any."""
+    """Request of the clip; its own sampling parameters, if it has any, are resolved."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """Request as the clip's JSON records it; only the rank that finishes the clip gets it."""
+    """Fields for the clip's JSON; empty except for the rank that finishes the clip."""
 
 
 class ClipBatch(_Message):
-    """Message from the parent: further clips, with consecutive indices.
+    """Command to make further clips, whose indices are consecutive.
 
-    Each rank gets all of them, also those that it does not visit, and finds its own actions
-    (`worker.routes`): the actions of a rank depend on the routes of the clips around.
+    Each rank gets all clips, also those that do not visit it, and derives its own actions
+    (`worker.routes`), which depend on the routes of neighbouring clips.
     """
 
     jobs: tuple[ClipJob, ...]
 
 
 class PrepareImage(_Message):
-    """Message from the parent: prepare the images of a clip that comes later, in a `ClipBatch`."""
+    """Command to prepare the images of a clip that a later `ClipBatch` will have."""
 
     request: ClipRequest
 
 
 class Stop(_Message):
-    """Message from the parent: no more work follows; a second one: all ranks may end."""
+    """Command to stop: after the first no work follows, after the second the rank may end."""
 
 
 class Cancel(_Message):
-    """Message from the parent: skip what is left of a clip."""
+    """Command to skip the rest of a clip."""
 
     clip: int
 
 
 class Event(_Message):
-    """Message of a rank to its parent."""
+    """Base of the messages of a rank to its parent."""
 
 
 class Started(Event):
@@ -83,83 +84,88 @@ class Started(Event):
     uuid: str | None
     """UUID of the GPU; None on the CPU."""
     conditions: dict[str, Any]
-    """See `worker.device.conditions_of`."""
+    """Conditions on which bits depend; see `worker.device.conditions_of`."""
 
 
 class Heartbeat(Event):
-    """Sign of life, sent every second by a separate thread, whatever the rank is doing."""
+    """Sign of life, which a separate thread sends every second."""
 
     action: ActionField | None = None
-    """The current action; None between actions."""
+    """Current action; None between actions."""
     step: int = -1
-    """The current step; -1 outside of DENOISE."""
+    """Current step; -1 outside of DENOISE."""
     waiting: bool = False
-    """Whether the rank waits for a packet rather than computes."""
+    """Whether the rank waits for a packet, an image or the disk."""
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
     memory_bytes: int | None = None
-    """On CUDA the bytes in tensors, on the CPU the resident set; None before the rank has one."""
+    """Bytes in tensors on CUDA, resident set on the CPU; None before the rank has a device."""
     phase: str = ""
     """Phase of the start, in words; empty once the rank has joined."""
     peer: int = -1
-    """Rank to which it opens a link during the start; -1: none."""
+    """Rank to which this rank opens a link during the start; -1: none."""
 
 
 class RankStats(Event):
-    """A sample for monitoring, sent every second by a thread of its own; no sign of progress."""
+    """Sample for monitoring, which a separate thread sends every second; no sign of progress."""
 
     sent_bytes: int
     """Bytes of tensors sent to other ranks since the links are open: packets of clips, predictions
     of a pair, frames."""
     received_bytes: int
+    """Bytes of tensors received from other ranks since the links are open."""
     resident_bytes: int
-    """Resident set of the process."""
+    """Bytes of the process's resident set."""
     allocated_bytes: int | None = None
-    """Bytes in tensors on the GPU; None on the CPU, as the next two."""
+    """Bytes in tensors on the GPU; None on the CPU."""
     reserved_bytes: int | None = None
-    """Bytes that torch's allocator holds on the GPU, with its cache."""
+    """Bytes that torch's allocator holds on the GPU, including its cache; None on the CPU."""
     peak_reserved_bytes: int | None = None
+    """Peak of `reserved_bytes`; None on the CPU."""
     gpu_load: float | None = None
-    """Part of the last sampling period of NVML in which a kernel ran, 0 to 1; None without NVML, as
-    the next two."""
+    """Fraction of NVML's last sampling period in which a kernel ran, 0 to 1; None without NVML."""
     gpu_memory_bytes: int | None = None
-    """Memory in use on the GPU, by all processes."""
+    """Bytes in use on the GPU by all processes; None without NVML."""
     gpu_watts: float | None = None
+    """Power of the GPU in watts; None without NVML."""
 
 
 class Joined(Event):
-    """Report that the rank's links are open, and that it is ready for work."""
+    """Report that the rank's links are open and that it is ready for work."""
 
     device: str
+    """Name of the device, such as `cuda:1`."""
     load_seconds: float
+    """Seconds for which the model was loaded."""
     device_name: str = ""
     """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
     clock_ahead: float = 0.0
-    """Seconds by which the rank's monotonic clock is ahead of rank 0's, on another host."""
+    """Seconds by which the monotonic clock of the rank's host is ahead of rank 0's."""
 
 
 class StepDone(Event):
-    """Time of one denoising step that is done."""
+    """Report of one denoising step."""
 
     clip: int
     step: int
     seconds: float
+    """Seconds of the step on the device."""
 
 
 class ActionDone(Event):
-    """Times of one ENCODE, DENOISE or DECODE, by the machine's monotonic clock, in seconds."""
+    """Report of one ENCODE, DENOISE or DECODE. Times are seconds on the host's monotonic clock."""
 
     action: ActionField
     start: float
     end: float
     waited: float
-    """Seconds of waiting since the previous action: for a packet, or for a slow neighbour."""
+    """Seconds that the rank waited since the previous action."""
     waits: dict[WaitCause, float] = Field(default_factory=dict)
-    """`waited` by its causes."""
+    """Seconds of `waited` by cause."""
 
 
 class TransferDone(Event):
-    """One packet that has been received or sent; see `comm.transport.Transfer`."""
+    """Report of one packet that was received or sent; see `comm.transport.Transfer`."""
 
     direction: Literal["recv", "send"]
     clip: int
@@ -172,33 +178,34 @@ class TransferDone(Event):
 
 
 class ClipDone(Event):
-    """Metadata of a clip that is finished, and whose file, if requested, is written."""
+    """Report of a finished clip, whose file, if one was requested, is written."""
 
     clip: int
     metadata: dict[str, Any]
+    """Metadata of the clip, as in its JSON."""
     write_seconds: float = 0.0
-    """Seconds of the writer's thread for hashes, video file and JSON."""
+    """Seconds that the writer thread needed for hashes, video file and JSON."""
 
 
 class PromptTruncated(Event):
-    """End of a prompt that is longer than the model reads."""
+    """Report of a prompt that is longer than the model reads."""
 
     clip: int
     text: str
-    """The end that is cut off."""
+    """End of the prompt, which the model ignores."""
 
 
 class CheckpointLost(Event):
-    """Error of a rank that cannot write latent checkpoints; its clips go on.
+    """Report that latent checkpoints cannot be written; the clips go on.
 
-    Sent for the first failure, and again only after a write has succeeded.
+    It is sent for the first failure, and again only after a write has succeeded.
     """
 
     error: dict[str, Any]
 
 
 class StoredTensor(Event):
-    """Tensor to keep for verification, from a rank that may be on another host than rank 0."""
+    """Tensor to keep for verification, from a rank that may be on another host than the parent."""
 
     name: str
     """Name of the file in the tensor store."""
@@ -206,27 +213,29 @@ class StoredTensor(Event):
 
 
 class ImageReady(Event):
-    """Image of a clip that is submitted later, which the rank has prepared in `seconds`."""
+    """Report that the image of a clip that is submitted later is prepared."""
 
     image: str | None
+    """Path of the image; None if the clip has none."""
     seconds: float
+    """Seconds that the preparation took."""
 
 
 class ClipFailed(Event):
-    """Error of a clip that is lost; the rank goes on with the others."""
+    """Report of the error for which a clip is lost; the rank goes on with other clips."""
 
     clip: int
     error: dict[str, Any]
 
 
 class ClipDropped(Event):
-    """Lost or cancelled clip that all ranks have let go of, the last rank last."""
+    """Report of the last rank that all ranks have dropped a lost or cancelled clip."""
 
     clip: int
 
 
 class Failed(Event):
-    """Error of a rank that cannot go on, and ends."""
+    """Report of the error by which a rank ends."""
 
     error: dict[str, Any]
     traceback: str
@@ -235,14 +244,15 @@ class Failed(Event):
 
 
 class Finished(Event):
-    """End of a rank's work after `Stop`: it has also received every packet sent to it.
+    """Report that a rank's work has ended after `Stop`, all packets received.
 
-    A rank that ends without it has failed.
+    A rank that ends without this report has failed.
     """
 
     allocated_bytes: int | None = None
+    """Peak bytes in tensors; see `worker.device.peak_bytes`."""
     reserved_bytes: int | None = None
-    """The peaks of bytes in tensors and of all bytes; see `worker.device.peak_bytes`."""
+    """Peak bytes of all memory; see `worker.device.peak_bytes`."""
 
 
 _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base.__subclasses__()}
@@ -260,11 +270,11 @@ def parse(message: bytes) -> Any:
 
 
 def describe_position(action: Action | None, step: int) -> str:
-    """Return a rank's position in words; empty outside of actions.
+    """Return a rank's position, such as " at clip 3, step 7 (...)"; empty between actions.
 
     Args:
-        action: Action that the rank performs; None: none.
-        step: Step of a DENOISE; -1: none.
+        action: Current action; None: none.
+        step: Current step of a DENOISE; -1: none.
     """
     if action is None:
         return ""

@@ -1,4 +1,4 @@
-"""The life of one rank: device, model, links, then the parent's commands until it says stop."""
+"""Main loop of a rank: device, model, links, then the parent's commands until `Stop`."""
 
 from __future__ import annotations
 
@@ -51,24 +51,29 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """Configuration of every rank. None for a folder or path: nothing is kept there."""
+    """Setup that every rank gets."""
 
     config: PipelineConfig
+    """Resolved configuration."""
     checkpoint: Checkpoint | None
+    """Checkpoint of the model; None for the dummy model."""
     tensor_folder: str | None = None
+    """Folder for tensors to verify; None: none are kept."""
     latents_folder: str | None = None
+    """Folder for latent checkpoints; None: none are written."""
     profile_path: str | None = None
+    """Path of the torch.profiler trace of rank 0; None: no trace."""
     weights: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of each weight file of this host, by name; empty without latent checkpoints."""
+    """SHA-256 of each weight file on this host, by name; empty without latent checkpoints."""
     fault: Callable[[int], object] | None = None
-    """Function that a test calls first in each rank, to damage it."""
+    """Function that each rank calls first, with its number: tests damage a rank by it."""
 
 
 def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
-    """Run a rank of a pipeline to its end.
+    """Run a rank of a pipeline until it is told to stop.
 
     Raises:
-        SvdppError: The rank failed; the error has been reported to the parent.
+        SvdppError: The rank failed; the error was reported to the parent.
     """
     if setup.fault is not None:
         setup.fault(launch.world.rank)
@@ -94,16 +99,16 @@ def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
 def run_rank(
     launch: LaunchContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
 ) -> None:
-    """Do a rank's work on its device, and report every error to the parent before raising it.
+    """Take a rank's device, do its work, and report every error to the parent before raising it.
 
     Args:
-        launch: Channel to the parent, and the rank's place in the world.
+        launch: Context of the rank.
         config: Configuration of the pipeline.
         work: Function that gets the device and the reporter, and returns after the first `Stop`.
 
     Raises:
         RequestError: The device cannot be used.
-        OutOfMemoryError: The device has no memory for a context.
+        OutOfMemoryError: The device has no memory for a CUDA context.
     """
     reporter = Reporter(launch.channel, "" if launch.world.on_first_host else launch.host)
     try:
@@ -118,12 +123,12 @@ def run_rank(
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     wait_for_stop(launch.channel)
-    if launch.world.launcher is not None:  # a process that goes on; others exit at once
+    if launch.world.launcher is not None:  # this process goes on; others exit at once
         process_group.destroy()
 
 
 def wait_for_stop(channel: ControlChannel) -> None:
-    """Wait for the parent's next `Stop`; skip cancellations, which come too late."""
+    """Wait for the parent's next `Stop`, and ignore cancellations, which come too late."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
         message = channel.receive(_POLL_SECONDS)
@@ -166,11 +171,11 @@ def _prepared_stage(
         # A rank that may be on another host sends its tensors.
         send = reporter.send_tensor if is_secondary_rank(launch.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
-    # The second rank of a pair has the latents of the first.
+    # The second rank of a pair has the same latents as the first, which writes them.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
         folder = LatentCheckpoints(Path(setup.latents_folder), conditions, setup.weights)
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
-    if setup.profile_path is not None and rank == 0:  # the only one on the parent's machine
+    if setup.profile_path is not None and rank == 0:
         profiler = ClipProfiler(Path(setup.profile_path), name)
     context = RankContext(
         rank=rank,
@@ -216,11 +221,11 @@ def load_rank_model(
     """Load the parts of a model that a rank needs.
 
     Args:
-        config: Model, sampling parameters and, for a dummy that sleeps, costs.
+        config: Resolved configuration of the pipeline.
         checkpoint: Checkpoint of the model; None for the dummy.
-        device: Device of the weights.
+        device: Name of the device for the weights.
         roles: Roles of the rank; parts for other roles are not loaded.
-        rank: Number of the rank, by whose costs a dummy sleeps.
+        rank: Number of the rank, by whose costs a dummy that sleeps does so.
 
     Raises:
         ModelError: The checkpoint is incomplete or damaged.
@@ -230,45 +235,45 @@ def load_rank_model(
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         costs = config.costs if config.model.dummy_sleeps else None
         return DummyModel(latent, num_steps, torch.device(device), costs, rank)
-    from svdpp.models.engine import model  # imports diffusers: seconds, which the dummy avoids
+    from svdpp.models.engine import model  # imports diffusers, which the dummy does not need
 
     return model.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# RECV, DECODE and SEND_FRAMES of a part of a clip's frames.
+# Number of actions by which a rank helps: RECV, DECODE and SEND_FRAMES of some frames of a clip.
 _HELP_ACTIONS = 3
 
 
 def _is_help(action: Action) -> bool:
-    """Whether an action begins the decode of a part of a clip's frames for another rank."""
+    """Whether an action is the first by which a rank decodes some frames for another rank."""
     return action.kind is Kind.RECV and action.frames is not None
 
 
 class ActionQueue(deque[Action]):
-    """One rank's actions, in the order in which it performs them.
+    """Queue of a rank's actions, which reorders them so that clips overlap.
 
-    Clips that are submitted one at a time overlap like those of one list. A RECV at the start of a
-    new list moves before the work of the last clip, if that has not begun:
+    Clips that are submitted one at a time overlap like those of one list: a RECV at the start of a
+    new list is moved before the work of the last clip, if that has not begun.
 
         queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
         new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
         queue after    RECV c0 @2 <0 | RECV c1 @2 <0 | DENOISE c0 2:4 | ... | DENOISE c1 2:4 | ...
 
     A rank that helps to decode clip c (RECV, DECODE and SEND_FRAMES of some frames) does so after
-    its steps of clip c + 1, if the help has not begun. Otherwise it would idle until clip c has
-    passed the ranks between.
+    its steps of clip c + 1, if it has not begun to help. Otherwise it would idle until clip c has
+    passed the ranks in between.
 
-    The help moves behind one clip only, because ranks get their lists at different times. So the
-    help with clip c waits at most for steps of clip c + 1, and these wait at most for the help with
-    clip c on an earlier rank. The ranks cannot wait for each other in a circle.
+    The help is moved behind one clip only, because ranks get their lists at different times. The
+    help with clip c then waits at most for steps of clip c + 1, and these wait at most for the help
+    with clip c on an earlier rank, so that ranks never wait for each other in a circle.
     """
 
     def holds(self, clip: int) -> bool:
-        """Whether actions of a clip are left."""
+        """Whether the queue has actions of a clip."""
         return any(action.clip == clip for action in self)
 
     def add(self, actions: Sequence[Action]) -> None:
-        """Add a list of further clips, in order."""
+        """Add a list of actions of further clips."""
         help_of_last = self._take_help(actions[0].clip - 1) if actions else []
         first_help = next((i for i, each in enumerate(actions) if _is_help(each)), len(actions))
         visit, rest = actions[:first_help], actions[first_help:]
@@ -279,14 +284,14 @@ class ActionQueue(deque[Action]):
             self.extend(part)
 
     def _take_help(self, clip: int) -> list[Action]:
-        """Remove and return the help with the decode of `clip`, if the queue ends with it."""
+        """Remove and return the help with `clip`, if it ends the queue; else an empty list."""
         start = len(self) - _HELP_ACTIONS
         if start < 0 or self[start].clip != clip or not _is_help(self[start]):
             return []
         return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
     def _start_of_last_work(self) -> int:
-        """Return the index of the last clip's first action that is not its RECV."""
+        """Return the index of the last clip's first action after its RECV."""
         index, clip = len(self), self[-1].clip
         while index and self[index - 1].clip == clip and self[index - 1].kind is not Kind.RECV:
             index -= 1
@@ -294,7 +299,7 @@ class ActionQueue(deque[Action]):
 
 
 class CommandReceiver:
-    """Receiver of the parent's commands, between actions and, for cancellations, between steps."""
+    """Receiver of the parent's commands: between actions and, for cancellations, between steps."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -311,12 +316,12 @@ class CommandReceiver:
         on_idle: Callable[[], None],
         prepare_image: Callable[[ClipRequest], None] = lambda _: None,
     ) -> Iterator[Action]:
-        """Yield this rank's actions until the parent says stop and none is left.
+        """Yield this rank's actions until `Stop` has come and none is left.
 
         Args:
             take_batch: Callback that gets each batch on arrival, and returns this rank's actions.
-            on_idle: Callback for each time that no action is left.
-            prepare_image: Callback that gets requests whose images are prepared early.
+            on_idle: Callback that is called whenever no action is left.
+            prepare_image: Callback that gets requests whose images are to be prepared early.
         """
         self._take_batch, self._prepare_image = take_batch, prepare_image
         while True:
@@ -335,7 +340,7 @@ class CommandReceiver:
             self._receive(_POLL_SECONDS)
 
     def is_cancelled(self, clip: int) -> bool:
-        """Whether the parent has cancelled a clip that has actions left; does not wait."""
+        """Whether the parent has cancelled a clip that still has actions. Does not block."""
         self._receive_all()
         return clip in self._cancelled
 
@@ -357,5 +362,5 @@ class CommandReceiver:
             case Stop():
                 self._is_stopped = True
             case _:
-                pass  # this rank has done its part of the cancelled clip
+                pass  # a cancelled clip whose actions this rank has done
         return True

@@ -15,12 +15,12 @@ from svdpp.worker.tensor_files import TensorStore
 
 
 class ClipCancelledError(Exception):
-    """End of a clip that was cancelled, or that the other rank of the pair has dropped."""
+    """Clip that was cancelled, or dropped by the other rank of a pair."""
 
 
 @dataclass(kw_only=True)
 class RankContext:
-    """Transport, writers and other objects that all actions of a rank share."""
+    """Objects that all actions of a rank share."""
 
     rank: int
     device: torch.device
@@ -30,9 +30,9 @@ class RankContext:
     checkpoint_writer: LatentCheckpointWriter | None = None
     profiler: ClipProfiler | None = None
     is_cancelled: Callable[[int], bool] = lambda _: False
-    """Whether the parent needs nothing more of a clip."""
+    """Whether the parent has cancelled a clip."""
     tensor_store: TensorStore | None = None
-    """For latents and predictions to verify."""
+    """Store of latents and predictions for verification; None: nothing is verified."""
     memory_pressure: MemoryPressure = field(init=False)
     _copies: streams.SideStream = field(init=False)
 
@@ -41,7 +41,7 @@ class RankContext:
         self._copies = streams.SideStream(self.device)
 
     def check_not_cancelled(self, clip: int) -> None:
-        """Check that the parent still needs a clip.
+        """Check that a clip was not cancelled.
 
         Raises:
             ClipCancelledError: The clip was cancelled.
@@ -50,5 +50,5 @@ class RankContext:
             raise ClipCancelledError
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a complete copy of a tensor, contiguous, in host memory."""
+        """Return a contiguous copy of a tensor in host memory, once its computation is complete."""
         return self._copies.to_host(tensor.contiguous(), streams.record_event(self.device))

@@ -1,4 +1,4 @@
-"""Routes of clips through the ranks, and each rank's actions, from (clip, request) alone."""
+"""Routes of clips through the ranks, and the actions of each rank, derived from requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CONFIGS_KEPT = 64
 
 
 class Router:
-    """Routes of the clips of one pipeline.
+    """Router of a pipeline's clips.
 
-    The parent and each rank have one, and find the same actions: only clips and requests travel
-    between them. The ranks load their parts of the model and open their links at the start, so a
-    clip can take only the routes that these allow.
+    The parent and each rank have one and derive the same actions, so that only requests are sent to
+    the ranks. Ranks load their parts of the model and open their links at the start, which limits
+    the routes that a clip can take.
 
     Args:
         config: Resolved configuration.
@@ -32,22 +32,23 @@ class Router:
         self._config = config
         self._checkpoint = checkpoint
         self._links = frozenset(config.layout.links)
-        #: Return the configuration of a clip with these sampling parameters.
+        #: Function that returns the configuration of a clip with given sampling parameters.
         self.config_with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
     def config_of(self, request: ClipRequest) -> PipelineConfig:
-        """Return the configuration of a resolved request's clip."""
+        """Return the configuration of the clip of a resolved request."""
         return self._config if request.sampling is None else self.config_with(request.sampling)
 
     def route(self, clip: int, request: ClipRequest) -> Route:
-        """Return the route of a resolved request's clip; it starts after the steps that are done.
+        """Return the route of a clip, from the first step that is not done.
 
         Args:
             clip: Index of the clip.
             request: Resolved request.
 
         Raises:
-            RequestError: Some ranks have not loaded what the clip needs.
+            RequestError: A rank on the route has not loaded a part of the model that the clip
+                needs.
         """
         layout = self.config_of(request).layout
         route = layout.route(clip)
@@ -112,7 +113,7 @@ def resolve_clip_config(
         checkpoint: Checkpoint of its model; None for the dummy model.
 
     Raises:
-        RequestError: The model cannot make such clips.
+        RequestError: The model cannot make such a clip, or the ranks cannot divide its work.
     """
     if checkpoint is None:
         frames = config.model.dummy_latent.shape[2]

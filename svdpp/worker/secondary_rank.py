@@ -1,6 +1,6 @@
-"""The life of a rank other than 0 that a launcher started: it follows rank 0, and ends with it.
+"""Run of a rank other than 0 that a launcher started: it joins rank 0, and ends with it.
 
-It stands above `launch.rendezvous`, because it reads the events that it passes on.
+This is not in `launch.rendezvous`, because it reads the events that it sends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from svdpp.worker.messages import (
     parse,
 )
 
-# A launcher shows the output of the rank that fails first: rank 0, which prints the error.
+# Seconds before this rank exits, because a launcher shows the output of the rank that fails first,
+# which should be rank 0.
 _EXIT_DELAY_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
 _SIGNAL_REPORT_SECONDS = 1.0
@@ -44,21 +45,21 @@ def run_secondary_rank(
     say: Callable[[str, bool], None],
     ignores_signals: bool = False,
 ) -> None:
-    """Run a rank other than 0 of a launcher's world; end the process unless all work succeeded.
+    """Run a rank other than 0 of a launcher's world; exit the process unless all work succeeded.
 
     Args:
         entry: Entry point of the rank, such as `rank_main`.
         argument: Second argument of `entry`.
-        config: World, backend and deadlines, equal to those of rank 0.
+        config: Configuration of the rendezvous; except for the rank, that of rank 0.
         device: Name of the rank's device, for messages.
-        observers: Callbacks that get this rank and each of its events.
+        observers: Callbacks that get (rank, event) for each event of this rank.
         say: Function that gets the last message; see `Pipeline.serve`.
-        ignores_signals: Whether it survives INT, TERM and HUP: rank 0, which gets the same ones,
-            ends the run in its own time.
+        ignores_signals: Whether the process survives INT, TERM and HUP. Rank 0, which gets them
+            too, then decides when the run ends.
 
     Raises:
-        RankError: Rank 0 cannot be reached, or does not answer in time.
-        RequestError: This rank's command line differs from that of rank 0.
+        RankError: Rank 0 cannot be reached, or does not respond in time.
+    RequestError: This rank's command line differs from that of rank 0.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -71,7 +72,7 @@ def run_secondary_rank(
     parent = _ParentChannel(connection, endpoint.host, config, device, observers, say)
     _parents[:] = [parent]
     while parent.receive(_EXIT_DELAY_SECONDS) is None:
-        pass  # until rank 0 lets all ranks begin; if the connection is lost, the process exits
+        pass  # rank 0 lets all ranks begin at once; if the connection is lost, the process exits
     launch = LaunchContext(
         config.world,
         config.backend,
@@ -83,7 +84,8 @@ def run_secondary_rank(
     try:
         entry(launch, argument)
     except BaseException as error:
-        # The entry has reported the error, and rank 0 normally ends this process before that.
+        # The entry has reported the error, and rank 0 normally ends this process before the
+        # timeout.
         time.sleep(_REPORT_SECONDS)
         process_lifetime.exit_process(exit_code_of(error))
     parent.disconnect()
@@ -100,11 +102,11 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
 
 
 def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Report to rank 0 why this rank cannot start.
+    """Report to rank 0 the error for which this rank cannot start.
 
     Args:
         world: World that the launcher gives this process.
-        error: Result of `errors.error_to_dict`.
+        error: Error, from `errors.error_to_dict`.
         timeout: Seconds to reach rank 0.
 
     Returns:
@@ -119,7 +121,7 @@ def report_start_failure(world: World, error: dict[str, Any], *, timeout: float)
     return True
 
 
-# The link in use, for the thread that handles signals.
+# Channel in use, for the thread that handles signals; at most one.
 _parents: list[_ParentChannel] = []
 
 
@@ -130,7 +132,7 @@ def _exit_on_signal(number: int) -> NoReturn:
 
 
 class _ParentChannel(ControlChannel):
-    """A joined rank's channel to rank 0; its thread ends this process on END or without rank 0."""
+    """Channel to rank 0, whose thread exits this process at END, or if rank 0 is lost."""
 
     def __init__(
         self,
@@ -161,7 +163,8 @@ class _ParentChannel(ControlChannel):
             try:
                 super().send(message)
             except OSError as error:
-                # The kernel tells one call of a timeout; after it, reads find the end of the data.
+                # The kernel reports a timeout to only one call; later reads find the end of the
+                # data.
                 self._has_timed_out |= not isinstance(error, ConnectionError)
                 raise
 
@@ -174,12 +177,12 @@ class _ParentChannel(ControlChannel):
         self._is_disconnected = True
         with socket.socket(fileno=self.connection.fileno()) as duplicate:
             with contextlib.suppress(OSError):
-                # Only for writing: rank 0 first reads the messages still in flight.
+                # Only for writing, so that rank 0 still reads the messages in flight.
                 duplicate.shutdown(socket.SHUT_WR)
             duplicate.detach()
 
     def report_signal(self, number: int) -> None:
-        """Report to rank 0 the signal that ends this process; wait a second at most."""
+        """Report to rank 0 the signal by which this process ends; wait at most a second."""
         if self._is_disconnected:
             return
         action, step = self._heartbeat.action, self._heartbeat.step
@@ -203,15 +206,15 @@ class _ParentChannel(ControlChannel):
                 self._commands.put(message)
         except (EOFError, OSError) as error:
             reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
-            with self._lock:  # a send in another thread may learn it first
+            with self._lock:  # a send in another thread may have got the timeout
                 if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
                     reason = f"{self._rank_0} is gone"
             self._exit_without_rank_0(reason)
-        except Exception as error:  # without this thread the process would never end
+        except Exception as error:  # otherwise the process would never end
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 
     def _end(self, code: int, error: str | None) -> NoReturn:
-        if error is not None:  # rank 0 has told the user
+        if error is not None:  # rank 0 has printed it for the user
             self._say(f"{self._name} ends with the run: {error}", False)
             time.sleep(_EXIT_DELAY_SECONDS)
         process_lifetime.exit_process(code)

@@ -1,4 +1,4 @@
-"""Execution of one rank's actions, where the model and the transport meet."""
+"""Execution of a rank's actions, with its model and its transport."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from svdpp.worker.messages import (
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
 
 _FRAMES = "frames"
-# One model object for each sampling configuration in use; they share the loaded components.
+# Number of model objects, one for each set of sampling parameters, which share the components.
 _MODELS_KEPT = 8
-# Kinds of packets whose tensors are compared with those of the first one.
+# Number of kinds of packets for which the tensors of the first one are remembered.
 _KINDS_KEPT = 256
-# Tensors that the encode of a prompt or an image returned: sizes may depend on these.
+# Prefix of tensors that the encode recorded, whose sizes may depend on prompt or image.
 _RECORD = "record."
 
 
 class PipelineStage:
-    """One rank's share of every clip. Performs any list of actions, in its order.
+    """Stage of the pipeline on one rank: performs its actions.
 
     Args:
         context: Context of the rank.
         model: Model with the parts that the actions need.
-        sampling: Parameters of clips whose requests have none.
+        sampling: Sampling parameters of clips whose requests have none.
     """
 
     def __init__(self, context: RankContext, model: VideoModel, sampling: SamplingConfig) -> None:
@@ -64,11 +64,12 @@ class PipelineStage:
         self._transport, self._reporter = context.transport, context.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
-        # Planned sends since the rank was last idle, to compare with `Transport.sent`.
+        # Sends of the actions since the rank was last idle, which are compared with
+        # `Transport.sent`.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # The tensors of the first packet of each kind of request, after each step.
+        # Tensors of the first packet, by kind of request and step.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
-        # The clips that this rank will help to decode.
+        # Clips that this rank will help to decode.
         self._helps: set[int] = set()
         self._images = ImageReader(self._prepare, model.device)
         self._jobs: dict[int, ClipJob] = {}
@@ -92,10 +93,10 @@ class PipelineStage:
         }
 
     def enqueue(self, actions: Sequence[Action], jobs: Iterable[ClipJob]) -> None:
-        """Prepare for actions that `run` gets later: take their jobs, begin to read images.
+        """Prepare for actions that `run` will get later: keep their jobs, begin to read images.
 
         Args:
-            actions: This rank's actions for further clips.
+            actions: Actions of this rank for further clips.
             jobs: Jobs of these clips, and perhaps of others.
         """
         own = {action.clip for action in actions}
@@ -112,21 +113,21 @@ class PipelineStage:
             self._context.profiler.select_clip(actions)
 
     def prepare_image(self, request: ClipRequest) -> None:
-        """Prepare the images of a clip that comes later; does not wait."""
+        """Begin to prepare the images of a clip that `enqueue` will get later."""
         whole = replace(request, sampling=request.sampling or self._sampling)
         self._images.prepare_early(whole, partial(self._image_ready, whole))
 
     def run(self, action: Action) -> None:
         """Run one action.
 
-        An error that concerns one clip is reported, and a tombstone takes its packet's place.
+        An error of one clip is reported, and the clip's packet becomes a tombstone.
 
         Raises:
             MismatchError: A packet is not the expected one.
             TransportError: A packet could not be sent or received.
             OutOfMemoryError: The device or the host has too little memory.
             DeviceError: The GPU failed.
-            ModelError: The model evaluates its guidance in a way that a pair cannot divide.
+            ModelError: The model evaluates its guidance in a way that a pair cannot share.
         """
         self._reporter.set_position(action)
         profiler = self._context.profiler
@@ -135,11 +136,11 @@ class PipelineStage:
             self._handlers[action.kind](action)
 
     def idle(self) -> None:
-        """Note that no action is left for now; the time until the next one is not a wait.
+        """Note that no action is left. The time until the next one does not count as a wait.
 
         Raises:
-            MismatchError: This rank has sent other packets than its actions say. This is checked
-                here, because a receiver can only wait for a packet that never leaves.
+            MismatchError: This rank has sent other packets than its actions require. The sender
+                checks this, because a receiver would wait forever for a packet that is not sent.
         """
         self._check_sends()
         self._waits = {}
@@ -206,16 +207,16 @@ class PipelineStage:
         self._pending[action.clip] = self._transport.post_receive(*ends, expected)
 
     def _expected_latent(self, action: Action) -> TensorSpec:
-        """Return the spec that the model derives for the clip's latent before the action."""
+        """Return the spec that the clip's latent must have before the action, by the model."""
         spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
         return TensorSpec(spec.shape, DTYPES[spec.dtype])
 
     def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
         """Return the specs of the tensors that the packet of an action must have.
 
-        The latent's spec is the model's. The others depend on what the encode recorded: the
-        packet's structure names them, and later packets of the same kind of request have the same
-        ones as the first.
+        The model gives the spec of the latent. The others depend on what the encode recorded: the
+        packet's structure names them, and all packets of one kind of request must have the same as
+        the first one.
         """
         request, sampling = self._jobs[action.clip].request, self._sampling_of(action)
         try:
@@ -260,7 +261,7 @@ class PipelineStage:
         packet.next_step = action.end
 
     def _share(self, action: Action) -> None:
-        # A copy, as this rank goes on and may drop the clip while the packet leaves.
+        # A copy, because this rank goes on, and may drop the clip while the packet is being sent.
         self._send_packet(action, replace(self._packet(action)))
 
     def _send(self, action: Action) -> None:
@@ -281,7 +282,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            packet.compute_seconds = 0.0  # the other rank counts what was before
+            packet.compute_seconds = 0.0  # the other rank counts the earlier seconds
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
@@ -313,7 +314,7 @@ class PipelineStage:
             self._frames[action.clip] = torch.cat(frames)
 
     def _expected_frames(self, action: Action) -> Specs:
-        """Return the spec of the frames that another rank decodes: as many as the action says."""
+        """Return the spec of the frames that another rank decodes in the action."""
         decoded, frames = self._frames[action.clip], action.frames
         assert frames is not None
         return {_FRAMES: TensorSpec((frames.end - frames.first, *decoded.shape[1:]), decoded.dtype)}
@@ -321,7 +322,7 @@ class PipelineStage:
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
-            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other
+            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no others
             with self._waiting(action, "writer"):
                 job, frames = self._jobs[action.clip], self._frames.get(action.clip)
                 self._context.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
@@ -330,7 +331,7 @@ class PipelineStage:
         self._free(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """Return the clip's packet; wait for it if it has not arrived."""
+        """Return the packet of the action's clip, after waiting for its arrival."""
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
@@ -379,7 +380,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report the time of a compute action and the wait before it; add it to the clip's time."""
+        """Report the time of a compute action and the waits before it; add it to the clip."""
         start = time.monotonic()
         yield
         end, waited = time.monotonic(), sum(self._waits.values())
@@ -400,10 +401,10 @@ class PipelineStage:
 
 @contextmanager
 def _failures_of_clip(action: Action) -> Iterator[None]:
-    """Turn an ordinary exception of an encode into one that concerns its clip alone.
+    """Turn an exception of an encode into an `InputError`, by which only its clip is lost.
 
-    diffusers and transformers raise any kind for a prompt or an image that they cannot take, and
-    the rank can go on. It cannot after an error of CUDA, and should not without memory.
+    For a prompt or an image that they cannot process, diffusers and transformers raise any type,
+    and the rank can go on. Errors of CUDA, or of a lack of memory, pass unchanged and end the rank.
     """
     try:
         yield
@@ -422,7 +423,10 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 
 
 def _expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
-    """Return the spec that a tensor must have, given that of the first packet of its kind."""
+    """Return the spec that a tensor must have, given the spec in the first packet of its kind.
+
+    A recorded tensor may have another shape, but not another dtype or number of dimensions.
+    """
     if spec is None or not name.startswith(_RECORD):
         return first
     is_alike = (spec.dtype, len(spec.shape)) == (first.dtype, len(first.shape))

@@ -1,7 +1,7 @@
-"""Samples of a rank's process and GPU for monitoring: bytes moved, memory, load and power.
+"""Samples of a rank's process and GPU for monitoring: bytes transferred, memory, load and power.
 
-A thread of its own takes them: NVML can block for as long as a driver hangs, and the heartbeats, by
-which a stalled rank is found, must go on meanwhile.
+They have a separate thread, because NVML blocks while a driver hangs, and heartbeats, by which a
+stalled rank is found, must go on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _SAMPLE_SECONDS = 1.0
 
 
 class StatsSampler:
-    """A thread that sends `RankStats` at its start, every second, and at its end.
+    """Thread that sends `RankStats` at its start, every second, and at its end.
 
     Args:
-        send: Callback that gets the samples, in the thread; the last one in the caller of `stop`.
+        send: Callback that gets the samples. It is called in the thread, for the last sample in the
+            thread that calls `stop`.
         device: Device of the rank.
-        uuid: UUID of its GPU, with or without the prefix `GPU-`; None on the CPU.
+        uuid: UUID of the rank's GPU, with or without the prefix `GPU-`; None on the CPU.
         moved: Function that returns the bytes that the rank has sent and received so far.
     """
 
@@ -44,20 +45,20 @@ class StatsSampler:
         self._thread = threading.Thread(target=self._run, name="stats", daemon=True)
 
     def start(self) -> None:
-        """Start the samples."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and send a last sample, with the GPU's values of the one before.
+        """Stop the thread and send a last sample, with the GPU's values of the previous sample.
 
-        Does not wait for a driver that hangs.
+        Waits at most a second for the thread, whose driver may hang.
         """
         self._stopped.set()
         self._thread.join(timeout=_SAMPLE_SECONDS)
         self._send(self._sample())
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), gpus.open_nvml() as nvml:  # else the parent is gone
+        with contextlib.suppress(OSError), gpus.open_nvml() as nvml:  # the parent has ended
             handle = None if nvml is None or self._uuid is None else _handle(nvml, self._uuid)
             while True:
                 self._gpu = {} if handle is None else read_gpu(nvml, handle)
@@ -87,7 +88,7 @@ def _torch_bytes(device: torch.device) -> dict[str, int]:
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of a GPU; None if NVML does not know it."""
+    """Return NVML's handle of a GPU; None if NVML does not know the GPU."""
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     try:
         return nvml.nvmlDeviceGetHandleByUUID(name)
@@ -99,18 +100,18 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
     """Return load, memory and power of a GPU as fields of `RankStats`.
 
     Args:
-        nvml: Module `pynvml`, initialised. It creates no CUDA context.
+        nvml: Initialised module `pynvml`, which creates no CUDA context.
         handle: NVML's handle of the GPU.
 
     Returns:
-        `gpu_load` (0 to 1), `gpu_memory_bytes` of all processes, `gpu_watts`; None for a value that
-        the GPU does not give, as a MIG slice does not.
+        `gpu_load` (0 to 1), `gpu_memory_bytes` of all processes, and `gpu_watts`; None for
+        values that the GPU does not report, such as those of a MIG slice.
     """
 
     def read(name: str) -> Any:
         try:
             return getattr(nvml, name)(handle)
-        except (nvml.NVMLError, AttributeError):  # an old GPU, or an old driver's module
+        except (nvml.NVMLError, AttributeError):  # an old GPU, driver or pynvml
             return None
 
     rates, memory = read("nvmlDeviceGetUtilizationRates"), read("nvmlDeviceGetMemoryInfo")

@@ -1,4 +1,4 @@
-"""Files of tensors: latent checkpoints at each transfer, and what a run keeps for comparison."""
+"""Files of tensors: latent checkpoints at each transfer, and tensors kept for verification."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from svdpp.media import output_files
 from svdpp.media.video import Frames
 from svdpp.models.base import STATE, Audio, Tensors
 
-#: 2 was of development versions, of which some kept less of a clip.
+#: Version of the files. Version 2 was used during development, partly with less content.
 _SCHEMA_VERSION = 3
 _KEY = re.compile(r"[0-9a-f]{64}")
 _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
 class LatentCheckpoints:
-    """A folder of packets, each named by the number of steps done, and by a key.
+    """Folder of packets, each named by a key and by the number of steps done.
 
-    The key is a hash of what bits depend on in the request. `load` refuses a packet that was
+    The key is a hash of all that bits depend on in the request. `load` refuses a packet that was
     written under other conditions or with other weights.
 
     Args:
         folder: Folder, created when the first packet is saved.
         conditions: Conditions of the rank; see `worker.device.conditions_of`.
-        weights: SHA-256, in hex, of the weight files on this host, by name. The key has only their
-            times and sizes.
+        weights: SHA-256, in hex, of the weight files on this host, by name; the key depends only on
+            their times and sizes. None: not compared.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class LatentCheckpoints:
         self._weights = dict(weights or {})
 
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
-        """Write a packet, and remove those of earlier steps of the same clip.
+        """Write a packet, and remove those of earlier steps of its clip.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
             packet: Packet whose tensors are on the CPU.
-            in_host_memory: Names of the tensors that `load` leaves on the CPU.
+            in_host_memory: Names of the tensors that `load` keeps on the CPU.
 
         Raises:
             OutputError: The folder cannot be written.
@@ -65,7 +65,7 @@ class LatentCheckpoints:
         metadata = {
             "schema_version": _SCHEMA_VERSION,
             "next_step": packet.next_step,
-            # Unix time: a monotonic clock begins again with its machine.
+            # Unix time, because a monotonic clock starts again with the machine.
             "begun_at": time.time() - (time.monotonic() - packet.begun_at),
             "compute_seconds": packet.compute_seconds,
             "memory_pressure": packet.memory_pressure,
@@ -78,8 +78,8 @@ class LatentCheckpoints:
         text = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
-                # Not by `save_file`, which writes under a name of its own and then replaces the
-                # locked file: a killed rank would leave it behind.
+                # Not by `save_file`, which writes to a file of its own and then replaces the locked
+                # one; a killed rank would leave that file behind.
                 temporary.write_bytes(save(packet.tensors, metadata=text))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
@@ -99,14 +99,14 @@ class LatentCheckpoints:
     def unfit(
         self, key: str, clip: int, step: int, name: str, why: str, **details: object
     ) -> InputError:
-        """Return the error for a packet that a clip cannot resume from; its hint removes the file.
+        """Return the error for a packet that a clip cannot resume from, with a hint to remove it.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
             clip: Index of the clip in this run.
             step: Number of steps that were done.
-            name: Clip's name; empty: its number.
-            why: End of the sentence: the reason.
+            name: Name of the clip; "": its index.
+            why: Reason, as the end of a sentence that begins with "its latent checkpoint".
             details: Further details of the error.
         """
         path = checkpoint_path(self._folder, key, step)
@@ -117,17 +117,18 @@ class LatentCheckpoints:
         )
 
     def load(self, key: str, clip: int, step: int, device: torch.device, name: str = "") -> Packet:
-        """Return the packet written after `step` steps.
+        """Return the packet that was written after `step` steps.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
             clip: Index of the clip in this run.
             step: Number of steps that were done.
-            device: Device of its tensors, except those that were in host memory.
-            name: Clip's name in errors; empty: its number.
+            device: Device of the tensors, except those that were in host memory.
+            name: Name of the clip in errors; "": its index.
 
         Raises:
-            InputError: The file is missing, damaged, or of other conditions or weights.
+            InputError: The file is missing or damaged, or was written under other conditions or
+                with other weights.
         """
         path = checkpoint_path(self._folder, key, step)
         unfit = partial(self.unfit, key, clip, step, name)
@@ -141,7 +142,8 @@ class LatentCheckpoints:
             raise unfit("is damaged: its tensors have another hash")
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
-            # Hosts without a common folder have only the weights of their own ranks.
+            # Hosts without a common folder have only the weights of their own ranks, so only names
+            # that both have are compared.
             names = current.keys() | before.keys()
             if kind == "weights":
                 names = current.keys() & before.keys()
@@ -160,24 +162,24 @@ class LatentCheckpoints:
 
 
 def checkpoint_path(folder: Path, key: str, step: int) -> Path:
-    """Return the path of a packet after `step` steps; the file may not exist."""
+    """Return the path of a packet after `step` steps, which need not exist."""
     assert _KEY.fullmatch(key), f"not a key: {key!r}"
     return folder / f"{key}_step{step}.safetensors"
 
 
 def list_checkpoints(folder: Path) -> set[tuple[str, int]]:
-    """Return keys and steps of all packets in a folder, which may not exist."""
+    """Return (key, steps done) of all packets in a folder, which need not exist."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return {(match[1], int(match[2])) for match in map(_CHECKPOINT.fullmatch, names) if match}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
-    """Return the numbers of steps after which a folder has a packet of `key`, ascending."""
+    """Return the numbers of steps of the packets of `key` in a folder, ascending."""
     return sorted(step for other, step in list_checkpoints(folder) if other == key)
 
 
 def remove_checkpoints(folder: Path, key: str) -> None:
-    """Remove every packet of `key`, whose clip is finished."""
+    """Remove all packets of `key`."""
     for step in saved_steps(folder, key):
         checkpoint_path(folder, key, step).unlink(missing_ok=True)
 
@@ -206,16 +208,17 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
-# --- for comparison -----------------------------------------------------------------------------
+# --- tensors for verification -------------------------------------------------------------------
 
 _STORED = re.compile(r"clip\d+_(step\d+(_branch\d)?|audio|frames)", re.ASCII)
 
 
 def audio_hashes(audio: Audio | None) -> dict[str, Any]:
-    """Return the metadata of a clip's sound; empty for a clip without sound.
+    """Return the hash and the sample rate of a clip's sound, as metadata.
 
     Args:
-        audio: Sound in host memory, (N, channels) int16; None: the clip has none.
+        audio: Sound in host memory, int16 of shape (N, channels). None: the clip has none, and the
+            result is empty.
     """
     if audio is None:
         return {}
@@ -223,15 +226,15 @@ def audio_hashes(audio: Audio | None) -> dict[str, Any]:
 
 
 class TensorStore:
-    """Folder with what a run keeps of each clip, in host memory, by name.
+    """Folder of tensors that a run keeps for verification, by clip and name.
 
     The names are `step7` (the latent after seven steps, and a multistep solver's history),
-    `step7_branch0` (what step 7 predicts for a branch of the guidance), `frames` and `audio`.
+    `step7_branch0` (the prediction of step 7 for a branch of the guidance), `frames` and `audio`.
 
     Args:
         folder: Existing folder.
-        send: Callback that gets each file's name and content, which another process passes to
-            `put`; None: this process writes the files.
+        send: Callback that gets the name and content of each file, to pass them to `put` in another
+            process. None: this process writes the files.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
@@ -249,12 +252,12 @@ class TensorStore:
         (self._folder / name).write_bytes(data)
 
     def keep(self, clip: int, name: str, tensors: Tensors) -> None:
-        """Keep tensors of a clip, which are on the CPU, by a name such as `step7`."""
+        """Keep CPU tensors of a clip under a name such as `step7`."""
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self._keep(f"clip{clip}_{name}", save(contiguous))
 
     def load(self, clip: int, name: str) -> Tensors:
-        """Return the tensors that `keep` got.
+        """Return the tensors that were kept under a name.
 
         Raises:
             FileNotFoundError: No tensors of this clip and name were kept.
@@ -263,17 +266,17 @@ class TensorStore:
         return tensors
 
     def has(self, clip: int, name: str) -> bool:
-        """Whether tensors of a clip are kept by that name."""
+        """Whether tensors of a clip are kept under a name."""
         return (self._folder / f"clip{clip}_{name}").exists()
 
     def forget(self, clip: int, *names: str) -> None:
-        """Remove the kept tensors of these names, if there are any."""
+        """Remove the tensors that are kept under these names, if there are any."""
         for name in names:
             (self._folder / f"clip{clip}_{name}").unlink(missing_ok=True)
 
 
 def store_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
-    """Keep the frames of a clip, (F, H, W, 3) uint8, and its sound if it has any."""
+    """Keep the frames of a clip, uint8 of shape (F, H, W, 3), and its sound, if it has any."""
     store.keep(clip, "frames", {"frames": torch.from_numpy(frames)})
     if audio is not None:
         store.keep(clip, "audio", {"audio": audio.samples})
