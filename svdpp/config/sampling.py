@@ -198,7 +198,10 @@ class CommonSampling:
         kind: Any = type(self)
         check_sides(self, (self.side_unit, self.side_unit))
         for name, param in params_of(kind).items():
-            param.check(getattr(self, name))
+            value = getattr(self, name)
+            param.check(value)
+            if param.kind is float and value is not None:
+                object.__setattr__(self, name, float(value))  # an int would give another hash
         object.__setattr__(self, "fps", as_whole(self.fps))
         check_choice("fit", self.fit, get_args(Fit))
         self._check_frames()

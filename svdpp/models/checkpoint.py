@@ -192,9 +192,10 @@ class Checkpoint:
             is_default = getattr(sampling, name) == getattr(kind, name)
             require(is_default, f"`{name}` has no effect on {self.label}", field=name)
         fewest, most, why = self.frames
+        limits = str(most) if fewest == most else f"{fewest} to {most}"
         require(
             fewest <= sampling.frames <= most,
-            f"`num_frames` must be {fewest} to {most}, {why}, got {sampling.frames}",
+            f"`num_frames` must be {limits}, {why}, got {sampling.frames}",
             frames=sampling.frames,
             lowest=fewest,
             highest=most,

@@ -68,6 +68,8 @@ def test_demo_text_knows_the_words_that_it_lists() -> None:
 
 def test_a_demo_refuses_what_the_other_one_takes() -> None:
     assert_error(svdpp_here("run", PHOTO, "--model", "demo-text"), 2, "takes no image")
+    frames = svdpp_here("run", "--prompt", PROMPT, "--model", "demo-text", "--frames", "8")
+    assert_error(frames, 2, "--frames must be 16, the only number of the model, got 8")
     refused = svdpp_here("run", "--prompt", PROMPT, "--model", "demo")
     assert_error(refused, 2, "takes no prompt\nhint: leave it out, or try --model demo-text")
 
