@@ -402,10 +402,10 @@ def redact(text: str) -> str:
     Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
     user names and passwords in URLs.
     """
-    return _redaction()(text)
+    return redaction()(text)
 
 
-def _redaction() -> Callable[[str], str]:
+def redaction() -> Callable[[str], str]:
     """Return the function by which `redact` cleans a text, for the environment as it is now."""
     homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
@@ -439,7 +439,7 @@ def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
         value: Value made of strings, numbers, lists and dicts.
         how: Function that redacts one string; None: `redact`.
     """
-    clean = how or _redaction()
+    clean = how or redaction()
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):

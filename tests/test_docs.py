@@ -102,6 +102,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("rocket.jpg", "photo.jpg", "photo.png", "photos/cat.jpg"):
         shutil.copy(PHOTO, folder / name)
     shutil.copytree(example_images()[0].parent, folder / "svdpp/assets/photos")
+    shutil.copy(folder / "svdpp/assets/photos/astronaut.jpg", folder)
+    for block in code_blocks((ROOT / "docs/batches.md").read_text(encoding="utf-8")):
+        if block.language in ("csv", "json", "yaml"):
+            suffix = {"json": "jsonl"}.get(block.language, block.language)
+            (folder / f"clips.{suffix}").write_text(block.text, encoding="utf-8")
     for more in ((), ("--format", "frames")):
         run = ("run", str(folder / "photos/cat.jpg"), *DEMO, *TINY, "--seeds", "1", *more)
         answer = svdpp_here(*run, "--out", str(folder / "clips"), "--overwrite")

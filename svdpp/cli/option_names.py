@@ -19,7 +19,8 @@ OPTION_OF_FIELD = {
 #: Fields of options that no configuration has, and that errors name.
 _FIELDS_OF_OPTIONS = (
     *("layout", "hosts", "clips", "prompts", "video", "max_megapixels", "peak_tflops", "debug"),
-    *("out", "overwrite", "resume", "latents_dir", "grace", "lease"),
+    *("out", "name", "overwrite", "resume", "latents_dir", "grace", "lease"),
+    *("jobs", "seeds", "format", "crf"),
     *("data", "queue", "files", "adopt", "host", "api_key_file", "new_key", "callback_hosts"),
 )
 

@@ -1,9 +1,11 @@
-"""`svdpp run`: images in, clips out."""
+"""`svdpp run`: images, prompts or a jobs file in, clips out."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +25,13 @@ from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (
+    InputError,
     Interrupted,
     OutputError,
     RankError,
     SvdppError,
     error_from_dict,
+    recorded_path,
     worst_of,
 )
 from svdpp.launch.world import World, is_secondary_rank
@@ -35,14 +39,16 @@ from svdpp.launch.world import World, is_secondary_rank
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from svdpp.config import ClipRequest
     from svdpp.diagnostics.run_metrics import RunMetrics
+    from svdpp.driver.clip_names import NameTemplate
     from svdpp.driver.clips import ClipResult
+    from svdpp.driver.job_lines import LineDefaults, LineReader
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.manifest import RunManifest
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.driver.run_plan import RunPlan
-    from svdpp.media.inputs import ClipInput
+    from svdpp.driver.run_job import RunJob
+    from svdpp.driver.run_plan import PlannedClip, RunPlan
+    from svdpp.media.inputs import MediaFile
 
 # Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
 _TRACE_CLIPS = 1000
@@ -50,6 +56,11 @@ _FEW_CLIPS = 8  # checking these takes a second or two
 
 # Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
 _BATCH_SIZE = 1000
+
+# Frames of a clip if only the model knows them, to find the largest: published SVDs make 14 or 25.
+_USUAL_FRAMES = 25
+# Remarks on images that are printed: each size of the clips has its own.
+_MAX_REMARKS = 8
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
 
@@ -64,12 +75,49 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
     # The dummy model makes no video files.
     latent_shape: tuple[int, int, int, int, int] | None = None
 
+    def check_jobs(self) -> None:
+        """Check that `--jobs` is given without options that its lines have.
+
+        Raises:
+            RequestError: there is such an option.
+        """
+        if self.jobs is None:
+            return
+        given = {
+            "INPUT": self.inputs,
+            **{"--prompt": self.prompt, "--prompts": self.prompts, "--seeds": self.seeds},
+        }
+        for name, value in given.items():
+            wrong = f"--jobs and {name} contradict each other: each line of the file is one clip"
+            require(not value, wrong, f"leave {name} out, and write it into the lines")
+
+    def line_defaults(self, sampling: SamplingConfig) -> LineDefaults:
+        """Return what lines of `--jobs` have that they do not say.
+
+        Args:
+            sampling: sampling parameters of these options.
+        """
+        from svdpp.driver.job_lines import LineDefaults
+
+        checkpoint = self.checkpoint
+        return LineDefaults(
+            model=self.model,
+            sampling=sampling,
+            image_use=self.image_use,
+            prompt_use="refused" if checkpoint is None else checkpoint.prompt_use,
+            seed=self.seed or 0,
+            negative_prompt=self.negative_prompt,
+            videos=self.video_paths,
+            format=self.policy(is_restarted=False).format,
+            max_pixels=self.max_megapixels * 10**6,
+        )
+
 
 @app.command(
     **command_settings(
         "svdpp run photo.jpg",
         "svdpp run photos/ --seeds 1-4 --out clips --resume",
-        "svdpp run photo.jpg --model demo --device cpu",
+        "svdpp run --jobs clips.csv --model demo --device cpu",
     )
 )
 @with_option_groups
@@ -86,29 +134,31 @@ def run(
 
     command = RunCommand(console=console, traces=traces, launched=launched, options=options)
     command.check()
-    found, input_errors = command.read_inputs()
+    jobs, input_errors = command.read_jobs()
     device = options.device_name()
     if launched is None and not options.dry_run:
         # The fork server imports torch at the same time as this process.
         start_fork_server_early(family=options.family, device=device)
-    config, why = options.request(
-        num_clips=None if launched else len(found) * len(command.seeds),
+    request = options.request(
+        num_clips=None if launched else len(jobs),
         launched=launched,
         device=device,
-        from_image=bool(options.inputs),
-    ).resolve()
+        from_image=command.from_image,
+    )
+    config, why = replace(request, sampling=command.pipeline_sampling(jobs)).resolve()
     log.open(console, launched)
     if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member
 
         serve_member(command.pipeline(config), launched, console)
         return
+    jobs, input_errors = command.check_jobs(config, jobs, input_errors)
     if options.dry_run:
-        command.show_plan(config, found, why)
+        command.show_plan(config, jobs, why, input_errors)
         return
     traces.check()
     with lock_folder(command.policy.folder, command.policy.single_clip) as why_not:
-        pipeline, clips = command.plan(config, found)
+        pipeline, clips = command.plan(config, jobs)
         console.info(why, _UNLOCKED.format(why_not) if why_not else "")
         command.execute(pipeline, clips, input_errors)
 
@@ -140,8 +190,46 @@ class RunCommand:
         Raises:
             RequestError: `--out` and `--format` contradict each other.
         """
-        launched = self.launched
-        return self.options.policy(is_restarted=launched is not None and launched.restarts > 0)
+        launched, has_jobs = self.launched, self.options.jobs is not None
+        is_restarted = launched is not None and launched.restarts > 0
+        return self.options.policy(is_restarted=is_restarted, replaces_changed=has_jobs)
+
+    @cached_property
+    def template(self) -> NameTemplate | None:
+        """Template of the clips' names; None: they follow from the inputs.
+
+        Raises:
+            RequestError: `--name` is no template.
+        """
+        from svdpp.driver.clip_names import NameTemplate
+
+        name = self.options.name
+        return None if name is None else NameTemplate(name, self._sampling)
+
+    @cached_property
+    def line_reader(self) -> LineReader | None:
+        """Reader of the lines of `--jobs`; None: there is no such file.
+
+        Raises:
+            InputError: the file cannot be read.
+        """
+        path, table = self.options.jobs, self.policy.clip_table
+        if path is None:
+            return None
+        from svdpp.driver.job_files import read_job_file
+        from svdpp.driver.job_lines import LineReader
+
+        is_own = table.exists() and path.exists() and table.samefile(path)
+        wrong = f"--jobs {str(path)!r} has the name of the table that the run writes"
+        require(not is_own, wrong, "rename it, or name another `out` folder")
+        return LineReader(self.options.line_defaults(self._sampling), read_job_file(path))
+
+    @property
+    def from_image(self) -> bool:
+        """Whether ranks are started for clips from images."""
+        if self.options.jobs is None:
+            return bool(self.options.inputs)
+        return self.options.image_use != "refused"
 
     def check(self) -> None:
         """Check all that needs neither torch nor the contents of files, to answer quickly.
@@ -151,9 +239,10 @@ class RunCommand:
         """
         self.options.check_prompts()
         # The values are computed here, so that wrong options are refused now and not at first use.
-        for name in ("policy", "_sampling", "seeds"):
+        for name in ("policy", "_sampling", "seeds", "template"):
             getattr(self, name)
         options = self.options
+        options.check_jobs()
         require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")
         is_dry = options.dry_run and self.launched is not None
         require(not is_dry, "--dry-run starts no ranks", "start it without torchrun or srun")
@@ -163,25 +252,43 @@ class RunCommand:
         refused = f"model {options.model!r} takes no prompt"
         require(takes_it, refused, "leave it out, or try --model demo-text", model=options.model)
         missing = "INPUT is missing: name an image, or give a prompt to a model that takes one"
-        require(has_prompt or bool(options.inputs), missing, "svdpp run photo.jpg")
+        is_given = has_prompt or bool(options.inputs) or options.jobs is not None
+        require(is_given, missing, "svdpp run photo.jpg")
 
-    def read_inputs(self) -> tuple[list[ClipInput], list[SvdppError]]:
-        """Return what clips are made from; only rank 0 has it.
+    def read_jobs(self) -> tuple[list[RunJob], list[SvdppError]]:
+        """Return the clips that are asked for, with their names; only rank 0 has them.
 
         Returns:
-            Inputs, and with `--keep-going` an error for each file that makes no clip.
+            Jobs, and with `--keep-going` an error for each file or line that makes no clip.
 
         Raises:
             InputError: a file is missing, unreadable or hostile.
+            RequestError: a line of `--jobs` is wrong, or two clips would have one name.
         """
         if is_secondary_rank(self.launched):
             return [], []
+        from svdpp.driver.clip_names import name_jobs
+        from svdpp.driver.jobs import check_number_of_clips
+
+        jobs, errors = self._read_lines() if self.line_reader else self._read_inputs()
+        check_number_of_clips(len(jobs))
+        policy = self.policy
+        named = name_jobs(
+            jobs,
+            single_clip=policy.single_clip,
+            template=self.template,
+            recorded=policy.recorded_names if policy.keeps_finished else None,
+        )
+        return named, errors
+
+    def _read_inputs(self) -> tuple[list[RunJob], list[SvdppError]]:
+        from svdpp.driver.run_job import combine_jobs
         from svdpp.media.inputs import collect_inputs, raise_problems
 
         options, sampling = self.options, self._sampling
         max_pixels = options.max_megapixels * 10**6
         if not options.inputs:
-            return options.combined([None], sampling, max_pixels), []
+            return combine_jobs(options.combined([None], sampling, max_pixels), self.seeds), []
         found, problems = collect_inputs(
             options.inputs,
             max_pixels=max_pixels,
@@ -189,20 +296,93 @@ class RunCommand:
         )
         if problems and not options.keep_going:
             raise_problems(problems, "--keep-going makes the clips of the others" if found else "")
-        return options.combined(found, sampling, max_pixels), [*problems]
+        inputs = options.combined(found, sampling, max_pixels)
+        return combine_jobs(inputs, self.seeds), [*problems]
 
-    def pipeline(self, config: PipelineConfig, inputs: Sequence[ClipInput] = ()) -> Pipeline:
+    def _read_lines(self) -> tuple[list[RunJob], list[SvdppError]]:
+        reader = self.line_reader
+        assert reader is not None
+        jobs, errors = reader.read(reader.file.lines())
+        if not jobs:  # else the model's own checks follow, and all errors are raised at once
+            self._raise_line_errors(errors, 0)
+            raise InputError(f"{reader.file.name} has no lines", "write one clip in each line")
+        return jobs, errors
+
+    def _raise_line_errors(self, errors: Sequence[SvdppError], num_jobs: int) -> None:
+        """Raise the errors of lines, unless the clips of the others are to be made."""
+        from svdpp.driver.job_lines import raise_line_errors
+
+        reader = self.line_reader
+        if reader is not None and not (self.options.keep_going and num_jobs):
+            hint = "--keep-going makes the clips of the others" if num_jobs else ""
+            raise_line_errors(errors, reader.file, num_jobs, hint)
+
+    def pipeline_sampling(self, jobs: Sequence[RunJob]) -> SamplingConfig:
+        """Return the parameters with which ranks are started: those of the largest clip.
+
+        Under a launcher they are those of the options, because only rank 0 knows the clips.
+
+        Args:
+            jobs: jobs of the run.
+        """
+        if self.launched is not None or self.options.jobs is None:
+            return self._sampling
+        sizes = {job.sampling: None for job in jobs if job.sampling is not None}
+        return max(sizes, key=_work)
+
+    def check_jobs(
+        self, config: PipelineConfig, jobs: Sequence[RunJob], errors: Sequence[SvdppError]
+    ) -> tuple[list[RunJob], list[SvdppError]]:
+        """Check the clips against the configs of the model, before a weight is loaded.
+
+        Args:
+            config: of the run.
+            jobs: jobs of the run.
+            errors: errors of inputs and lines that make no clip.
+
+        Returns:
+            Jobs, and with `--keep-going` an error for each that makes no clip.
+
+        Raises:
+            RequestError: the model or the ranks cannot make a clip, or outputs exist.
+            ModelError: the model is missing or not supported.
+        """
+        from svdpp.driver.jobs import check_outputs, find_refused_jobs
+        from svdpp.driver.resolve import resolve_config
+
+        reader = self.line_reader
+        num_there = check_outputs(jobs, self.policy)
+        if self.policy.keeps_finished and num_there > _FEW_CLIPS:
+            self.console.info(f"checking {num_there} existing clips frame by frame ...")
+        try:
+            resolved, checkpoint = resolve_config(config, weights="none")
+        except SvdppError:
+            self._raise_line_errors(errors, len(jobs))
+            raise
+        assert checkpoint is not None
+        refused = find_refused_jobs(jobs, resolved, checkpoint)
+        if refused and reader is None:
+            raise refused[0][1]
+        left, errors = [*jobs], [*errors]
+        if reader is not None:
+            lines = {job.line for job, _ in refused}
+            left = [job for job in jobs if job.line not in lines]
+            errors += [reader.line_error(job.line or 0, error) for job, error in refused]
+            self._raise_line_errors(errors, len(left))
+        return left, errors
+
+    def pipeline(self, config: PipelineConfig, jobs: Sequence[RunJob] = ()) -> Pipeline:
         """Return the pipeline, which is not started.
 
         Args:
             config: of the run.
-            inputs: of the clips, whose folders all hosts must share; only rank 0 has them.
+            jobs: jobs of the run, whose folders all hosts must share; only rank 0 has them.
         """
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.options.latents_dir
-        files = [each.media_file for each in inputs if each.media_file]
-        files += [video for _, video in (inputs[0].videos if inputs else ())]
+        files = [job.made_from.media_file for job in jobs if job.made_from.media_file]
+        files += [video for job in jobs for _, video in job.made_from.videos]
         folders = {file.path.parent: file.path for file in files}
         shared = [self.policy.folder, *folders.values()]
         return Pipeline(
@@ -215,32 +395,32 @@ class RunCommand:
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.options.sampling_config(from_image=bool(self.options.inputs))
+        return self.options.sampling_config(from_image=self.from_image)
 
-    def plan(self, config: PipelineConfig, found: Sequence[ClipInput]) -> tuple[Pipeline, RunPlan]:
+    def plan(self, config: PipelineConfig, jobs: Sequence[RunJob]) -> tuple[Pipeline, RunPlan]:
         """Return the pipeline and the clips that it is to make.
 
         Args:
             config: of the run.
-            found: inputs of the clips.
+            jobs: jobs of the run, checked.
 
         Raises:
-            RequestError: two clips would have one name, or one exists already.
+            RequestError: a clip exists already.
             ModelError: the model cannot be used.
         """
-        from svdpp.driver.jobs import check_outputs, plan_clips
-        from svdpp.media.inputs import input_remarks
+        from svdpp.driver.jobs import plan_clips
 
-        num_there = check_outputs(found, self.seeds, self.policy)
-        if self.policy.keeps_finished and num_there > _FEW_CLIPS:
-            self.console.info(f"checking {num_there} existing clips frame by frame ...")
-        pipeline = self.pipeline(config, found)
+        pipeline = self.pipeline(config, jobs)
         assert pipeline.checkpoint is not None
-        clips = plan_clips(found, self.seeds, self.policy, pipeline.config, pipeline.checkpoint)
-        files = [each.media_file for each in found if each.media_file is not None]
-        remarks = input_remarks(files, pipeline.config.sampling)
-        written = [f"remark: {self.console.write_fields(text)}" for text in remarks]
+        clips = plan_clips(jobs, self.policy, pipeline.config, pipeline.checkpoint)
+        written = [
+            f"remark: {self.console.write_fields(text)}"
+            for text in _remarks(jobs, pipeline.config.sampling)
+        ]
         self.console.info(*pipeline.checkpoint.remarks, *written)
+        if replaced := sum(clip.replaces for clip in clips.clips):
+            noun = pluralize(replaced, "clip")
+            self.console.info(f"{noun} of changed lines will be replaced")
         return pipeline, clips
 
     def execute(
@@ -263,21 +443,24 @@ class RunCommand:
         lost: list[dict[str, Any]] = [
             {"output": None, "error": console.error_record(error)} for error in input_errors
         ]
-        manifest = open_manifest(policy.manifest, pipeline.config, clips, lost)
+        table = policy.clip_table
+        manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, table)
         made, missing, metrics = self._run_pipeline(pipeline, clips, manifest)
         lost += [
             {"output": output, "error": console.error_record(error)}
             for output, error in missing.items()
         ]
         for failure in pipeline.failures:
-            output = clips.metadata[failure.clip]["output"]
-            lost.append({"output": output, "error": console.error_record(failure.error)})
+            output = clips.resolver.output_of(clips.clips[failure.clip].job).path
+            name = os.path.basename(output)
+            lost.append({"output": name, "error": console.error_record(failure.error)})
         if made and metrics is not None and metrics.clips > metrics.world_size:
             limits = analyze(metrics, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, report if limits else "")
         skipped = [each for each in clips.skipped if each["output"] not in missing]
-        console.json([*skipped, *made, *lost])
+        folder = str(policy.folder)
+        console.json({"schema_version": 1, "folder": folder, "clips": [*skipped, *made, *lost]})
         self._print(skipped, made, lost)
         if lost:
             num_clips = pluralize(len(skipped) + len(made) + len(lost), "clip")
@@ -335,7 +518,7 @@ class RunCommand:
             pipeline.dismiss()
             with manifest:  # a run that was killed after its last clip left an old manifest
                 return [], {}, None
-        console.info(_describe(config, requests))
+        console.info(_describe(config, clips.clips))
         progress = Progress(
             console,
             "run",
@@ -369,51 +552,157 @@ class RunCommand:
         console.info(", wrote ".join([progress.summary_line, *self.traces.paths]))
         return [each for each in made if each["output"] not in missing], missing, metrics
 
-    def show_plan(self, config: PipelineConfig, found: Sequence[ClipInput], why: str) -> None:
-        """Check a run, and print what it would make; `svdpp plan` forecasts its times.
+    def show_plan(
+        self,
+        config: PipelineConfig,
+        jobs: Sequence[RunJob],
+        why: str,
+        input_errors: Sequence[SvdppError],
+    ) -> None:
+        """Check a run, and print what it would make and when.
 
         Args:
             config: of the run.
-            found: inputs of the clips.
+            jobs: jobs of the run, checked.
             why: remark on the layout.
+            input_errors: errors of inputs and lines that make no clip.
         """
-        from svdpp.driver.jobs import check_outputs, plan_clips
+        from svdpp.driver.jobs import plan_clips
+        from svdpp.driver.request import describe_assumed_costs
         from svdpp.driver.resolve import estimate_ranks, resolve_config
 
         console, policy = self.console, self.policy
         config, checkpoint = resolve_config(config, weights="none")
         assert checkpoint is not None
-        check_outputs(found, self.seeds, policy)
-        clips = plan_clips(found, self.seeds, policy, config, checkpoint)
+        clips = plan_clips(jobs, policy, config, checkpoint)
         console.info(why)
         ranks = estimate_ranks(config, checkpoint)
-        console.result(_describe(config, clips.requests))
+        ends, forecast = _forecast(config, clips)
+        refused = [
+            {
+                **{name: error.details.get(name) for name in ("line", "field")},
+                "message": console.error_record(error)["message"],
+            }
+            for error in input_errors
+        ]
+        console.result(_describe(config, clips.clips))
         console.report(
             {
                 "schema_version": 1,
                 "folder": str(policy.folder),
                 "clips": [
-                    {name: metadata[name] for name in ("output", "input", "seed")}
-                    for metadata in clips.metadata
+                    _clip_row(config, clips, clip, end)
+                    for clip, end in itertools.zip_longest(clips.clips, ends)
                 ],
                 "finished": [metadata["output"] for metadata in clips.skipped],
+                **({"refused": refused} if refused else {}),
+                "forecast": forecast,
                 "layout": str(config.layout),
                 "world_size": config.world_size,
                 "device": config.device,
                 "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
             }
         )
+        if self.options.costs is None:
+            console.info(describe_assumed_costs(config.costs))
 
 
-def _describe(config: PipelineConfig, requests: Sequence[ClipRequest]) -> str:
-    begun, sampling = sum(request.done_steps > 0 for request in requests), config.sampling
+def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, int]:
+    """Return a key by which the clip is largest that needs most parts of the model, and memory."""
+    pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
+    from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
+    return from_image, pixels, sampling.uses_guidance, sampling.num_inference_steps
+
+
+def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
+    """Return what becomes of images that a user may not expect, for each size of the clips."""
+    from svdpp.media.inputs import input_remarks
+
+    files: dict[tuple[int, int, str], tuple[SamplingConfig, dict[MediaFile, None]]] = {}
+    for job in jobs:
+        own = job.sampling or sampling
+        if job.made_from.media_file is not None:
+            _, found = files.setdefault((own.width, own.height, own.fit), (own, {}))
+            found[job.made_from.media_file] = None
+    remarks = [text for own, found in files.values() for text in input_remarks(found, own)]
+    more = len(remarks) - _MAX_REMARKS
+    return remarks[:_MAX_REMARKS] + ([f"and {more} more of this kind"] if more > 0 else [])
+
+
+def _clip_row(
+    config: PipelineConfig, clips: RunPlan, clip: PlannedClip, end: float | None
+) -> dict[str, Any]:
+    """Return what a dry run tells of a clip; `end` is the forecast of its end, in seconds."""
+    sampling, job = clip.sampling or config.sampling, clip.job
+    file, folder = job.made_from.media_file, clips.resolver.folder
+    about = {
+        "output": os.path.basename(clips.resolver.output_of(job).path),
+        "input": None if file is None else recorded_path(file.path, folder),
+        "seed": job.seed,
+        "size": f"{sampling.width}x{sampling.height}",
+        "frames": sampling.frames,
+        "steps": sampling.num_inference_steps,
+    }
+    return about if end is None else {**about, "end_seconds": round(end, 3)}
+
+
+def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict[str, float | int]]:
+    """Forecast the first clips: when each ends, and the time of all.
+
+    The costs are those of the pipeline's parameters; a clip of another size counts by its pixels.
+    """
+    from svdpp.plan.forecast import simulate_schedule
+
+    first = clips.clips[:_BATCH_SIZE]
+    if not first:
+        return [], {"total_seconds": 0.0}
+    pixels = [_pixels(clip.sampling or config.sampling) for clip in clips.clips]
+    sizes = [each / _pixels(config.sampling) for each in pixels[: len(first)]]
+    schedule = clips.resolver.schedule(first)
+    spans = simulate_schedule(schedule, config.costs, sizes)
+    ends = [0.0] * len(first)
+    for span in spans:
+        ends[span.clip] = max(ends[span.clip], span.end)
+    total = max(ends)
+    if len(first) < len(clips.clips):  # the others at the same rate
+        steps = [
+            (clip.sampling or config.sampling).num_inference_steps * each
+            for clip, each in zip(clips.clips, pixels, strict=True)
+        ]
+        total *= sum(steps) / sum(steps[: len(first)])
+    return ends, {"total_seconds": round(total, 3)}
+
+
+def _pixels(sampling: SamplingConfig) -> int:
+    return sampling.width * sampling.height * sampling.frames
+
+
+def _describe(config: PipelineConfig, clips: Sequence[PlannedClip]) -> str:
+    begun = sum(clip.done_steps > 0 for clip in clips)
+    kinds = {
+        (sampling.frames, sampling.width, sampling.height, sampling.num_inference_steps)
+        for sampling in {clip.sampling or config.sampling for clip in clips} or {config.sampling}
+    }
+    frames, width, height, steps = (_range([kind[index] for kind in kinds]) for index in range(4))
+    size = f"{width}x{height}"
+    sizes = sorted({kind[1:3] for kind in kinds})
+    if len(sizes) > 1:
+        size = f"{len(sizes)} sizes"
     return (
-        f"{pluralize(len(requests), 'clip')} of {pluralize(sampling.frames, 'frame')}, "
-        f"{sampling.width}x{sampling.height}, "
-        f"{pluralize(sampling.num_inference_steps, 'step')}, on "
+        f"{pluralize(len(clips), 'clip')} of {_plural(frames, 'frame')}, "
+        f"{size}, {_plural(steps, 'step')}, on "
         f"{pluralize(config.world_size, f'{config.device} rank')} with {config.model.name}"
         + (f"; {begun} of them continued from an earlier run" if begun else "")
     )
+
+
+def _range(numbers: Sequence[int]) -> str:
+    lowest, highest = min(numbers), max(numbers)
+    return str(lowest) if lowest == highest else f"{lowest} to {highest}"
+
+
+def _plural(number: str, noun: str) -> str:
+    return f"{number} {noun}{'' if number == '1' else 's'}"
 
 
 def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
@@ -426,10 +715,10 @@ def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResul
     Yields:
         Finished clips, in the order in which they end.
     """
-    for first in range(0, len(clips.requests), _BATCH_SIZE):
-        batch = slice(first, first + _BATCH_SIZE)
-        handles = pipeline.submit(clips.requests[batch], clips.metadata[batch])
+    for first in range(0, len(clips.clips), _BATCH_SIZE):
+        batch = clips.clips[first : first + _BATCH_SIZE]
+        handles = pipeline.submit(clips.requests_of(batch), clips.metadata_of(batch))
         for result in pipeline.results():
             yield result
-            if handles[0].done() and first + _BATCH_SIZE < len(clips.requests):
+            if handles[0].done() and first + _BATCH_SIZE < len(clips.clips):
                 break

@@ -32,6 +32,8 @@ MAX_MEGAPIXELS = 50
 LARGE_MEGAPIXELS = 4
 #: Clips of one request: number of images x number of seeds.
 MAX_CLIPS = 100_000
+#: Bytes of a jobs file: 1000 for each of `MAX_CLIPS` lines.
+JOBS_FILE_BYTES = 100_000_000
 #: More than 1, so that `verify` can reproduce the bits of a clip from a machine with more cores.
 MAX_THREADS_PER_CORE = 16
 #: Elements of the dummy model's latent.

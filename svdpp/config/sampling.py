@@ -110,12 +110,12 @@ SHARED: Mapping[str, Param] = {
     "num_frames": Param(
         lowest=1, highest=MAX_FRAMES, kind=int, help="Frames of each clip.", api="frames"
     ),
-    "fps": Param(lowest=1, highest=240, help="Frames per second, such as 29.97."),
+    "fps": Param(lowest=1, highest=240, help="Frames a second, such as 29.97."),
     "decode_chunk_size": Param(
         lowest=1,
         highest=MAX_FRAMES,
         kind=int,
-        help="Frames to decode at a time; bits depend on it.",
+        help="Frames decoded at once; bits depend on it.",
     ),
     "guidance_scale": Param(
         highest=MAX_GUIDANCE, help="Guidance by the prompt; up to 1 it is off."
@@ -155,6 +155,27 @@ def params_of(kind: Any) -> dict[str, Param]:
         for each in fields(kind)
         if each.name in known
     }
+
+
+#: Parameters that requests of clips name in another way, or not at all.
+_NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
+
+
+def params_by_field(kind: Any) -> dict[str, Param]:
+    """Return the parameters of a sampling class by their names in requests of clips."""
+    params = params_of(kind)
+    return {param.field: param for name, param in params.items() if name not in _NOT_IN_REQUESTS}
+
+
+def frames_of_seconds(seconds: float, fps: float, unit: int) -> int:
+    """Return the number of frames that comes nearest to a duration.
+
+    Args:
+        seconds: duration of the clip.
+        fps: frames per second.
+        unit: the number of frames is a multiple of this number plus 1.
+    """
+    return max(1, round((seconds * fps - 1) / unit) * unit + 1)
 
 
 def extra_params(kind: Any) -> dict[str, Param]:

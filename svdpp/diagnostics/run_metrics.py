@@ -6,7 +6,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -208,7 +208,10 @@ def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> 
     made = {span.clip for span in pipeline.trace.spans}
     is_whole = len(made) == len(kept) and not pipeline.failures
     schedule = pipeline.schedule(kept) if is_whole else None
-    return collect_run_metrics(pipeline.trace, pipeline.config, schedule)
+    metrics = collect_run_metrics(pipeline.trace, pipeline.config, schedule)
+    if metrics is not None and any(request.sampling is not None for request in requests):
+        return replace(metrics, sampling={})  # the FLOPs of clips that differ are not counted
+    return metrics
 
 
 def _rank_metrics(trace: Trace, config: PipelineConfig, rank: int) -> RankRunMetrics:

@@ -102,19 +102,6 @@ def _fields(values: object, *names: str) -> dict[str, Any]:
     return {name: getattr(values, name) for name in names}
 
 
-def metadata_of_seed(metadata: dict[str, Any], seed: int, output: OutputConfig) -> dict[str, Any]:
-    """Return the metadata of a clip with another seed and file name.
-
-    Args:
-        metadata: Metadata of a clip that differs in nothing else; see `clip_metadata`.
-        seed: Seed of the other clip.
-        output: File of the other clip.
-    """
-    other = {**metadata, "output": Path(output.path).name, "seed": seed}
-    other["parameters_sha256"] = parameters_sha256(other)
-    return other
-
-
 def _videos(inputs: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
     videos = dict(inputs.videos)
     return {

@@ -1,52 +1,256 @@
-"""Names of a run's clips: one for each input, none twice."""
+"""Names of a run's clips: one for each job, none twice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from svdpp.config import SamplingConfig, VideoFormat
+from svdpp.config.limits import require, shown
+from svdpp.config.sampling import params_by_field
+from svdpp.driver.run_job import RunJob, job_key
+from svdpp.errors import RequestError, nearest, without_controls
 from svdpp.media import video
-from svdpp.media.inputs import ClipInput
 from svdpp.media.prompts import slugify_prompt
-
-
-def clip_names(inputs: Sequence[ClipInput]) -> list[str]:
-    """Return a unique name for each input, with which the file names of its clips begin.
-
-    The name is that of the image, or the first words of the prompt; both if an image has several
-    prompts. Where two would be equal, as for `a.jpg` and `a.png`, the second one gets `-2`, and so
-    on.
-    """
-    prompts: dict[Path, set[str | None]] = {}
-    for each in inputs:
-        if each.media_file is not None:
-            prompts.setdefault(each.media_file.path, set()).add(each.prompt)
-    wanted = []
-    for each in inputs:
-        has_several = each.media_file is not None and len(prompts[each.media_file.path]) > 1
-        words = slugify_prompt(each.prompt or "") or "prompt"
-        wanted.append(f"{each.name}-{words}" if has_several else each.name)
-    # A longer name is cut in the file's name, where only its beginning distinguishes it.
-    beginnings = [_beginning(name, _UNIQUE_BYTES) for name in wanted]
-    names, taken, numbers = list[str](), set(beginnings), dict[str, int]()
-    for name, beginning in zip(wanted, beginnings, strict=True):
-        unique, number = name, numbers.get(beginning, 0) + 1
-        while number > 1 and (unique := f"{_beginning(name, _NUMBERED_BYTES)}-{number}") in taken:
-            number += 1
-        numbers[beginning] = number
-        taken.add(unique)
-        names.append(unique)
-    return names
-
 
 # Bytes of a name that are in every clip's file name: it ends with a seed and a suffix. With a
 # number there are fewer.
 _UNIQUE_BYTES = video.MAX_NAME_BYTES - len("_9223372036854775807.webp")
 _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
+#: Names of a run's own files, which a clip that is a folder of frames cannot have.
+_OWN_NAMES = ("run.json", "clips.jsonl")
+_OTHER_NAME = "`out` takes a folder for several clips"
+#: A name's beginning and end. The number that makes a name unique comes between them.
+_Parts = tuple[str, str]
+
+
+def name_jobs(
+    jobs: Sequence[RunJob],
+    *,
+    single_clip: str = "",
+    template: NameTemplate | None = None,
+    recorded: Mapping[str, Sequence[str]] | None = None,
+) -> list[RunJob]:
+    """Return the jobs with names of their files, without suffixes; no two are equal.
+
+    A job has the name that its user gave, as `out` or by a template. Otherwise it has that of the
+    image, or the first words of the prompt, and the seed; image and words if an image has several
+    prompts in a run without a jobs file. Where two would be equal, the second one gets `-2`, and so
+    on. A job that has been in the folder before keeps its name, whatever stands around it.
+
+    Args:
+        jobs: jobs of the run.
+        single_clip: name of the run's only clip; empty: each job has its own name.
+        template: template of the names; None: the names above.
+        recorded: names that an earlier run gave, by the key of the job; see `job_key`.
+
+    Raises:
+        RequestError: two jobs have the same `out`, or there are several for a single clip.
+    """
+    if single_clip:
+        named = [replace(job, name=single_clip) for job in jobs]
+        _check_no_two(named)
+        return named
+    wanted = _wanted_parts(jobs, template)
+    names = [job.out for job in jobs]
+    _check_no_two([replace(job, name=job.out) for job in jobs if job.out])
+    taken = {*names} - {""}
+    if recorded:
+        _keep_recorded(jobs, wanted, recorded, names, taken)
+    reserved = {first + end for (first, end), name in zip(wanted, names, strict=True) if not name}
+    owned, numbers = set[str](), dict[_Parts, int]()
+    for index, parts in enumerate(wanted):
+        if names[index]:
+            continue
+        first, end = parts
+        name, number = first + end, numbers.get(parts, 0) + 1
+        if number == 1 and name not in taken and name not in owned:
+            owned.add(name)
+        else:
+            number = max(number, 2)
+            first = _beginning(first, _NUMBERED_BYTES)
+            while (name := f"{first}-{number}{end}") in taken or name in reserved:
+                number += 1
+            taken.add(name)
+        numbers[parts] = number
+        names[index] = name
+    return [replace(job, name=name) for job, name in zip(jobs, names, strict=True)]
+
+
+def _check_no_two(named: Iterable[RunJob]) -> None:
+    owners: dict[str, RunJob] = {}
+    for job in named:
+        other = owners.setdefault(job.name, job)
+        if other is not job:
+            raise RequestError(
+                f"{other} and {job} would both become {job.name!r}",
+                "give each its own `out`" if job.out else _OTHER_NAME,
+                details={
+                    **{"output": job.name, "seed": job.seed, "other_seed": other.seed},
+                    **{"line": job.line, "other_line": other.line},
+                },
+            )
+
+
+def _wanted_parts(jobs: Sequence[RunJob], template: NameTemplate | None) -> list[_Parts]:
+    prompts: dict[Path, set[str | None]] = {}
+    for job in jobs if template is None else ():
+        if job.line is None and job.made_from.media_file is not None:
+            prompts.setdefault(job.made_from.media_file.path, set()).add(job.made_from.prompt)
+    several = {path for path, texts in prompts.items() if len(texts) > 1}
+    wanted = []
+    for index, job in enumerate(jobs):
+        if template is not None:
+            wanted.append((_valid(template.render(job, index)), ""))
+            continue
+        made_from = job.made_from
+        name = made_from.name
+        if made_from.media_file is not None and made_from.media_file.path in several:
+            name += f"-{slugify_prompt(made_from.prompt or '') or 'prompt'}"
+        wanted.append((_valid(name), f"_{job.seed}"))
+    return wanted
+
+
+def _keep_recorded(
+    jobs: Sequence[RunJob],
+    wanted: Sequence[_Parts],
+    recorded: Mapping[str, Sequence[str]],
+    names: list[str],
+    taken: set[str],
+) -> None:
+    """Give jobs the names that they had, if these are still of the form that they should have."""
+    left = {key: list(reversed(each)) for key, each in recorded.items()}
+    for index, job in enumerate(jobs):
+        if names[index] or not (known := left.get(job_key(job))):
+            continue
+        name, (first, end) = known.pop(), wanted[index]
+        numbered = re.escape(_beginning(first, _NUMBERED_BYTES)) + r"-\d+" + re.escape(end)
+        if name not in taken and (name == first + end or re.fullmatch(numbered, name)):
+            names[index] = name
+            taken.add(name)
+
+
+def _valid(name: str) -> str:
+    """Return a name as a part of a file's name; a longer one is cut where only its start counts."""
+    return _beginning(without_controls(name).replace("/", "_"), _UNIQUE_BYTES)
 
 
 def _beginning(name: str, num_bytes: int) -> str:
-    encoded = name.encode("utf-8", "surrogatepass")
-    if len(encoded) <= num_bytes:
+    name = name[:num_bytes]
+    while len(name.encode("utf-8", "surrogatepass")) > num_bytes:
+        name = name[:-1]
+    return name
+
+
+def check_out_name(text: str, format: VideoFormat) -> str:
+    """Return a clip's name that a user gave, without the suffix of its format.
+
+    Args:
+        text: name of the file, with or without the suffix.
+        format: format of the clips.
+
+    Raises:
+        RequestError: it is no name of a file inside a folder, or has another format's suffix.
+    """
+    suffix = video.FORMAT_SUFFIXES[format]
+    is_name = bool(text.strip()) and not re.search(r"[/\x00-\x1f\x7f]", text)
+    wrong = f"must be the name of a file, without folders, got {shown(text)}"
+    require(is_name and not text.startswith("."), wrong, "such as cat.mp4", value=text[:60])
+    ending = Path(text).suffix.lower()
+    if suffix and ending == suffix:
+        text = text[: -len(suffix)]
+    elif ending in video.FORMAT_SUFFIXES.values() and ending:
+        wrong = f"ends in {ending}, and the clips are {format}"
+        raise RequestError(wrong, f"leave the suffix out, or use `format` {ending[1:]}")
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    wrong = f"is {num_bytes} bytes long, and a name has {_UNIQUE_BYTES} at most"
+    require(num_bytes <= _UNIQUE_BYTES, wrong, bytes=num_bytes, highest=_UNIQUE_BYTES)
+    require(text not in _OWN_NAMES, f"cannot be {text!r}, a file of the run itself")
+    return text
+
+
+#: Fields of a template that every job has, with a value by which a format is tried.
+_JOB_FIELDS: Mapping[str, Any] = {
+    **{"stem": "cat", "prompt": "a-cat", "seed": 7, "index": 1, "line": 1},
+    **{"width": 8, "height": 8, "size": "8x8", "fit": "stretch"},
+}
+
+
+class NameTemplate:
+    """Template of the clips' names, such as `{stem}-{seed}-{index:04}`.
+
+    Args:
+        text: template in the syntax of Python's `str.format`, with plain names of fields.
+        sampling: parameters of the clips that have none of their own.
+
+    Raises:
+        RequestError: the text is no template, or names a field that no job has.
+    """
+
+    def __init__(self, text: str, sampling: SamplingConfig) -> None:
+        self._text, self._sampling = text, sampling
+        self._params = params_by_field(type(sampling))
+        examples = dict(_JOB_FIELDS) | {
+            name: param.kind(param.lowest) for name, param in self._params.items()
+        }
+        wrong = f"`name` {text!r} is no template"
+        try:
+            parts = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise RequestError(f"{wrong}: {error}", "such as `name` {stem}-{seed}") from error
+        self._used = {field for _, field, _, _ in parts if field is not None}
+        for literal, field, spec, conversion in parts:
+            has_folder = "/" in literal or "\0" in literal
+            require(not has_folder, f"`name` {text!r} names a folder", "`out` is the folder")
+            if field is None:
+                continue
+            known = ", ".join(sorted(examples))
+            if field not in examples:
+                unknown = f"`name` has the unknown field {{{field}}}"
+                hint = nearest(field, examples)
+                fields = f"the fields are {known}"
+                details = {"name": text, "unknown": field, "known": sorted(examples)}
+                raise RequestError(unknown, f"{hint} {fields}".strip(), details=details)
+            is_short = all(len(number) <= 2 for number in re.findall(r"\d+", spec or ""))
+            require(is_short and not conversion, f"{wrong}: {{{field}:{spec}}} is not taken")
+            try:
+                format(examples[field], spec or "")
+            except ValueError as error:
+                raise RequestError(f"{wrong}: {{{field}:{spec}}}: {error}") from error
+        require(bool(self._used), f"{wrong}: it has no field", "such as `name` {stem}-{seed}")
+
+    def render(self, job: RunJob, index: int) -> str:
+        """Return the name of a job's clip.
+
+        Args:
+            job: job of the clip.
+            index: its position among the jobs, from 0; a name counts from 1.
+
+        Raises:
+            RequestError: the name is empty, begins with a dot, or needs what is not known yet.
+        """
+        sampling, made_from = job.sampling or self._sampling, job.made_from
+        media_file, prompt = made_from.media_file, slugify_prompt(made_from.prompt or "")
+        values: dict[str, Any] = {
+            "stem": made_from.name if media_file is None else media_file.path.stem,
+            "prompt": prompt,
+            "seed": job.seed,
+            "index": index + 1,
+            "line": index + 1 if job.line is None else job.line,
+            "width": sampling.width,
+            "height": sampling.height,
+            "size": f"{sampling.width}x{sampling.height}",
+            "fit": sampling.fit,
+            **{field: getattr(sampling, param.name) for field, param in self._params.items()},
+        }
+        unknown = sorted(field for field in self._used if values[field] is None)
+        wrong = f"`name` needs {', '.join(unknown)}, which the model decides later"
+        require(not unknown, wrong, "give it as an option")
+        name = self._text.format(**values)
+        is_name = bool(name.strip()) and not name.startswith(".")
+        require(is_name, f"`name` {self._text!r} makes the name {name!r}", "begin it with a letter")
         return name
-    return encoded[:num_bytes].decode("utf-8", "ignore")

@@ -1,34 +1,35 @@
-"""The jobs of a run: inputs x seeds as clips, and those that are finished."""
+"""The jobs of a run: checks of their outputs, and those whose clips are finished."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import OutputConfig, PipelineConfig, VideoFormat
+from svdpp.config import OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, require
-from svdpp.config.pipeline import identity_fields, latents_key, parameters_sha256
-from svdpp.driver.clip_metadata import (
-    check_clip_metadata,
-    clip_metadata,
-    metadata_of_seed,
-    parse_clip_json,
-    weights_identity,
+from svdpp.config.pipeline import (
+    identity_fields,
+    latents_key,
+    parameters_sha256,
+    sampling_fields,
 )
-from svdpp.driver.clip_names import clip_names
+from svdpp.driver.clip_metadata import check_clip_metadata, parse_clip_json, weights_identity
+from svdpp.driver.clip_table import CLIP_TABLE, read_names
 from svdpp.driver.manifest import MANIFEST, read_manifest
-from svdpp.driver.run_plan import RunPlan
+from svdpp.driver.request_scheduler import RequestScheduler
+from svdpp.driver.run_job import RunJob
+from svdpp.driver.run_plan import JobResolver, PlannedClip, RunPlan
 from svdpp.errors import InputError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.ffmpeg import find_ffmpeg
-from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
+#: What a line of a jobs file sets besides the sampling parameters, as a clip's JSON calls it.
+_LINE_FIELDS = ("input_sha256", "videos_sha256", "prompt", "negative_prompt", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,9 @@ class OutputPolicy:
     crf: int = 18
     overwrite: bool = False
     resume: bool = False
+    replaces_changed: bool = False
+    """Whether `resume` replaces a clip whose input or sampling parameters are others now, as for
+    the lines of a jobs file."""
     is_restarted: bool = False
     latents_folder: Path | None = None
 
@@ -58,58 +62,61 @@ class OutputPolicy:
     @property
     def manifest(self) -> Path:
         """Path of the run's manifest: one for a folder of clips, or for a single clip."""
-        return self.folder / (f"{self.single_clip}.{MANIFEST}" if self.single_clip else MANIFEST)
+        return self._own_file(MANIFEST)
+
+    @property
+    def clip_table(self) -> Path:
+        """Path of the table of the run's clips, beside the manifest."""
+        return self._own_file(CLIP_TABLE)
+
+    def _own_file(self, name: str) -> Path:
+        return self.folder / (f"{self.single_clip}.{name}" if self.single_clip else name)
+
+    @property
+    def recorded_names(self) -> dict[str, list[str]]:
+        """Names that an earlier run gave to its clips, by the key of the job, if they are kept."""
+        return read_names(self.clip_table) if self.keeps_finished else {}
 
 
-def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy) -> int:
+def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     """Check outputs and encoder before the model is searched for.
 
     Args:
-        inputs: inputs of the clips.
-        seeds: seeds of the clips of each input.
+        jobs: named jobs of the run.
         policy: folder, and what happens to existing files.
 
     Returns:
         The number of outputs that exist.
 
     Raises:
-        RequestError: outputs exist that `policy` neither keeps nor replaces, two clips would have
-            one name, or there are too many.
+        RequestError: outputs exist that `policy` neither keeps nor replaces, or there are too many.
         OutputError: a folder cannot be written, or there is no ffmpeg.
     """
     if policy.overwrite and policy.resume:
         raise RequestError("`overwrite` and `resume` contradict each other")
-    num_clips = len(inputs) * len(seeds)
-    require(
-        1 <= num_clips <= MAX_CLIPS,
-        f"inputs x seeds must be 1 to {MAX_CLIPS}, got {num_clips}",
-        value=num_clips,
-        lowest=1,
-        highest=MAX_CLIPS,
-    )
-    _check_names(inputs, seeds, policy)
+    check_number_of_clips(len(jobs))
     # One listing, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
         there = set(os.listdir(policy.folder) if policy.folder.is_dir() else ())
-    existing = [
-        output
-        for _, _, output in _outputs(inputs, seeds, policy)
-        if not there.isdisjoint(map(os.path.basename, (output.path, output.json_path)))
-    ]
+    suffix = video.FORMAT_SUFFIXES[policy.format]
+    files = (f"{job.name}{suffix}" for job in jobs)
+    existing = [name for name in files if name in there or f"{name}.json" in there]
     if existing and not (policy.overwrite or policy.keeps_finished):
-        both = (existing[0].path, existing[0].json_path)
-        first = next(path for path in both if os.path.basename(path) in there)
+        name = existing[0] if existing[0] in there else f"{existing[0]}.json"
+        first = str(policy.folder.absolute() / name)
         noun = "output exists" if len(existing) == 1 else "outputs exist"
         raise RequestError(
             f"{len(existing)} {noun} already, the first is {first!r}",
             "`resume` keeps what is finished, `overwrite` replaces it",
-            details={"existing": len(existing), "asked": len(inputs) * len(seeds)},
+            details={"existing": len(existing), "asked": len(jobs)},
         )
-    for output in existing:
+    for name in existing:
+        path = str(policy.folder.absolute() / name)
+        output = OutputConfig(path=path, format=policy.format, crf=policy.crf)
         video.check_output(output)
         output_files.check_replaceable(output.json_path)
-    if not policy.overwrite and policy.manifest.exists():
-        _check_is_manifest(policy.manifest)
+    if not policy.overwrite:
+        _check_own_files(policy)
     output_files.check_writable(policy.folder)
     if policy.latents_folder is not None:
         output_files.check_writable(policy.latents_folder)
@@ -118,29 +125,88 @@ def check_outputs(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: Out
     return len(existing)
 
 
-def _check_is_manifest(path: Path) -> None:
+def check_number_of_clips(count: int) -> None:
+    """Check that a run has clips, and not too many.
+
+    Args:
+        count: number of its clips.
+
+    Raises:
+        RequestError: there is none, or more than `MAX_CLIPS`.
+    """
+    require(
+        1 <= count <= MAX_CLIPS,
+        f"a run makes 1 to {MAX_CLIPS} clips, got {count}",
+        value=count,
+        lowest=1,
+        highest=MAX_CLIPS,
+    )
+
+
+def _check_own_files(policy: OutputPolicy) -> None:
+    """Check that files with the names of the run's own ones were written by a run."""
+    for path, what, read in (
+        (policy.manifest, "a run's manifest", read_manifest),
+        (policy.clip_table, "a run's table of clips", read_names),
+    ):
+        if not path.exists():
+            continue
+        try:
+            read(path)
+        except InputError as error:
+            raise RequestError(
+                f"{str(path)!r} exists and is not {what}",
+                _REPLACE_OR_KEEP,
+                details={"path": str(path)},
+            ) from error
+
+
+def find_refused_jobs(
+    jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint
+) -> list[tuple[RunJob, RequestError]]:
+    """Return the jobs that the model or the ranks cannot make, each with the reason.
+
+    Args:
+        jobs: jobs of the run.
+        config: resolved configuration of the pipeline.
+        checkpoint: checkpoint of its model.
+    """
+    scheduler = RequestScheduler(config, checkpoint)
+    resolver = JobResolver(config, checkpoint, folder=Path())
+    errors: dict[SamplingConfig, RequestError | None] = {}
+    refused = []
+    for job in jobs:
+        error = None
+        if job.sampling is not None:
+            if job.sampling not in errors:
+                errors[job.sampling] = _refusal(scheduler.check_routes, job.sampling)
+            error = errors[job.sampling]
+        if error is None:
+            sampling = resolver.sampling_of(job) or config.sampling
+            error = _refusal(checkpoint.check_request, sampling, job.request())
+        if error is not None:
+            refused.append((job, error))
+    return refused
+
+
+def _refusal(check: Callable[..., None], *values: Any) -> RequestError | None:
     try:
-        read_manifest(path)
-    except InputError as error:
-        raise RequestError(
-            f"{str(path)!r} exists and is not a run's manifest",
-            _REPLACE_OR_KEEP,
-            details={"path": str(path)},
-        ) from error
+        check(*values)
+    except RequestError as error:
+        return error
+    return None
 
 
 def plan_clips(
-    inputs: Sequence[ClipInput],
-    seeds: Sequence[int],
+    jobs: Sequence[RunJob],
     policy: OutputPolicy,
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> RunPlan:
-    """Return one clip for each input and seed, without the finished ones that `resume` keeps.
+    """Return the clip of each job, without the finished ones that `resume` keeps.
 
     Args:
-        inputs: inputs of the clips.
-        seeds: seeds of the clips of each input.
+        jobs: named jobs of the run.
         policy: folder, and what happens to existing files.
         config: resolved configuration of the pipeline.
         checkpoint: checkpoint of its model.
@@ -149,86 +215,83 @@ def plan_clips(
         RequestError: the model cannot make a clip, or an existing one has other parameters.
         InputError: an existing clip's JSON is none.
     """
-    from svdpp.worker import tensor_files  # torch, which `svdpp report` does not need
+    resolver = JobResolver(
+        config, checkpoint, folder=policy.folder, format=policy.format, crf=policy.crf
+    )
+    plan, folder = RunPlan(resolver), policy.latents_folder
+    saved, weights = set[str](), None
+    if folder is not None:
+        from svdpp.worker import tensor_files  # torch, which a dry run does not need
 
-    plan, are_large = RunPlan(), []
-    folder = policy.latents_folder
-    saved = {key for key, _ in tensor_files.list_checkpoints(folder)} if folder else set()
-    weights = None if folder is None else weights_identity(checkpoint)
-    last, metadata = None, {}
-    for made_from, seed, output in _outputs(inputs, seeds, policy):
-        request = made_from.request(seed)
-        if made_from is last:
-            metadata = metadata_of_seed(metadata, seed, output)
-        else:
-            checkpoint.check_request(config.sampling, request)
-            last, metadata = made_from, clip_metadata(made_from, seed, output, config, checkpoint)
-        key, done_steps = None if folder is None else latents_key(metadata, weights), 0
-        finished = _kept_clip(output, metadata, policy)
+        saved = {key for key, _ in tensor_files.list_checkpoints(folder)}
+        weights = weights_identity(checkpoint)
+    for index, job in enumerate(jobs):
+        sampling, key, done_steps = resolver.sampling_of(job), None, 0
+        finished, is_changed = None, False
+        if policy.keeps_finished or folder is not None:
+            metadata = resolver.metadata_of(job, sampling)
+            finished, is_changed = _kept_clip(resolver.output_of(job), metadata, policy)
+            key = None if folder is None else latents_key(metadata, weights)
         if finished is not None:
             plan.skipped.append(finished)
+            plan.skipped_jobs.append((index, job))
             if folder is not None and key in saved:
                 # A run was killed before it removed them.
                 tensor_files.remove_checkpoints(folder, key)
             continue
         if folder is not None and policy.keeps_finished and key in saved:
             done_steps = max(tensor_files.saved_steps(folder, key), default=0)
-        media_file = made_from.media_file
-        are_large.append(
-            media_file is not None
-            and media_file.width * media_file.height > LARGE_MEGAPIXELS * 10**6
-        )
-        plan.metadata.append(metadata)
-        plan.requests.append(
-            replace(request, output=output, latents_key=key, done_steps=done_steps)
+        plan.clips.append(
+            PlannedClip(
+                index=index,
+                job=job,
+                sampling=sampling,
+                latents_key=key,
+                done_steps=done_steps,
+                replaces=is_changed,
+            )
         )
     # All ranks wait for the first images; the others are prepared while the ranks work.
     num_first = config.parallel.data_parallel_size
-    small = [index for index, is_large in enumerate(are_large) if not is_large][:num_first]
-    order = small + sorted(set(range(len(are_large))) - set(small))
-    plan.requests = [plan.requests[index] for index in order]
-    plan.metadata = [plan.metadata[index] for index in order]
+    first = [clip for clip in plan.clips if not _is_large(clip.job)][:num_first]
+    others = {clip.index for clip in first}
+    plan.clips = first + [clip for clip in plan.clips if clip.index not in others]
     return plan
 
 
-def _outputs(
-    inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy
-) -> Iterator[tuple[ClipInput, int, OutputConfig]]:
-    folder, single = policy.folder.absolute(), policy.single_clip
-    names = clip_names(inputs)
-    for (made_from, name), seed in itertools.product(zip(inputs, names, strict=True), seeds):
-        path = folder / f"{single}{video.FORMAT_SUFFIXES[policy.format]}"
-        if not single:
-            path = video.clip_path(folder, name, seed, policy.format)
-        yield made_from, seed, OutputConfig(path=str(path), format=policy.format, crf=policy.crf)
-
-
-def _check_names(inputs: Sequence[ClipInput], seeds: Sequence[int], policy: OutputPolicy) -> None:
-    owners: dict[str, tuple[str, int]] = {}
-    for made_from, seed, output in _outputs(inputs, seeds, policy):
-        owner = f"{made_from} with seed {seed}"
-        if output.path in owners:
-            other, other_seed = owners[output.path]
-            raise RequestError(
-                f"{other} and {owner} would both become {Path(output.path).name!r}",
-                "`out` takes a folder for several clips"
-                if policy.single_clip
-                else "make them in two runs, each with an `out` folder of its own",
-                details={"output": output.path, "seed": seed, "other_seed": other_seed},
-            )
-        owners[output.path] = owner, seed
+def _is_large(job: RunJob) -> bool:
+    file = job.made_from.media_file
+    return file is not None and file.width * file.height > LARGE_MEGAPIXELS * 10**6
 
 
 def _kept_clip(
     output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
-) -> dict[str, Any] | None:
-    """Return the JSON of an existing clip that `policy` keeps; None if it must be made."""
+) -> tuple[dict[str, Any] | None, bool]:
+    """Return the JSON of an existing clip that `policy` keeps, and whether it has changed.
+
+    Returns:
+        None as the JSON if the clip must be made; True for one that takes the place of a finished
+        clip with other parameters.
+    """
+    if not policy.keeps_finished:
+        return None, False
     try:
-        return _finished_clip(output, metadata) if policy.keeps_finished else None
+        return _finished_clip(output, metadata), False
+    except _ChangedClipError as error:
+        if policy.overwrite or (policy.replaces_changed and error.is_of_line):
+            return None, True
+        raise RequestError(error.message, error.hint, details=error.details) from error
     except (RequestError, InputError):
         if policy.overwrite:
-            return None
+            return None, False
         raise
+
+
+class _ChangedClipError(RequestError):
+    """An existing clip has other parameters."""
+
+    is_of_line = False
+    """Whether they are only such as a line of a jobs file sets."""
 
 
 def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
@@ -258,15 +321,18 @@ def _check_same_parameters(path: Path, existing: dict[str, Any], metadata: dict[
     if parameters_sha256(existing) == metadata["parameters_sha256"]:
         return
     names = (*identity_fields(metadata), *identity_fields(existing))
-    name = next(name for name in names if existing.get(name) != metadata.get(name))
+    changed = [name for name in names if existing.get(name) != metadata.get(name)]
+    name = changed[0]
     before, now = existing.get(name), metadata.get(name)
     # The default number of threads depends on the number of ranks.
     same = f"`num_threads` {before} keeps it; " if name == "num_threads" else ""
-    raise RequestError(
+    error = _ChangedClipError(
         f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
         same + _REPLACE_OR_KEEP,
         details={"path": str(path), "field": name, "before": before, "now": now},
     )
+    error.is_of_line = {*changed} <= {*_LINE_FIELDS, *sampling_fields(metadata["family"])}
+    raise error
 
 
 def _embedded(path: Path) -> dict[str, Any]:

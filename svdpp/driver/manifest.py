@@ -1,4 +1,7 @@
-"""`run.json`: the state of each clip of a run, written beside the supervision of its ranks."""
+"""`run.json`: the state of each clip of a run, written beside the supervision of its ranks.
+
+`clips.jsonl` is written with it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any, Literal
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import read_small_file
+from svdpp.driver.clip_table import ClipTable
 from svdpp.driver.file_thread import FileThread
 from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import InputError, OutputError, error_to_dict, redact_all
@@ -57,7 +61,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def open_manifest(
-    path: Path, config: PipelineConfig, clips: RunPlan, lost: Sequence[Mapping[str, Any]]
+    path: Path,
+    config: PipelineConfig,
+    clips: RunPlan,
+    lost: Sequence[Mapping[str, Any]],
+    table: Path,
 ) -> RunManifest:
     """Return the manifest of a run that is about to begin.
 
@@ -65,7 +73,8 @@ def open_manifest(
         path: Path of the file.
         config: Configuration of the pipeline.
         clips: Clips to make, and finished ones.
-        lost: Entry for each input that could not be read, with `output` None and its `error`.
+        lost: Entry for each input that makes no clip, with `output` None and its `error`.
+        table: Path of the table of clips.
     """
     run = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -76,11 +85,23 @@ def open_manifest(
     }
     before = [{**_entry(made), **_host(made), "state": "done"} for made in clips.skipped]
     before += [{**entry, "state": "failed"} for entry in lost]
-    begun = [
-        {**_entry(metadata), "from_step": request.done_steps}
-        for metadata, request in zip(clips.metadata, clips.requests, strict=True)
+    clip_table = ClipTable(table)
+    rows: dict[int, str] = {
+        index: clip_table.row_of_clip(index, job, made, "done")
+        for (index, job), made in zip(clips.skipped_jobs, clips.skipped, strict=True)
+    }
+    begun = []
+    for clip in clips.clips:
+        (metadata,) = clips.metadata_of([clip])
+        begun.append({**_entry(metadata), "from_step": clip.done_steps})
+        rows[clip.index] = clip_table.row_of_clip(clip.index, clip.job, metadata, "pending")
+    errors = [
+        clip_table.row_of_error(entry["error"], entry["error"].get("details", {}).get("line"))
+        for entry in lost
     ]
-    return RunManifest(path, run, begun, before)
+    clip_table.fill([rows[index] for index in sorted(rows)] + errors)
+    indices = [clip.index for clip in clips.clips]
+    return RunManifest(path, run, begun, before, clip_table, indices)
 
 
 def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +124,8 @@ class RunManifest:
         run: Entries for the run as a whole.
         clips: Entry for each clip of the pipeline, by index.
         before: Entries of clips that were finished or lost before the run began.
+        table: Table of the clips, which is written with the manifest; None: there is none.
+        indices: Position of each clip of the pipeline among the jobs, in the table.
 
     Raises:
         OutputError: On entering, or on leaving without another error, the file cannot be written.
@@ -114,21 +137,27 @@ class RunManifest:
         run: Mapping[str, Any],
         clips: Sequence[Mapping[str, Any]],
         before: Sequence[Mapping[str, Any]] = (),
+        table: ClipTable | None = None,
+        indices: Sequence[int] = (),
     ) -> None:
         self._path = path
+        self._table = table
+        self._indices = indices
         self._content = redact_all({"schema_version": SCHEMA_VERSION, **run})
         self._clips = redact_all([{**clip, "state": "pending"} for clip in clips])
         self._content["clips"] = [*redact_all(before), *self._clips]
         self._next_write = 0.0
         self._changed = True
         self._has_begun = False
-        self._earlier: str | None = None
+        self._earlier: dict[Path, str | None] = {}
         self._files = FileThread("manifest")
         self._writing: Future[None] | None = None
 
     def __enter__(self) -> RunManifest:
-        with contextlib.suppress(OSError, ValueError):
-            self._earlier = self._path.read_text()
+        for path in self._paths:
+            self._earlier[path] = None
+            with contextlib.suppress(OSError, ValueError):
+                self._earlier[path] = path.read_text()
         self._write_at_once()
         return self
 
@@ -138,9 +167,10 @@ class RunManifest:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        for clip in self._clips:
+        for index, clip in enumerate(self._clips):
             if clip["state"] == "running":
                 clip["state"] = "pending"  # no rank works on it any longer
+                self._update_row(index, "pending", {})
                 self._changed = True
         # An error here would hide the one that ended the run.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OutputError):
@@ -149,7 +179,7 @@ class RunManifest:
             elif self._changed or self._writing is not None:
                 self._write_at_once()
 
-    def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
+    def __call__(self, rank: int, event: Event) -> None:
         """Take one event of a rank."""
         match event:
             case (
@@ -158,9 +188,9 @@ class RunManifest:
             ):
                 self._set(clip, "running")
             case ClipDone():
-                self._set(event.clip, "done", **_host(event.metadata))
+                self._set(event.clip, "done", event.metadata, rank, **_host(event.metadata))
             case ClipFailed():
-                self._set(event.clip, "failed", error=event.error)
+                self._set(event.clip, "failed", {}, rank, error=event.error)
             case _:
                 pass
         if self._writing is not None and self._writing.done():
@@ -189,32 +219,51 @@ class RunManifest:
             if clip["output"] == output:
                 clip.update(state="failed", error=redact_all(error_to_dict(error)))
                 self._changed = True
+        if self._table is not None:
+            self._table.mark_lost(output, error_to_dict(error))
 
-    def _set(self, clip: int, state: Literal["running", "done", "failed"], **more: Any) -> None:
+    def _set(
+        self,
+        clip: int,
+        state: Literal["running", "done", "failed"],
+        result: Mapping[str, Any] | None = None,
+        rank: int | None = None,
+        **more: Any,
+    ) -> None:
         if self._clips[clip]["state"] in ("done", "failed", state):
             return
         self._clips[clip].update(state=state, **redact_all(more))
+        about = more if rank is None else {**more, "rank": rank}
+        self._update_row(clip, state, result or {}, **about)
         self._changed = self._has_begun = True
+
+    def _update_row(self, clip: int, state: str, result: Mapping[str, Any], **more: Any) -> None:
+        if self._table is not None:
+            self._table.update(self._indices[clip], state, result, **more)
+
+    @property
+    def _paths(self) -> list[Path]:
+        return [self._path] if self._table is None else [self._path, self._table.path]
 
     def _write(self) -> None:
         begun = time.monotonic()
-        text = output_files.json_text(self._content)
+        texts = [output_files.json_text(self._content)]
+        if self._table is not None:
+            texts.append(self._table.text())
         # At most a fiftieth of the time goes into a long manifest.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
-        self._writing = self._files.submit(lambda: output_files.write_text(self._path, text))
+        files = dict(zip(self._paths, texts, strict=True))
+        self._writing = self._files.submit(lambda: _replace_files(files))
 
     def _write_at_once(self) -> None:
         self._write()
         self._wait()
 
     def _restore(self) -> None:
-        """Restore the file from before this run, because no clip has begun."""
+        """Restore the files from before this run, because no clip has begun."""
         earlier = self._earlier
-        if earlier is None:
-            self._writing = self._files.submit(lambda: self._path.unlink(missing_ok=True))
-        else:
-            self._writing = self._files.submit(lambda: output_files.write_text(self._path, earlier))
+        self._writing = self._files.submit(lambda: _replace_files(earlier))
         self._wait()
 
     def _wait(self) -> None:
@@ -228,6 +277,15 @@ class RunManifest:
                 f"{_LAST_WRITE_SECONDS:.0f} s",
                 details={"path": str(self._path), "timeout_seconds": _LAST_WRITE_SECONDS},
             ) from None
+
+
+def _replace_files(texts: Mapping[Path, str | None]) -> None:
+    """Write files with their texts; None: remove the file."""
+    for path, text in texts.items():
+        if text is None:
+            path.unlink(missing_ok=True)
+        else:
+            output_files.write_text(path, text)
 
 
 def find_missing_outputs(

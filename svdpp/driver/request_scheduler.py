@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from svdpp.config import ClipRequest, PipelineConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, first_line
 from svdpp.models.checkpoint import Checkpoint
@@ -15,6 +15,8 @@ from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
+# Clips for each rank after which the routes of every split have been seen.
+_ROUTES = 4
 
 
 class RequestScheduler:
@@ -48,6 +50,28 @@ class RequestScheduler:
             return replace(request, sampling=None)
         self.router.config_with(sampling)
         return replace(request, sampling=sampling)
+
+    def check_routes(self, sampling: SamplingConfig) -> None:
+        """Check that the ranks can make clips with these parameters, whatever their index.
+
+        Args:
+            sampling: sampling parameters of the clips, resolved or not.
+
+        Raises:
+            RequestError: the model cannot make them, or no route of the ranks can; the hint names
+                the parameter of the clip that is to change.
+        """
+        request = self.resolve_request(ClipRequest(seed=0, sampling=sampling))
+        try:
+            for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
+                self.router.route(clip, request)
+        except RequestError as error:
+            default_steps = self._config.sampling.num_inference_steps
+            field, hint = "num_inference_steps", f"use {default_steps} steps"
+            if sampling.num_inference_steps == default_steps:
+                field, hint = "flow_shift", "leave `flow_shift` out"
+            details = {**error.details, "field": field}
+            raise RequestError(error.message, hint, details=details) from error
 
     def resolve_requests(self, requests: Iterable[ClipRequest]) -> list[ClipRequest]:
         """Return `requests` as a list, resolved: the ranks can make every clip.

@@ -1,4 +1,4 @@
-"""Prompts from the lines of a text file, and file names from the words of a prompt."""
+"""Prompts from the lines of a text file or beside images, and file names from their words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import codecs
 import itertools
 import re
 import unicodedata
+from pathlib import Path
 
+from svdpp.config.limits import read_small_file
 from svdpp.config.pipeline import check_prompt
 from svdpp.errors import InputError, RequestError
 
@@ -39,7 +41,7 @@ def parse_prompts(data: bytes, name: str) -> list[str]:
         InputError: A line is not text or not a valid prompt, or the file has no prompt.
     """
     prompts = []
-    for number, line in enumerate(_lines(data, name), start=1):
+    for number, line in enumerate(_split_lines(decode_text(data, name)), start=1):
         prompt = line.strip()
         if not prompt or prompt.startswith("#"):
             continue
@@ -55,7 +57,16 @@ def parse_prompts(data: bytes, name: str) -> list[str]:
     return prompts
 
 
-def _lines(data: bytes, name: str) -> list[str]:
+def decode_text(data: bytes, name: str) -> str:
+    """Return the text of a file, without byte order marks.
+
+    Args:
+        data: content of the file: UTF-8, or UTF-16 or UTF-32 with a byte order mark.
+        name: option and file, for messages.
+
+    Raises:
+        InputError: a line is not text.
+    """
     mark, encoding = next((pair for pair in _MARKS if data.startswith(pair[0])), (b"", "utf-8"))
     data = data.removeprefix(mark)
     hint = "save the file as UTF-8"
@@ -69,12 +80,38 @@ def _lines(data: bytes, name: str) -> list[str]:
         line = len(_split_lines(text[: text.index("\0")]))
         message = f"{name}, line {line}: it has a null byte, as binary files and UTF-16 do"
         raise InputError(message, hint, details={"line": line})
-    return _split_lines(text.replace(_MARK, ""))
+    return text.replace(_MARK, "")
 
 
 def _split_lines(text: str) -> list[str]:
     # Not by splitlines(), which also splits at form feeds and other separators inside a prompt.
     return re.split(r"\r\n|\r|\n", text)
+
+
+def read_caption(image: Path) -> str | None:
+    """Return the text of the file beside an image that has its name and ends in `.txt`.
+
+    Args:
+        image: path of the image.
+
+    Returns:
+        The text with one blank in place of each line break; None: there is no such file.
+
+    Raises:
+        InputError: the file cannot be read, or holds no prompt.
+    """
+    path = image.with_suffix(".txt")
+    if not path.exists():
+        return None
+    name = repr(str(path))
+    text = " ".join(decode_text(read_small_file(path, "the prompt"), name).split())
+    if not text:
+        raise InputError(f"{name} has no prompt", "write what happens in the clip")
+    try:
+        check_prompt("prompt", text)
+    except RequestError as error:
+        raise InputError(f"{name}: {error.message}", error.hint, details=error.details) from error
+    return text
 
 
 def slugify_prompt(prompt: str) -> str:

@@ -317,19 +317,6 @@ def read_metadata(path: Path) -> dict[str, object]:
     return record
 
 
-def clip_path(out: Path, stem: str, seed: int, format: VideoFormat) -> Path:
-    """Return the path of a clip: `<out>/<stem>_<seed>.<format>`, without a suffix for `frames`.
-
-    Any stem gives a valid name: separators and control characters become `_`, and the stem is cut
-    so that the name has at most `MAX_NAME_BYTES` in UTF-8. Two stems can therefore give the same
-    path; the caller must check for that.
-    """
-    stem, end = without_controls(stem).replace("/", "_"), f"_{seed}{FORMAT_SUFFIXES[format]}"
-    while stem and len((stem + end).encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
-        stem = stem[:-1]
-    return out / (stem + end)
-
-
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a clip's file, or of the names and hashes of a folder's files.
 

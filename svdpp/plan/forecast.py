@@ -104,9 +104,10 @@ class _Simulation:
     has ended. A SEND returns at once unless the previous transfer on its link is still running.
     """
 
-    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
+    def __init__(self, schedule: Schedule, costs: CostModel, sizes: Sequence[float]) -> None:
         self.schedule = schedule
         self.costs = costs
+        self.sizes = sizes
         self.spans: list[Span] = []
         self.current: dict[int, Action] = {}
         self.begun: Counter[tuple[str, _LinkId]] = Counter()
@@ -161,7 +162,9 @@ class _Simulation:
                     if meeting not in self.ends:
                         yield meeting
                     clock = self.ends[meeting]
-                start, clock = clock, clock + self.costs.action_seconds(action, rank)
+                seconds = self.costs.action_seconds(action, rank)
+                seconds *= self.sizes[action.clip] if self.sizes else 1.0
+                start, clock = clock, clock + seconds
                 self.spans.append(Span(rank, action, start, clock))
         self.current.pop(rank, None)
 
@@ -192,12 +195,15 @@ class _Simulation:
         self.ready += self.sleepers.pop(transfer, [])
 
 
-def simulate_schedule(schedule: Schedule, costs: CostModel) -> list[Span]:
+def simulate_schedule(
+    schedule: Schedule, costs: CostModel, sizes: Sequence[float] = ()
+) -> list[Span]:
     """Forecast when each rank does its actions, transfers excepted.
 
     Args:
         schedule: Action list of each rank.
         costs: Seconds of each kind of work.
+        sizes: Work of each clip relative to one of the costs, by index; empty: all are equal.
 
     Returns:
         The spans, in no order of ranks.
@@ -206,7 +212,7 @@ def simulate_schedule(schedule: Schedule, costs: CostModel) -> list[Span]:
         DeadlockError: Each rank with work left waits for another, or two ends of a transfer differ.
         RequestError: The costs lack the time of a transfer between hosts.
     """
-    return _Simulation(schedule, costs).run()
+    return _Simulation(schedule, costs, sizes).run()
 
 
 #: Old name, until the next version.

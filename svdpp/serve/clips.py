@@ -27,7 +27,6 @@ from svdpp.worker import tensor_files
 from svdpp.worker.routes import resolve_clip_config
 
 _MAX_SHAPES = 256
-_ROUTES = 4
 # Seconds beyond the expected time, after which the ranks take the image as any other.
 _PREPARE_SECONDS = 60.0
 
@@ -71,20 +70,10 @@ class Admission:
             self._checkpoint.check_request(sampling, request)
 
     def _find_route_error(self, sampling: SamplingConfig) -> RequestError | None:
-        scheduler = RequestScheduler(self._config, self._checkpoint)
         try:
-            request = scheduler.resolve_request(ClipRequest(seed=0, sampling=sampling))
+            RequestScheduler(self._config, self._checkpoint).check_routes(sampling)
         except RequestError as error:
             return error
-        try:
-            for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
-                scheduler.router.route(clip, request)
-        except RequestError as error:
-            default_steps = self._config.sampling.num_inference_steps
-            field, hint = "num_inference_steps", f"use {default_steps} steps"
-            if sampling.num_inference_steps == default_steps:
-                field, hint = "flow_shift", "leave `flow_shift` out"
-            return RequestError(error.message, hint, details={**error.details, "field": field})
         return None
 
     def _check_memory(self, sampling: SamplingConfig) -> None:

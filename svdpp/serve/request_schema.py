@@ -28,7 +28,7 @@ from pydantic_core import from_json
 
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
-from svdpp.config.sampling import as_whole
+from svdpp.config.sampling import as_whole, frames_of_seconds, params_by_field
 from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, InputUse
 from svdpp.serve.schemas import (
@@ -36,7 +36,6 @@ from svdpp.serve.schemas import (
     ApiError,
     format_size,
     invalid_request,
-    params_by_field,
     params_to_json,
 )
 
@@ -389,7 +388,7 @@ class Capabilities:
             raise ApiError(422, "frames_and_seconds", text, "give one", field="seconds")
         fps = as_whole(request.value("fps") or self.sampling.fps)
         unit = self.sampling.frames_unit
-        frames = max(1, round((request.seconds * fps - 1) / unit) * unit + 1)
+        frames = frames_of_seconds(request.seconds, fps, unit)
         if frames > self.max_frames:
             text = (
                 f"{request.seconds:g} seconds of {fps} frames are {frames} frames, and this server "

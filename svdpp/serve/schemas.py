@@ -19,12 +19,12 @@ from svdpp import errors
 from svdpp.config import (
     SAMPLING_CLASSES,
     Fit,
-    Param,
     PromptedSampling,
     SamplingConfig,
     configuration_fields,
     params_of,
 )
+from svdpp.config.sampling import params_by_field
 from svdpp.errors import (
     SvdppError,
     describe_fault,
@@ -62,15 +62,6 @@ _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
 #: Errors that are not logged, because clients that retry would fill the log.
 _EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
-#: Sampling parameters that requests do not have under these names.
-_NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
-
-
-def params_by_field(kind: Any) -> dict[str, Param]:
-    """Return the parameters of a sampling class by their names in requests."""
-    params = params_of(kind)
-    return {param.field: param for name, param in params.items() if name not in _NOT_IN_REQUESTS}
-
 
 #: Field of the image, or of the video that replaces it.
 IMAGE_FIELD = "input_reference"

@@ -20,6 +20,7 @@ import numpy as np
 from svdpp.config import OutputConfig
 from svdpp.config.limits import read_small_file
 from svdpp.driver.clip_metadata import check_clip_metadata, embedded_part, parse_clip_json
+from svdpp.driver.clip_table import CLIP_TABLE
 from svdpp.driver.manifest import MANIFEST
 from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
@@ -61,7 +62,7 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
     """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
-        if path.name == MANIFEST:  # a pattern such as out/* includes it
+        if _is_of_run(path):  # a pattern such as out/* includes them
             continue
         if _has_frames_json(path):
             found.append(_preferred_path(path))
@@ -155,6 +156,12 @@ def _read_clip_json(path: Path) -> ClipOnDisk:
     return ClipOnDisk(path=file, json_path=path, raw=raw, metadata=metadata)
 
 
+def _is_of_run(path: Path) -> bool:
+    """Whether `path` has the name of a run's manifest, or of its table of clips."""
+    names = MANIFEST, CLIP_TABLE
+    return path.name in names or path.name.endswith(tuple(f".{name}" for name in names))
+
+
 def _is_clip(path: Path) -> bool:
     """Whether `path` is a file with a clip's metadata, or a clip's JSON, even a damaged one."""
     try:
@@ -176,7 +183,7 @@ def _clips_in(folder: Path) -> list[Path]:
         details = {"path": str(folder), "reason": error.strerror}
         message = f"{str(folder)!r} cannot be read: {error.strerror}"
         raise InputError(message, details=details) from error
-    return [path for path in names if path.name != MANIFEST and _is_clip(path)]
+    return [path for path in names if not _is_of_run(path) and _is_clip(path)]
 
 
 def _preferred_path(path: Path) -> Path:

@@ -82,7 +82,9 @@ def test_run_makes_clips_that_are_diffusers_own(
 ) -> None:
     _, out, done = made
     assert (done.code, done.err) == (0, "")
-    records = json.loads(done.out)
+    result = json.loads(done.out)
+    records = result["clips"]
+    assert result["folder"] == str(out)
     assert {name: records[0][name] for name in RECORDED} == RECORDED
     assert [record["output"] for record in records] == [f"{n}_{seed}.mp4" for n, seed in NAMES]
     pipe = StableVideoDiffusionPipeline.from_pretrained(tiny, dtype=torch.float32)
@@ -108,7 +110,7 @@ def test_a_run_leaves_its_clips_their_json_and_a_manifest(
     _, out, _ = made
     suffixes = ("mp4", "mp4.json")
     clip_files = [f"{stem}_{seed}.{suffix}" for stem, seed in NAMES for suffix in suffixes]
-    assert sorted(p.name for p in out.iterdir()) == sorted([*clip_files, "run.json"])
+    assert sorted(p.name for p in out.iterdir()) == sorted([*clip_files, "run.json", "clips.jsonl"])
     manifest = json.loads((out / "run.json").read_text())
     assert [clip["output"] for clip in manifest["clips"]] == clip_files[::2]
     assert {clip["state"] for clip in manifest["clips"]} == {"done"}
@@ -144,7 +146,7 @@ def test_the_same_run_again_makes_only_what_is_missing(
     assert skipping.out.count("was finished") == 3
     assert np.array_equal(read_frames(missing, "mp4").shape, (3, 64, 64, 3))
     for path, content in before.items():
-        if path.name.partition(".")[0] not in (missing.stem, "run"):
+        if path.name.partition(".")[0] not in (missing.stem, "run", "clips"):
             assert path.read_bytes() == content, path
     quiet = ("--quiet",)  # no remark on the photos' shape
     assert_error(

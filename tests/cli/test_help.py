@@ -44,7 +44,7 @@ def test_help_of_run_shows_the_common_options_in_panels() -> None:
     titles = ["Arguments", "Options", "Output", "Video", "Prompts", "Model and precision", "Layout"]
     assert re.findall(r"^╭─ ([A-Z][a-z ]+) ─", text, re.M) == titles
     common = (
-        "prompt prompts negative-prompt model lora out seed seeds steps frames width height fps"
+        "prompt prompts jobs negative-prompt model lora out seed seeds steps frames width height"
     )
     common += " fps fit guidance-scale gpus layout decode-chunk-size resume overwrite dry-run"
     assert {*_shown(text)} == {f"--{name}" for name in [*common.split(), "help", "help-all"]}

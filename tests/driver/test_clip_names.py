@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from svdpp.driver.clip_names import clip_names
+from svdpp.config import SvdSampling
+from svdpp.driver.clip_names import NameTemplate, name_jobs
+from svdpp.driver.run_job import RunJob, combine_jobs, job_key
+from svdpp.errors import RequestError
 from svdpp.media.inputs import ClipInput, MediaFile
-from svdpp.media.video import clip_path
+from svdpp.media.video import MAX_NAME_BYTES
 
 
 def image(path: str, prompt: str | None = None) -> ClipInput:
@@ -42,17 +45,96 @@ LONG = X + " and then "
 def test_names_differ_and_say_what_a_clip_is_made_from(
     inputs: list[ClipInput], names: list[str]
 ) -> None:
-    assert clip_names(inputs) == names
+    assert [job.name for job in name_jobs(combine_jobs(inputs, [5]))] == [f"{n}_5" for n in names]
 
 
 def test_names_that_are_too_long_differ_as_well() -> None:
     stem = "\u4f60" * 80
     inputs = [image(f"{folder}/{stem}{end}.jpg") for folder in "abc" for end in ("", "x")]
-    names = clip_names(inputs)
     for seed in (0, 2**63 - 1):
-        paths = {clip_path(Path("out"), name, seed, "mp4") for name in names}
-        assert len(paths) == len(inputs)
+        names = {job.name for job in name_jobs(combine_jobs(inputs, [seed]))}
+        assert len(names) == len(inputs)
+        assert max(len(f"{name}.webp".encode()) for name in names) <= MAX_NAME_BYTES
+
+
+def line(number: int, path: str, prompt: str | None = None, out: str = "") -> RunJob:
+    return RunJob(made_from=image(path, prompt), seed=7, line=number, out=out)
+
+
+def test_a_line_keeps_its_name_when_others_come_and_go() -> None:
+    a, b, c = line(1, "x.jpg", "a"), line(2, "x.jpg", "b"), line(3, "x.jpg", "c")
+    before = name_jobs([a, b])
+    assert [job.name for job in before] == ["x_7", "x-2_7"]
+    recorded = {job_key(job): [job.name] for job in before}
+    assert [job.name for job in name_jobs([c, a, b], recorded=recorded)] == [
+        "x-3_7",
+        "x_7",
+        "x-2_7",
+    ]
+    assert [job.name for job in name_jobs([b], recorded=recorded)] == ["x-2_7"]
+    # A record is of another run, or forged: names follow from the jobs alone.
+    assert [job.name for job in name_jobs([b], recorded={job_key(b): ["../x"]})] == ["x_7"]
+    equal = name_jobs([a, a], recorded={job_key(a): ["x_7", "x-2_7"]})
+    assert [job.name for job in equal] == ["x_7", "x-2_7"]
+
+
+def test_names_of_the_user_come_first() -> None:
+    jobs = [line(1, "x.jpg"), line(2, "x.jpg", out="x_7"), line(3, "x.jpg", out="x-2_7")]
+    assert [job.name for job in name_jobs(jobs)] == ["x-3_7", "x_7", "x-2_7"]
+    with pytest.raises(RequestError, match=r"line 1: 'a' with seed 7 and line 2: 'b' .* 'y'"):
+        name_jobs([line(1, "a", out="y"), line(2, "b", out="y")])
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        ("{stem}-{seed}-{index:04}", ["a-7-0001", "b-7-0002"]),
+        ("{prompt}", ["a-cat", "a-cat-2"]),
+        ("{line}_{size}_{steps}", ["1_1024x576_28", "2_1024x576_28"]),
+        ("{{{stem}}}", ["{a}", "{b}"]),
+    ],
+)
+def test_a_template_has_the_fields_of_its_job(template: str, names: list[str]) -> None:
+    jobs = [line(1, "in/a.jpg", "A cat!"), line(2, "b.jpg", "a cat")]
+    parsed = NameTemplate(template, SvdSampling())
+    assert [job.name for job in name_jobs(jobs, template=parsed)] == names
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{sead}", r"unknown field \{sead\}"),
+        ("{stem.__class__}", "unknown field"),
+        ("{0}", "unknown field"),
+        ("{stem", "is no template"),
+        ("{seed:x4}", "is no template"),
+        ("{seed:99999}", "is not taken"),
+        ("{stem!r}", "is not taken"),
+        ("x/{stem}", "names a folder"),
+        ("clip", "has no field"),
+    ],
+)
+def test_a_wrong_template_is_refused(template: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        NameTemplate(template, SvdSampling())
+
+
+def test_a_template_cannot_make_every_name() -> None:
+    with pytest.raises(RequestError, match="needs frames, which the model decides later"):
+        name_jobs([line(1, "a.jpg")], template=NameTemplate("{frames}", SvdSampling()))
+    with pytest.raises(RequestError, match=r"makes the name '\.a'"):
+        name_jobs([line(1, "a.jpg")], template=NameTemplate(".{stem}", SvdSampling()))
+
+
+def test_a_name_is_one_valid_part_of_a_path() -> None:
+    for stem in ("\u00e9" * 300, "\u4f60" * 300, "\udcff" * 300, "x" * 300):
+        (job,) = name_jobs(combine_jobs([image(f"{stem}.jpg")], [2**63 - 1]))
+        assert 170 < len(f"{job.name}.webp".encode("utf-8", "surrogatepass")) <= MAX_NAME_BYTES
+        assert job.name.endswith("_9223372036854775807")
+    (job,) = name_jobs(combine_jobs([image("a\0b\nc\rd.jpg")], [0]))
+    assert job.name == "a_b_c_d_0"
 
 
 def test_a_hundred_thousand_equal_names_take_no_time() -> None:
-    assert len(set(clip_names([text("a cat")] * 100_000))) == 100_000
+    jobs = combine_jobs([text("a cat")] * 100_000, [0])
+    assert len({job.name for job in name_jobs(jobs)}) == 100_000

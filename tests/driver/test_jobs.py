@@ -27,6 +27,7 @@ from svdpp.config import (
 from svdpp.driver import memory_process, ranks
 from svdpp.driver import resolve as memory
 from svdpp.driver.clip_metadata import clip_metadata
+from svdpp.driver.clip_names import name_jobs
 from svdpp.driver.jobs import (
     OutputPolicy,
     check_outputs,
@@ -34,6 +35,7 @@ from svdpp.driver.jobs import (
 )
 from svdpp.driver.manifest import RunManifest, open_manifest
 from svdpp.driver.resolve import check_memory, resolve_config
+from svdpp.driver.run_job import combine_jobs
 from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
@@ -73,8 +75,9 @@ def _finish(
 
 
 def _plan(media_file: MediaFile, policy: OutputPolicy, config: PipelineConfig = CONFIG) -> RunPlan:
-    check_outputs([ClipInput(media_file)], [0], policy)
-    return plan_clips([ClipInput(media_file)], [0], policy, config, find_checkpoint(config.model))
+    jobs = name_jobs(combine_jobs([ClipInput(media_file)], [0]))
+    check_outputs(jobs, policy)
+    return plan_clips(jobs, policy, config, find_checkpoint(config.model))
 
 
 @pytest.mark.parametrize(("replicas", "first"), [(1, [2]), (2, [2, 3])])
@@ -88,7 +91,8 @@ def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
     ]
     config = replace(CONFIG, parallel=ParallelConfig(data_parallel_size=replicas))
     policy = OutputPolicy(folder=tmp_path)
-    plan = plan_clips(inputs, [0], policy, config, find_checkpoint(config.model))
+    jobs = name_jobs(combine_jobs(inputs, [0]))
+    plan = plan_clips(jobs, policy, config, find_checkpoint(config.model))
     rest = [index for index in range(len(sizes)) if index not in first]
     names = [Path(request.image or "").stem for request in plan.requests]
     assert names == [str(index) for index in first + rest]
@@ -97,21 +101,22 @@ def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
 
 def test_a_clip_takes_little_work_and_memory_to_plan(media_file: MediaFile, tmp_path: Path) -> None:
     """100,000 of them: seconds, and at most 300 MB with the manifest and what goes to the ranks."""
-    made_from, seeds = [ClipInput(media_file)], range(1000)
+    inputs, seeds = [ClipInput(media_file)], range(1000)
     policy = OutputPolicy(folder=tmp_path, resume=True, latents_folder=tmp_path / "latents")
     checkpoint = find_checkpoint(CONFIG.model)
-    plan_clips(made_from, seeds, policy, CONFIG, checkpoint)  # imports
+    jobs = name_jobs(combine_jobs(inputs, seeds))
+    plan_clips(jobs, policy, CONFIG, checkpoint)  # imports
     kept = []
     for _ in range(2):  # in one of them, Python's table of interned names may grow by megabytes
         tracemalloc.start()
-        plan = plan_clips(made_from, seeds, policy, CONFIG, checkpoint)
+        plan = plan_clips(name_jobs(combine_jobs(inputs, seeds)), policy, CONFIG, checkpoint)
         kept.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
-    assert min(kept) / len(plan.requests) < 2500
+    assert min(kept) / len(plan.requests) < 1000
     with cProfile.Profile() as profile:
-        check_outputs(made_from, seeds, policy)
-        plan_clips(made_from, seeds, policy, CONFIG, checkpoint)
-        manifest = open_manifest(policy.manifest, CONFIG, plan, [])
+        check_outputs(jobs, policy)
+        plan_clips(jobs, policy, CONFIG, checkpoint)
+        manifest = open_manifest(policy.manifest, CONFIG, plan, [], policy.clip_table)
         manifest._write()
     calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
     assert calls / len(seeds) < 1500
@@ -135,8 +140,9 @@ def test_a_restart_keeps_what_is_as_asked_for(
 
 
 def test_a_run_has_a_limit_of_clips(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="inputs x seeds must be 1 to 100000, got 100002"):
-        check_outputs([ClipInput()] * 2, range(50_001), OutputPolicy(folder=tmp_path))
+    jobs = combine_jobs([ClipInput()] * 2, range(50_001))
+    with pytest.raises(RequestError, match="a run makes 1 to 100000 clips, got 100002"):
+        check_outputs(jobs, OutputPolicy(folder=tmp_path))
 
 
 # --- existing files are not replaced unasked ----------------------------------------------------
@@ -162,7 +168,7 @@ def test_each_format_has_a_json_of_its_own_which_a_killed_run_gets_later(
         (kept,) = plan.skipped
         assert (kept["file_sha256"], kept["format"]) == (records[kind]["file_sha256"], kind)
         assert json.loads(Path(clip.json_path).read_text()) == kept
-        with open_manifest(tmp_path / "run.json", CONFIG, plan, []):
+        with open_manifest(tmp_path / "run.json", CONFIG, plan, [], tmp_path / "clips.jsonl"):
             pass
         (made,) = json.loads((tmp_path / "run.json").read_text())["clips"]
         assert (made["state"], made["host"]) == ("done", "host1")

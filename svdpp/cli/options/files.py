@@ -35,7 +35,7 @@ from svdpp.config.limits import (
     require,
 )
 from svdpp.config.pipeline import check_prompt
-from svdpp.errors import OutputError, RequestError
+from svdpp.errors import InputError, OutputError, RequestError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import ClipInput, MediaFile
+
+#: Value of `--prompts` for prompts in files beside the images.
+SAME_STEM = "same-stem"
 
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
 
@@ -100,7 +103,7 @@ class PromptOptions:
         path_option(
             panel=PROMPTS,
             metavar="FILE",
-            help="Several prompts: the lines of a text file without those of #; - reads stdin.",
+            help="Prompts: lines of a text file, - is stdin; or same-stem: cat.txt beside cat.jpg.",
             common=True,
         ),
     ] = None
@@ -146,6 +149,13 @@ class PromptOptions:
         from svdpp.media.inputs import ClipInput
 
         self.check_prompts()
+        if self.uses_captions:
+            captions = self._captions(images)
+            videos = self._videos(sampling, max_pixels)
+            return [
+                ClipInput(image, prompt, self.negative_prompt, videos)
+                for image, prompt in zip(images, captions, strict=True)
+            ]
         prompts: list[str | None] = [*self._all_prompts()] or [example]
         videos = self._videos(sampling, max_pixels)
         return [
@@ -163,19 +173,56 @@ class PromptOptions:
         check_prompt("prompt", self.prompt)
         check_prompt("negative_prompt", self.negative_prompt)
 
+    @property
+    def uses_captions(self) -> bool:
+        """Whether the prompt of each image is in a file beside it."""
+        return str(self.prompts) == SAME_STEM
+
+    def _captions(self, images: Sequence[MediaFile | None]) -> list[str]:
+        from svdpp.media.prompts import read_caption
+
+        require(self.prompt is None, "--prompt and --prompts contradict each other")
+        files = [image.path for image in images if image is not None]
+        require(len(files) == len(images), "--prompts same-stem needs images", "name them as INPUT")
+        captions = [read_caption(path) for path in files]
+        missing = [
+            str(path.with_suffix(".txt"))
+            for path, text in zip(files, captions, strict=True)
+            if text is None
+        ]
+        if missing:
+            noun = "prompt is missing" if len(missing) == 1 else "prompts are missing"
+            listed = "".join(f"\n  {name!r}" for name in missing)
+            raise InputError(
+                f"--prompts same-stem: {len(missing)} {noun}:{listed}",
+                "each image needs a text file of its name beside it",
+                details={"missing": missing, "num_missing": len(missing)},
+            )
+        return [text for text in captions if text is not None]
+
     def _videos(
         self, sampling: SamplingConfig, max_pixels: int
     ) -> tuple[tuple[str, MediaFile], ...]:
         from svdpp.media.inputs import probe_video
 
-        paths: dict[str, Path] = {}
-        for text in self.video or ():
-            name, _, path = text.partition("=")
-            require(bool(path), f"--video takes NAME=FILE, got {text!r}", value=text)
-            paths[name] = Path(path)
+        paths = {name: Path(path) for name, path in self.video_paths.items()}
         sampling.check_videos(paths)
         read = [probe_video(path, sampling.frames, max_pixels) for path in paths.values()]
         return tuple(zip(paths, read, strict=True))
+
+    @property
+    def video_paths(self) -> dict[str, str]:
+        """Paths of the further videos, by name.
+
+        Raises:
+            RequestError: `--video` is not NAME=FILE.
+        """
+        paths: dict[str, str] = {}
+        for text in self.video or ():
+            name, _, path = text.partition("=")
+            require(bool(path), f"--video takes NAME=FILE, got {text!r}", value=text)
+            paths[name] = path
+        return paths
 
     def _all_prompts(self) -> list[str]:
         if self.prompts is None:
@@ -219,7 +266,16 @@ class InputOptions(ImageOptions):
         option(
             panel=VIDEO,
             metavar="LIST",
-            help="Several seeds for each image, such as 1-3,7.",
+            help="Seeds for each image, such as 1-3,7.",
+            common=True,
+        ),
+    ] = None
+    jobs: Annotated[
+        Path | None,
+        path_option(
+            panel=PROMPTS,
+            metavar="FILE",
+            help="A clip a line of a .jsonl, .csv or .yaml.",
             common=True,
         ),
     ] = None
@@ -228,8 +284,8 @@ class InputOptions(ImageOptions):
         flag(
             "--keep-going",
             panel=RECOVERY,
-            help="If some images cannot be used, make the clips of the others; the exit code is "
-            "the highest.",
+            help="If some images or lines of --jobs cannot be used, make the clips of the others; "
+            "the exit code is the highest.",
         ),
     ] = False
 
@@ -254,12 +310,21 @@ class OutputOptions:
         int,
         option(panel=OUTPUT, metavar="Q", help="H.264 quality of mp4, 0 (lossless) to 51 (worst)."),
     ] = 18
+    name: Annotated[
+        str | None,
+        option(
+            panel=OUTPUT,
+            metavar="TEMPLATE",
+            help="Name of each clip in the folder, such as {stem}-{seed}-{index:04}; also "
+            "{prompt}, {line}, {size} and parameters.",
+        ),
+    ] = None
     resume: Annotated[
         bool,
         flag(
             "--resume",
             panel=OUTPUT,
-            help="Keep finished clips and make the others.",
+            help="Keep finished clips, make the others; with --jobs also changed lines.",
             common=True,
         ),
     ] = False
@@ -286,11 +351,12 @@ class OutputOptions:
         ),
     ] = False
 
-    def policy(self, *, is_restarted: bool) -> OutputPolicy:
+    def policy(self, *, is_restarted: bool, replaces_changed: bool = False) -> OutputPolicy:
         """Return where clips are written, and what happens to existing files.
 
         Args:
             is_restarted: whether a launcher restarted the run, which then resumes.
+            replaces_changed: whether `--resume` replaces clips with other parameters.
 
         Raises:
             RequestError: the suffix of `--out` contradicts `--format`, or a value is out of range.
@@ -309,6 +375,8 @@ class OutputOptions:
             )
         kind: Any = self.format or (suffix[1:] if is_file else "mp4")
         OutputConfig(path=str(out), format=kind, crf=self.crf)  # checks them
+        wrong = "`name` is for a folder of clips, and `out` names a file"
+        require(not (is_file and self.name), wrong, "leave one of them out")
         return OutputPolicy(
             folder=out.parent if is_file else out,
             single_clip=out.name[: -len(suffix)] if is_file else "",
@@ -316,6 +384,7 @@ class OutputOptions:
             crf=self.crf,
             overwrite=self.overwrite,
             resume=self.resume,
+            replaces_changed=replaces_changed,
             is_restarted=is_restarted,
             latents_folder=self.latents_dir,
         )

@@ -1,0 +1,140 @@
+"""`clips.jsonl`: one line for each clip of a run, with its request and its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import SAMPLING_CLASSES
+from svdpp.config.limits import read_small_file
+from svdpp.config.sampling import params_by_field
+from svdpp.driver.run_job import RunJob, job_key
+from svdpp.errors import InputError, redact_all, redaction
+from svdpp.media import video
+
+#: Name of the file.
+CLIP_TABLE = "clips.jsonl"
+
+# Far above the size of a table with the largest allowed number of clips.
+_MAX_BYTES = 2**30
+_REQUEST_FIELDS = ("output", "input", "videos", "prompt", "negative_prompt", "seed")
+_RESULT_FIELDS = (
+    *("parameters_sha256", "input_sha256", "latents_sha256", "frames_sha256", "audio_sha256"),
+    *("file_sha256", "exact", "compute_seconds", "wall_seconds", "host"),
+)
+
+
+def read_names(path: Path) -> dict[str, list[str]]:
+    """Return the names of the clips in a run's table, without suffixes, by the key of the job.
+
+    Args:
+        path: path of the table; there need be none.
+
+    Raises:
+        InputError: it cannot be read, or is no table of a run.
+    """
+    if not path.exists():
+        return {}
+    data = read_small_file(path, "table of clips", _MAX_BYTES)
+    names: dict[str, list[str]] = {}
+    try:
+        for line in data.splitlines():
+            row = json.loads(line)
+            # An input that makes no clip has no output.
+            key, output = row["job"], row["output"]
+            if {"index", "state"} <= row.keys() and isinstance(output, str):
+                names.setdefault(str(key), []).append(_without_suffix(output))
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        text = f"{str(path)!r} is not a table of clips that svdpp run wrote"
+        raise InputError(text, details={"path": str(path)}) from error
+    return names
+
+
+def _without_suffix(output: str) -> str:
+    suffixes = [suffix for suffix in video.FORMAT_SUFFIXES.values() if suffix]
+    ending = Path(output).suffix
+    return output[: -len(ending)] if ending in suffixes else output
+
+
+class ClipTable:
+    """Rows of a run's table, in the order of the jobs; each is kept as text, to need little memory.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[str] = []
+        self._clean: Callable[[str], str] = redaction()
+
+    def fill(self, rows: Sequence[str]) -> None:
+        """Set the rows, as `row_of_clip` and `row_of_error` return them."""
+        self._rows = list(rows)
+
+    def row_of_clip(self, index: int, job: RunJob, metadata: Mapping[str, Any], state: str) -> str:
+        """Return the row of a clip.
+
+        Args:
+            index: position of the job among those of the run.
+            job: job of the clip.
+            metadata: JSON of the clip, with hashes and times once it is finished.
+            state: state of the clip.
+        """
+        params = params_by_field(SAMPLING_CLASSES[metadata["family"]])
+        return self._text(
+            {
+                **{"index": index, "line": job.line, "state": state},
+                **{name: metadata[name] for name in _REQUEST_FIELDS if name in metadata},
+                **{name: metadata[name] for name in ("width", "height", "fit")},
+                **{field: metadata[param.name] for field, param in params.items()},
+                **_results(metadata),
+                "job": job_key(job),
+            }
+        )
+
+    def row_of_error(self, error: Mapping[str, Any], line: int | None) -> str:
+        """Return the row of an input, or a line of the jobs file, that makes no clip.
+
+        Args:
+            error: error as a record.
+            line: line of the jobs file; None: the run has none.
+        """
+        row = {"index": None, "line": line, "state": "failed", "output": None, "error": error}
+        return self._text({**row, "job": None})
+
+    def update(self, index: int, state: str, result: Mapping[str, Any], **more: Any) -> None:
+        """Set the state of a clip.
+
+        Args:
+            index: position of its job among those of the run.
+            state: new state.
+            result: JSON of the clip if it is finished, of which hashes and times are taken.
+            more: further fields, such as `rank` and `error`.
+        """
+        row = json.loads(self._rows[index])
+        self._rows[index] = self._text({**row, "state": state, **_results(result), **more})
+
+    def mark_lost(self, output: str, error: Mapping[str, Any]) -> None:
+        """Set the state of the clip with this file: it was finished, and its file is gone.
+
+        Args:
+            output: name of the file.
+            error: error as a record.
+        """
+        for index, text in enumerate(self._rows):
+            if json.loads(text)["output"] == output:
+                self.update(index, "failed", {}, error=error)
+
+    def text(self) -> str:
+        """Return the content of the file."""
+        return "".join(self._rows)
+
+    def _text(self, row: Mapping[str, Any]) -> str:
+        return json.dumps(redact_all(dict(row), self._clean)) + "\n"
+
+
+def _results(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metadata[name] for name in _RESULT_FIELDS if name in metadata}

@@ -1,0 +1,437 @@
+"""Lines of a jobs file as jobs: the fields of requests over HTTP, checked and with defaults.
+
+All errors of all lines are collected, each with its line and field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig, VideoFormat
+from svdpp.config.limits import (
+    MAX_FRAMES,
+    MAX_SEED,
+    MAX_SIDE,
+    check_int,
+    detail_value,
+    is_number,
+    shown,
+)
+from svdpp.config.pipeline import check_prompt
+from svdpp.config.sampling import SHARED, as_whole, frames_of_seconds, params_by_field
+from svdpp.driver.clip_names import check_out_name
+from svdpp.driver.job_files import JobFile, JobLine
+from svdpp.driver.run_job import RunJob
+from svdpp.errors import InputError, RequestError, SvdppError, nearest, write_fields
+from svdpp.media.inputs import MAX_PIXELS, ClipInput, MediaFile, probe_video, read_image
+from svdpp.models.checkpoint import InputUse
+
+#: Fields of requests that only a server takes, and what is to be done with them.
+_OF_SERVERS: Mapping[str, str] = {
+    "model": "give `model` as an option: it is the same for all clips",
+    "user": "is for a server: leave it out",
+    "priority": "is for a server: clips are made in the order of the lines",
+    "callback_url": "is for a server: leave it out",
+    "decode_chunk_size": "give `decode_chunk_size` as an option: it is the same for all clips",
+    "lora": "give `lora` as an option: it is the same for all clips",
+}
+#: Errors of a file that are printed; `details` has all.
+MAX_PRINTED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineDefaults:
+    """What lines have that they do not say, and what the model takes."""
+
+    model: str
+    """Name of the model, for messages."""
+    sampling: SamplingConfig
+    """Sampling parameters, not resolved."""
+    image_use: InputUse = "needed"
+    prompt_use: InputUse = "refused"
+    seed: int = 0
+    negative_prompt: str | None = None
+    videos: Mapping[str, str] = field(default_factory=dict)
+    """Paths of the further videos, by name, relative to the working folder."""
+    format: VideoFormat = "mp4"
+    max_pixels: int = MAX_PIXELS
+
+
+class LineReader:
+    """Converter of lines into jobs. It reads each image once, however many lines name it.
+
+    Args:
+        defaults: defaults of the lines.
+        file: file of the lines, for messages; its folder is that of relative paths.
+    """
+
+    def __init__(self, defaults: LineDefaults, file: JobFile) -> None:
+        self._defaults, self.file = defaults, file
+        self._kind: Any = type(defaults.sampling)
+        self._params: Mapping[str, Param] = params_by_field(self._kind)
+        self._samplings: dict[tuple[Any, ...], SamplingConfig] = {}
+        self._files: dict[tuple[str, int | None], MediaFile | InputError] = {}
+        self._owners: dict[str, int] = {}
+        self._errors: list[SvdppError] = []
+        self._line = 0
+
+    def read(self, lines: Iterable[JobLine | SvdppError]) -> tuple[list[RunJob], list[SvdppError]]:
+        """Return the jobs of all lines that are right, and the errors of the others.
+
+        Args:
+            lines: lines, or errors of those that cannot be read.
+        """
+        jobs, errors = list[RunJob](), list[SvdppError]()
+        for line in lines:
+            if isinstance(line, SvdppError):
+                errors.append(line)
+                continue
+            self._errors = []
+            job = self._read_line(line)
+            errors += self._errors
+            if job is not None and not self._errors:
+                jobs.append(job)
+        return jobs, errors
+
+    # --- names of fields ------------------------------------------------------------------------
+
+    @cached_property
+    def image_field(self) -> str:
+        """Name of the field of the image, or of the video in its place."""
+        return "video" if self._kind.from_video else "image"
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields of the model's family."""
+        prompts = () if self._defaults.prompt_use == "refused" else ("prompt", "negative_prompt")
+        image = () if self._defaults.image_use == "refused" else (self.image_field, "fit")
+        more = ("seed", "size", "width", "height", "seconds", "out")
+        return (*image, *self._kind.videos, *prompts, *more, *self._params)
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        """Fields by further names: those of diffusers, and of requests over HTTP."""
+        aliases = {param.name: name for name, param in self._params.items() if param.name != name}
+        for name in ("image", "input_reference", "image_reference"):
+            if name != self.image_field and self.image_field in self.fields:
+                aliases[name] = self.image_field
+        return aliases
+
+    @cached_property
+    def _names_in_file(self) -> dict[str, str]:
+        """Fields of the file by the fields of configurations, for messages."""
+        return {
+            **{param.name: name for name, param in self._params.items()},
+            **{name: name for name in ("width", "height", "seed", "fit", "prompt")},
+            "negative_prompt": "negative_prompt",
+        }
+
+    # --- a line ---------------------------------------------------------------------------------
+
+    def _read_line(self, line: JobLine) -> RunJob | None:
+        self._line = line.number
+        values = self._known_values(line.fields)
+        with self._errors_of("out"):
+            out = self._out(values.get("out"))
+        with self._errors_of("seed"):
+            seed = self._seed(values.get("seed"))
+        with self._errors_of("prompt"):
+            prompt = self._text("prompt", values.get("prompt"))
+        with self._errors_of("negative_prompt"):
+            negative = self._text("negative_prompt", values.get("negative_prompt"))
+        image = self._given_path(self.image_field, values, self._defaults.image_use)
+        if self._defaults.prompt_use == "needed" and "prompt" not in values:
+            self._add("is missing", 'say what happens, as in "a wave"', "prompt")
+        sampling = self._sampling(values, has_image=image is not None)
+        videos = {
+            name: self._given_path(name, values, "needed", self._defaults.videos.get(name))
+            for name in self._kind.videos
+        }
+        media_file, further = None, list[tuple[str, MediaFile | None]]()
+        if image is not None and (sampling is not None or not self._kind.from_video):
+            frames = None if sampling is None else sampling.video_frames
+            media_file = self._media(self.image_field, image, frames)
+        if sampling is None:
+            return None
+        for name, path in videos.items():
+            if path is not None:
+                further.append((name, self._media(name, path, sampling.frames)))
+        if negative is None:
+            negative = self._defaults.negative_prompt
+        found = tuple((name, file) for name, file in further if file is not None)
+        made_from = ClipInput(media_file, prompt, negative, found)
+        return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
+
+    def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the given values by the names of fields; empty texts and null are not given."""
+        values: dict[str, Any] = {}
+        for typed, value in fields.items():
+            name = self._aliases.get(typed, typed)
+            if value is None or value == "":
+                continue
+            if name not in self.fields:
+                self._refuse_field(typed)
+            elif name in values:
+                self._add(f"contradicts {typed}, another name of it", "give one", name)
+            else:
+                values[name] = value
+        return values
+
+    def _refuse_field(self, name: str) -> None:
+        model, is_of_prompts = self._defaults.model, name in ("prompt", "negative_prompt")
+        if name in _OF_SERVERS:
+            self._add(_OF_SERVERS[name], "", name)
+        elif is_of_prompts:
+            self._add(f"model {model!r} takes no prompt", "leave it out", name)
+        elif name in ("image", "input_reference", "image_reference", "fit"):
+            self._add(f"model {model!r} takes no image", "leave it out", name)
+        else:
+            hint = nearest(name, (*self.fields, *self._aliases), "")
+            self._add("is unknown", hint or f"the fields are {', '.join(self.fields)}", name)
+
+    def _out(self, value: Any) -> str:
+        text = self._text("out", value)
+        if text is None:
+            return ""
+        name = check_out_name(text, self._defaults.format)
+        other = self._owners.setdefault(name, self._line)
+        if other != self._line:
+            raise RequestError(
+                f"{name!r} is also the name in line {other}",
+                "give each its own name",
+                details={"other_line": other},
+            )
+        return name
+
+    def _seed(self, value: Any) -> int:
+        if value is None:
+            return self._defaults.seed
+        seed = _number(value, int)
+        check_int("seed", seed, 0, MAX_SEED)
+        return int(seed)
+
+    def _text(self, name: str, value: Any) -> str | None:
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise RequestError(
+                f"must be a text, got {shown(value)}",
+                "put it into quotes",
+                details={"value": detail_value(value)},
+            )
+        if name != "out":
+            check_prompt(name, value)
+        return value
+
+    def _given_path(
+        self, name: str, values: Mapping[str, Any], use: InputUse, default: str | None = None
+    ) -> str | None:
+        value = values.get(name)
+        if value is None:
+            if default is not None:
+                return default
+            if use == "needed":
+                self._add("is missing", f"the model needs it in each line: {name} FILE", name)
+            return None
+        if not isinstance(value, str):
+            wrong = f"must be the name of a file, got {shown(value)}"
+            value = detail_value(value)
+            self._errors.append(self.file.error(self._line, wrong, "", name, value=value))
+            return None
+        return str(self.file.folder / value)
+
+    # --- parameters -----------------------------------------------------------------------------
+
+    def _sampling(self, values: Mapping[str, Any], *, has_image: bool) -> SamplingConfig | None:
+        """Return the parameters of a line; lines with equal ones share the object."""
+        changes: dict[str, Any] = {}
+        for name, param in self._params.items():
+            if name in values:
+                with self._errors_of(name):
+                    changes[param.name] = _number(values[name], param.kind)
+                    param.check(changes[param.name])
+        with self._errors_of("size"):
+            changes |= self._size(values)
+        for name in ("width", "height"):
+            if name in values:
+                with self._errors_of(name):
+                    changes[name] = _number(values[name], int)
+                    SHARED[name].check(changes[name])
+        if "fit" in values:
+            changes["fit"] = values["fit"]
+            if values["fit"] not in get_args(Fit):
+                self._add(f"must be one of {', '.join(get_args(Fit))}", "", "fit")
+        with self._errors_of("seconds"):
+            self._set_frames_of_seconds(values, changes)
+        if issubclass(self._kind, PromptedSampling):
+            changes["from_image"] = has_image
+        if self._errors:
+            return None
+        key = tuple(sorted(changes.items()))
+        if key not in self._samplings:
+            with self._errors_of(None):
+                self._samplings[key] = replace(self._defaults.sampling, **changes)
+        return self._samplings.get(key)
+
+    def _size(self, values: Mapping[str, Any]) -> dict[str, int]:
+        if "size" not in values:
+            return {}
+        if "width" in values or "height" in values:
+            raise RequestError("contradicts width and height", "give one of them")
+        text = values["size"]
+        width, _, height = text.partition("x") if isinstance(text, str) else ("", "", "")
+        is_size = all(
+            side.isascii() and side.isdigit() and len(side) < 6 for side in (width, height)
+        )
+        if not is_size:
+            raise RequestError(f"must be WIDTHxHEIGHT, got {shown(text)}", "such as 832x480")
+        sides = {"width": int(width), "height": int(height)}
+        for name, side in sides.items():
+            check_int(name, side, 1, MAX_SIDE)
+        return sides
+
+    def _set_frames_of_seconds(self, values: Mapping[str, Any], changes: dict[str, Any]) -> None:
+        if "seconds" not in values:
+            return
+        if "frames" in values:
+            raise RequestError("contradicts frames", "give one of them")
+        seconds = _number(values["seconds"], float)
+        if not 0 < seconds <= MAX_FRAMES:
+            wrong = f"must be above 0 and at most {MAX_FRAMES}, got {shown(seconds)}"
+            raise RequestError(wrong, details={"value": seconds, "highest": MAX_FRAMES})
+        fps = as_whole(changes.get("fps", self._defaults.sampling.fps))
+        frames = frames_of_seconds(seconds, fps, self._kind.frames_unit)
+        if frames > MAX_FRAMES:
+            raise RequestError(
+                f"{seconds:g} seconds of {fps} frames are {frames} frames, {MAX_FRAMES} at most",
+                details={
+                    **{"seconds": seconds, "fps": fps, "frames": frames, "highest": MAX_FRAMES}
+                },
+            )
+        changes["num_frames"] = frames
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def _media(self, name: str, path: str, frames: int | None) -> MediaFile | None:
+        key = path, frames
+        if key not in self._files:
+            try:
+                if frames is None:
+                    found = read_image(Path(path), self._defaults.max_pixels)[1]
+                else:
+                    found = probe_video(Path(path), frames, self._defaults.max_pixels)
+                self._files[key] = found
+            except InputError as error:
+                self._files[key] = error
+        file = self._files[key]
+        if isinstance(file, MediaFile):
+            return file
+        place = self.file.place(self._line, name)
+        details = {"file": self.file.name, "line": self._line, "field": name}
+        self._errors.append(
+            InputError(f"{place}: {file.message}", file.hint, details={**file.details, **details})
+        )
+        return None
+
+    # --- errors ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _errors_of(self, name: str | None) -> Iterator[None]:
+        """Collect an error of the block as one of the field; None: of the field that it names."""
+        try:
+            yield
+        except RequestError as error:
+            self._errors.append(self.line_error(self._line, error, name))
+
+    def _add(self, message: str, hint: str, name: str) -> None:
+        self._errors.append(self.file.error(self._line, message, hint, name))
+
+    def line_error(self, line: int, error: RequestError, name: str | None = None) -> RequestError:
+        """Return an error about the values of a line with its place, and fields as in the file.
+
+        Args:
+            line: number of the line.
+            error: error of a configuration.
+            name: field of the file; None: that which the error names.
+        """
+        names = self._names_in_file
+        if name is None and error.field is not None:
+            name = names.get(error.field)
+        message = write_fields(error.message, names).removeprefix(f"{name} ")
+        hint = write_fields(error.hint, names)
+        details = {key: value for key, value in error.details.items() if key != "field"}
+        return self.file.error(line, message, hint, name, **details)
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> int | float:
+    """Return a value of JSON, or a text, as a number.
+
+    Raises:
+        RequestError: it is none, or not finite, or no whole number where one is needed.
+    """
+    number, hint = value, ""
+    if isinstance(value, str):
+        hint = f"write {value.replace(',', '.')}" if value.count(",") == 1 else ""
+        try:
+            number = int(value)
+        except ValueError:
+            try:
+                number = float(value)
+            except ValueError:
+                number = None
+    is_whole = is_number(number) and float(number).is_integer()
+    if not is_number(number) or (kind is int and not is_whole):
+        what = "a whole number" if kind is int else "a number"
+        got = str(value).lower() if isinstance(value, bool) else shown(value)
+        wrong = f"must be {what}, got {got}"
+        raise RequestError(wrong, hint, details={"value": detail_value(value)})
+    return int(number) if kind is int else number
+
+
+def raise_line_errors(
+    errors: Sequence[SvdppError], file: JobFile, num_jobs: int, hint: str = ""
+) -> None:
+    """Raise a single error of a line, with `hint` added to its own, or several as one error's list.
+
+    Args:
+        errors: errors of lines; without any, nothing is raised.
+        file: file of the lines.
+        num_jobs: number of lines that are right.
+        hint: further advice for the user.
+
+    Raises:
+        InputError: all errors are of images or videos.
+        RequestError: there is another error.
+    """
+    if not errors:
+        return
+    is_of_files = all(isinstance(error, InputError) for error in errors)
+    kind = InputError if is_of_files else RequestError
+    if len(errors) == 1:
+        both = "; ".join(filter(None, (errors[0].hint, hint)))
+        raise kind(errors[0].message, both, details=errors[0].details)
+    errors = sorted(errors, key=lambda error: error.details["line"])
+    prefix = f"{file.name}, "
+    texts = [
+        error.message.removeprefix(prefix) + (f" ({error.hint})" if error.hint else "")
+        for error in errors
+    ]
+    num_lines = len({error.details["line"] for error in errors})
+    lines = [f"{file.name}: {num_lines} of {num_jobs + num_lines} lines cannot be used:"]
+    lines += texts[:MAX_PRINTED]
+    if len(texts) > MAX_PRINTED:
+        lines.append(f"and {len(texts) - MAX_PRINTED} more")
+    problems = [{"message": error.message, "hint": error.hint, **error.details} for error in errors]
+    details = {
+        "file": file.name,
+        "num_wrong_lines": num_lines,
+        "num_lines": num_jobs + num_lines,
+        "num_not_shown": max(0, len(texts) - MAX_PRINTED),
+        "problems": problems,
+    }
+    raise kind("\n  ".join(lines), hint, details=details)

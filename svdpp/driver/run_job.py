@@ -1,0 +1,63 @@
+"""One clip that a run is asked for: by a line of a jobs file, or as input x seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from svdpp.config import ClipRequest, SamplingConfig
+from svdpp.media.inputs import ClipInput
+
+#: Fields of a request that say where its files are, and not what they are.
+_PLACES = ("image", "videos", "output", "latents_key", "done_steps")
+_ASKED = tuple(each.name for each in fields(ClipRequest) if each.name not in _PLACES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunJob:
+    """Input, seed, parameters and name of one clip."""
+
+    made_from: ClipInput
+    seed: int
+    sampling: SamplingConfig | None = None
+    """Sampling parameters of this clip, not resolved; None: the pipeline's."""
+    out: str = ""
+    """Name of its file that the user gave, without the suffix; empty: it follows from the input."""
+    name: str = ""
+    """Name of its file without the suffix, which no other clip has; `name_jobs` sets it."""
+    line: int | None = None
+    """Line of the jobs file; None: the clip is of no such file."""
+
+    def request(self) -> ClipRequest:
+        """Return the request of the clip, without an output."""
+        request = self.made_from.request(self.seed)
+        return request if self.sampling is None else replace(request, sampling=self.sampling)
+
+    def __str__(self) -> str:
+        where = "" if self.line is None else f"line {self.line}: "
+        return f"{where}{self.made_from} with seed {self.seed}"
+
+
+def combine_jobs(inputs: Iterable[ClipInput], seeds: Sequence[int]) -> list[RunJob]:
+    """Return a job for each input and seed.
+
+    Args:
+        inputs: inputs of the clips.
+        seeds: seeds of the clips of each input.
+    """
+    return [RunJob(made_from=made_from, seed=seed) for made_from in inputs for seed in seeds]
+
+
+def job_key(job: RunJob) -> str:
+    """Return a hash of what a job asks for: by content, whatever its files and its clip are called.
+
+    Args:
+        job: job, whose parameters need not be resolved.
+
+    Returns:
+        16 hex digits.
+    """
+    request = job.request()
+    asked = [(name, getattr(request, name)) for name in _ASKED]
+    return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()[:16]
