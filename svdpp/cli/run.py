@@ -79,7 +79,7 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
         """Check that `--jobs` is given without options that its lines have.
 
         Raises:
-            RequestError: there is such an option.
+            RequestError: There is such an option.
         """
         if self.jobs is None:
             return
@@ -95,7 +95,7 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
         """Return what lines of `--jobs` have that they do not say.
 
         Args:
-            sampling: sampling parameters of these options.
+            sampling: Sampling parameters of these options.
         """
         from svdpp.driver.job_lines import LineDefaults
 
@@ -211,7 +211,7 @@ class RunCommand:
         """Reader of the lines of `--jobs`; None: there is no such file.
 
         Raises:
-            InputError: the file cannot be read.
+            InputError: The file cannot be read.
         """
         path, table = self.options.jobs, self.policy.clip_table
         if path is None:
@@ -235,7 +235,7 @@ class RunCommand:
         """Check all that needs neither torch nor the contents of files, to answer quickly.
 
         Raises:
-            RequestError: the request cannot succeed.
+            RequestError: The request cannot succeed.
         """
         self.options.check_prompts()
         # The values are computed here, so that wrong options are refused now and not at first use.
@@ -262,8 +262,8 @@ class RunCommand:
             Jobs, and with `--keep-going` an error for each file or line that makes no clip.
 
         Raises:
-            InputError: a file is missing, unreadable or hostile.
-            RequestError: a line of `--jobs` is wrong, or two clips would have one name.
+            InputError: A file is missing, unreadable or hostile.
+            RequestError: A line of `--jobs` is wrong, or two clips would have one name.
         """
         if is_secondary_rank(self.launched):
             return [], []
@@ -323,7 +323,7 @@ class RunCommand:
         Under a launcher they are those of the options, because only rank 0 knows the clips.
 
         Args:
-            jobs: jobs of the run.
+            jobs: Jobs of the run.
         """
         if self.launched is not None or self.options.jobs is None:
             return self._sampling
@@ -336,16 +336,16 @@ class RunCommand:
         """Check the clips against the configs of the model, before a weight is loaded.
 
         Args:
-            config: of the run.
-            jobs: jobs of the run.
-            errors: errors of inputs and lines that make no clip.
+            config: Of the run.
+            jobs: Jobs of the run.
+            errors: Errors of inputs and lines that make no clip.
 
         Returns:
             Jobs, and with `--keep-going` an error for each that makes no clip.
 
         Raises:
-            RequestError: the model or the ranks cannot make a clip, or outputs exist.
-            ModelError: the model is missing or not supported.
+            RequestError: The model or the ranks cannot make a clip, or outputs exist.
+            ModelError: The model is missing or not supported.
         """
         from svdpp.driver.jobs import check_outputs, find_refused_jobs
         from svdpp.driver.resolve import resolve_config
@@ -375,8 +375,8 @@ class RunCommand:
         """Return the pipeline, which is not started.
 
         Args:
-            config: of the run.
-            jobs: jobs of the run, whose folders all hosts must share; only rank 0 has them.
+            config: Of the run.
+            jobs: Jobs of the run, whose folders all hosts must share; only rank 0 has them.
         """
         from svdpp.driver.pipeline import Pipeline
 
@@ -401,12 +401,12 @@ class RunCommand:
         """Return the pipeline and the clips that it is to make.
 
         Args:
-            config: of the run.
-            jobs: jobs of the run, checked.
+            config: Of the run.
+            jobs: Jobs of the run, checked.
 
         Raises:
-            RequestError: a clip exists already.
-            ModelError: the model cannot be used.
+            RequestError: A clip exists already.
+            ModelError: The model cannot be used.
         """
         from svdpp.driver.jobs import plan_clips
 
@@ -429,12 +429,12 @@ class RunCommand:
         """Make the clips and print them.
 
         Args:
-            pipeline: not started yet.
-            clips: to be made, or finished before.
-            input_errors: errors of inputs that make no clip.
+            pipeline: Not started yet.
+            clips: To be made, or finished before.
+            input_errors: Errors of inputs that make no clip.
 
         Raises:
-            SvdppError: a clip is lost or was refused; the error with the highest exit code.
+            SvdppError: A clip is lost or was refused; the error with the highest exit code.
         """
         from svdpp.diagnostics.report import analyze
         from svdpp.driver.manifest import open_manifest
@@ -562,10 +562,10 @@ class RunCommand:
         """Check a run, and print what it would make and when.
 
         Args:
-            config: of the run.
-            jobs: jobs of the run, checked.
-            why: remark on the layout.
-            input_errors: errors of inputs and lines that make no clip.
+            config: Of the run.
+            jobs: Jobs of the run, checked.
+            why: Remark on the layout.
+            input_errors: Errors of inputs and lines that make no clip.
         """
         from svdpp.driver.jobs import plan_clips
         from svdpp.driver.request import describe_assumed_costs
@@ -709,8 +709,8 @@ def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResul
     """Submit the clips, the last ones while earlier ones are made.
 
     Args:
-        pipeline: started.
-        clips: to be made.
+        pipeline: Started.
+        clips: To be made.
 
     Yields:
         Finished clips, in the order in which they end.

@@ -171,9 +171,9 @@ def frames_of_seconds(seconds: float, fps: float, unit: int) -> int:
     """Return the number of frames that comes nearest to a duration.
 
     Args:
-        seconds: duration of the clip.
-        fps: frames per second.
-        unit: the number of frames is a multiple of this number plus 1.
+        seconds: Duration of the clip.
+        fps: Frames per second.
+        unit: The number of frames is a multiple of this number plus 1.
     """
     return max(1, round((seconds * fps - 1) / unit) * unit + 1)
 

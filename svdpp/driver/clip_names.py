@@ -43,13 +43,13 @@ def name_jobs(
     on. A job that has been in the folder before keeps its name, whatever stands around it.
 
     Args:
-        jobs: jobs of the run.
-        single_clip: name of the run's only clip; empty: each job has its own name.
-        template: template of the names; None: the names above.
-        recorded: names that an earlier run gave, by the key of the job; see `job_key`.
+        jobs: Jobs of the run.
+        single_clip: Name of the run's only clip; empty: each job has its own name.
+        template: Template of the names; None: the names above.
+        recorded: Names that an earlier run gave, by the key of the job; see `job_key`.
 
     Raises:
-        RequestError: two jobs have the same `out`, or there are several for a single clip.
+        RequestError: Two jobs have the same `out`, or there are several for a single clip.
     """
     if single_clip:
         named = [replace(job, name=single_clip) for job in jobs]
@@ -150,11 +150,11 @@ def check_out_name(text: str, format: VideoFormat) -> str:
     """Return a clip's name that a user gave, without the suffix of its format.
 
     Args:
-        text: name of the file, with or without the suffix.
-        format: format of the clips.
+        text: Name of the file, with or without the suffix.
+        format: Format of the clips.
 
     Raises:
-        RequestError: it is no name of a file inside a folder, or has another format's suffix.
+        RequestError: It is no name of a file inside a folder, or has another format's suffix.
     """
     suffix = video.FORMAT_SUFFIXES[format]
     is_name = bool(text.strip()) and not re.search(r"[/\x00-\x1f\x7f]", text)
@@ -184,11 +184,11 @@ class NameTemplate:
     """Template of the clips' names, such as `{stem}-{seed}-{index:04}`.
 
     Args:
-        text: template in the syntax of Python's `str.format`, with plain names of fields.
-        sampling: parameters of the clips that have none of their own.
+        text: Template in the syntax of Python's `str.format`, with plain names of fields.
+        sampling: Parameters of the clips that have none of their own.
 
     Raises:
-        RequestError: the text is no template, or names a field that no job has.
+        RequestError: The text is no template, or names a field that no job has.
     """
 
     def __init__(self, text: str, sampling: SamplingConfig) -> None:
@@ -227,11 +227,11 @@ class NameTemplate:
         """Return the name of a job's clip.
 
         Args:
-            job: job of the clip.
-            index: its position among the jobs, from 0; a name counts from 1.
+            job: Job of the clip.
+            index: Its position among the jobs, from 0; a name counts from 1.
 
         Raises:
-            RequestError: the name is empty, begins with a dot, or needs what is not known yet.
+            RequestError: The name is empty, begins with a dot, or needs what is not known yet.
         """
         sampling, made_from = job.sampling or self._sampling, job.made_from
         media_file, prompt = made_from.media_file, slugify_prompt(made_from.prompt or "")

@@ -30,10 +30,10 @@ def read_names(path: Path) -> dict[str, list[str]]:
     """Return the names of the clips in a run's table, without suffixes, by the key of the job.
 
     Args:
-        path: path of the table; there need be none.
+        path: Path of the table; there need be none.
 
     Raises:
-        InputError: it cannot be read, or is no table of a run.
+        InputError: It cannot be read, or is no table of a run.
     """
     if not path.exists():
         return {}
@@ -62,7 +62,7 @@ class ClipTable:
     """Rows of a run's table, in the order of the jobs; each is kept as text, to need little memory.
 
     Args:
-        path: path of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,10 +78,10 @@ class ClipTable:
         """Return the row of a clip.
 
         Args:
-            index: position of the job among those of the run.
-            job: job of the clip.
+            index: Position of the job among those of the run.
+            job: Job of the clip.
             metadata: JSON of the clip, with hashes and times once it is finished.
-            state: state of the clip.
+            state: State of the clip.
         """
         params = params_by_field(SAMPLING_CLASSES[metadata["family"]])
         return self._text(
@@ -99,8 +99,8 @@ class ClipTable:
         """Return the row of an input, or a line of the jobs file, that makes no clip.
 
         Args:
-            error: error as a record.
-            line: line of the jobs file; None: the run has none.
+            error: Error as a record.
+            line: Line of the jobs file; None: the run has none.
         """
         row = {"index": None, "line": line, "state": "failed", "output": None, "error": error}
         return self._text({**row, "job": None})
@@ -109,10 +109,10 @@ class ClipTable:
         """Set the state of a clip.
 
         Args:
-            index: position of its job among those of the run.
-            state: new state.
+            index: Position of its job among those of the run.
+            state: New state.
             result: JSON of the clip if it is finished, of which hashes and times are taken.
-            more: further fields, such as `rank` and `error`.
+            more: Further fields, such as `rank` and `error`.
         """
         row = json.loads(self._rows[index])
         self._rows[index] = self._text({**row, "state": state, **_results(result), **more})
@@ -121,8 +121,8 @@ class ClipTable:
         """Set the state of the clip with this file: it was finished, and its file is gone.
 
         Args:
-            output: name of the file.
-            error: error as a record.
+            output: Name of the file.
+            error: Error as a record.
         """
         for index, text in enumerate(self._rows):
             if json.loads(text)["output"] == output:

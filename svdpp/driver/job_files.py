@@ -61,11 +61,11 @@ class JobFile:
         """Return the error of a line.
 
         Args:
-            line: number of the line.
-            message: what is wrong.
-            hint: advice for the user.
-            field: field of the line that is wrong; None: none alone is.
-            details: numbers of the message by name.
+            line: Number of the line.
+            message: What is wrong.
+            hint: Advice for the user.
+            field: Field of the line that is wrong; None: none alone is.
+            details: Numbers of the message by name.
         """
         return RequestError(
             f"{self.place(line, field)}: {message}",
@@ -210,10 +210,10 @@ def read_job_file(path: Path) -> JobFile:
     """Read a jobs file, whose suffix tells its kind.
 
     Args:
-        path: path of the file; `-`: the standard input.
+        path: Path of the file; `-`: the standard input.
 
     Raises:
-        InputError: it cannot be read, is too large, or is no text or of no known kind.
+        InputError: It cannot be read, is too large, or is no text or of no known kind.
     """
     if str(path) == STDIN:
         data = sys.stdin.buffer.read(JOBS_FILE_BYTES + 1)

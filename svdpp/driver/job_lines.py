@@ -66,8 +66,8 @@ class LineReader:
     """Converter of lines into jobs. It reads each image once, however many lines name it.
 
     Args:
-        defaults: defaults of the lines.
-        file: file of the lines, for messages; its folder is that of relative paths.
+        defaults: Defaults of the lines.
+        file: File of the lines, for messages; its folder is that of relative paths.
     """
 
     def __init__(self, defaults: LineDefaults, file: JobFile) -> None:
@@ -84,7 +84,7 @@ class LineReader:
         """Return the jobs of all lines that are right, and the errors of the others.
 
         Args:
-            lines: lines, or errors of those that cannot be read.
+            lines: Lines, or errors of those that cannot be read.
         """
         jobs, errors = list[RunJob](), list[SvdppError]()
         for line in lines:
@@ -355,9 +355,9 @@ class LineReader:
         """Return an error about the values of a line with its place, and fields as in the file.
 
         Args:
-            line: number of the line.
-            error: error of a configuration.
-            name: field of the file; None: that which the error names.
+            line: Number of the line.
+            error: Error of a configuration.
+            name: Field of the file; None: that which the error names.
         """
         names = self._names_in_file
         if name is None and error.field is not None:
@@ -372,7 +372,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
     """Return a value of JSON, or a text, as a number.
 
     Raises:
-        RequestError: it is none, or not finite, or no whole number where one is needed.
+        RequestError: It is none, or not finite, or no whole number where one is needed.
     """
     number, hint = value, ""
     if isinstance(value, str):
@@ -399,14 +399,14 @@ def raise_line_errors(
     """Raise a single error of a line, with `hint` added to its own, or several as one error's list.
 
     Args:
-        errors: errors of lines; without any, nothing is raised.
-        file: file of the lines.
-        num_jobs: number of lines that are right.
-        hint: further advice for the user.
+        errors: Errors of lines; without any, nothing is raised.
+        file: File of the lines.
+        num_jobs: Number of lines that are right.
+        hint: Further advice for the user.
 
     Raises:
-        InputError: all errors are of images or videos.
-        RequestError: there is another error.
+        InputError: All errors are of images or videos.
+        RequestError: There is another error.
     """
     if not errors:
         return

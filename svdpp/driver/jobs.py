@@ -82,15 +82,15 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     """Check outputs and encoder before the model is searched for.
 
     Args:
-        jobs: named jobs of the run.
-        policy: folder, and what happens to existing files.
+        jobs: Named jobs of the run.
+        policy: Folder, and what happens to existing files.
 
     Returns:
         The number of outputs that exist.
 
     Raises:
-        RequestError: outputs exist that `policy` neither keeps nor replaces, or there are too many.
-        OutputError: a folder cannot be written, or there is no ffmpeg.
+        RequestError: Outputs exist that `policy` neither keeps nor replaces, or there are too many.
+        OutputError: A folder cannot be written, or there is no ffmpeg.
     """
     if policy.overwrite and policy.resume:
         raise RequestError("`overwrite` and `resume` contradict each other")
@@ -129,10 +129,10 @@ def check_number_of_clips(count: int) -> None:
     """Check that a run has clips, and not too many.
 
     Args:
-        count: number of its clips.
+        count: Number of its clips.
 
     Raises:
-        RequestError: there is none, or more than `MAX_CLIPS`.
+        RequestError: There is none, or more than `MAX_CLIPS`.
     """
     require(
         1 <= count <= MAX_CLIPS,
@@ -167,9 +167,9 @@ def find_refused_jobs(
     """Return the jobs that the model or the ranks cannot make, each with the reason.
 
     Args:
-        jobs: jobs of the run.
-        config: resolved configuration of the pipeline.
-        checkpoint: checkpoint of its model.
+        jobs: Jobs of the run.
+        config: Resolved configuration of the pipeline.
+        checkpoint: Checkpoint of its model.
     """
     scheduler = RequestScheduler(config, checkpoint)
     resolver = JobResolver(config, checkpoint, folder=Path())
@@ -206,14 +206,14 @@ def plan_clips(
     """Return the clip of each job, without the finished ones that `resume` keeps.
 
     Args:
-        jobs: named jobs of the run.
-        policy: folder, and what happens to existing files.
-        config: resolved configuration of the pipeline.
-        checkpoint: checkpoint of its model.
+        jobs: Named jobs of the run.
+        policy: Folder, and what happens to existing files.
+        config: Resolved configuration of the pipeline.
+        checkpoint: Checkpoint of its model.
 
     Raises:
-        RequestError: the model cannot make a clip, or an existing one has other parameters.
-        InputError: an existing clip's JSON is none.
+        RequestError: The model cannot make a clip, or an existing one has other parameters.
+        InputError: An existing clip's JSON is none.
     """
     resolver = JobResolver(
         config, checkpoint, folder=policy.folder, format=policy.format, crf=policy.crf

@@ -55,10 +55,10 @@ class RequestScheduler:
         """Check that the ranks can make clips with these parameters, whatever their index.
 
         Args:
-            sampling: sampling parameters of the clips, resolved or not.
+            sampling: Sampling parameters of the clips, resolved or not.
 
         Raises:
-            RequestError: the model cannot make them, or no route of the ranks can; the hint names
+            RequestError: The model cannot make them, or no route of the ranks can; the hint names
                 the parameter of the clip that is to change.
         """
         request = self.resolve_request(ClipRequest(seed=0, sampling=sampling))

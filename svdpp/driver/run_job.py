@@ -43,8 +43,8 @@ def combine_jobs(inputs: Iterable[ClipInput], seeds: Sequence[int]) -> list[RunJ
     """Return a job for each input and seed.
 
     Args:
-        inputs: inputs of the clips.
-        seeds: seeds of the clips of each input.
+        inputs: Inputs of the clips.
+        seeds: Seeds of the clips of each input.
     """
     return [RunJob(made_from=made_from, seed=seed) for made_from in inputs for seed in seeds]
 
@@ -53,7 +53,7 @@ def job_key(job: RunJob) -> str:
     """Return a hash of what a job asks for: by content, whatever its files and its clip are called.
 
     Args:
-        job: job, whose parameters need not be resolved.
+        job: Job, whose parameters need not be resolved.
 
     Returns:
         16 hex digits.

@@ -35,11 +35,11 @@ class JobResolver:
     """Converter of jobs into requests and metadata of their clips.
 
     Args:
-        config: resolved configuration of the pipeline.
-        checkpoint: checkpoint of its model.
-        folder: folder of the clips.
-        format: format of the clips.
-        crf: quality of the clips.
+        config: Resolved configuration of the pipeline.
+        checkpoint: Checkpoint of its model.
+        folder: Folder of the clips.
+        format: Format of the clips.
+        crf: Quality of the clips.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class JobResolver:
         """Return the resolved parameters of a job's clip; None: those of the pipeline.
 
         Raises:
-            RequestError: the model cannot make such clips.
+            RequestError: The model cannot make such clips.
         """
         sampling = job.sampling
         if sampling is None:

@@ -61,11 +61,11 @@ def decode_text(data: bytes, name: str) -> str:
     """Return the text of a file, without byte order marks.
 
     Args:
-        data: content of the file: UTF-8, or UTF-16 or UTF-32 with a byte order mark.
-        name: option and file, for messages.
+        data: Content of the file: UTF-8, or UTF-16 or UTF-32 with a byte order mark.
+        name: Option and file, for messages.
 
     Raises:
-        InputError: a line is not text.
+        InputError: A line is not text.
     """
     mark, encoding = next((pair for pair in _MARKS if data.startswith(pair[0])), (b"", "utf-8"))
     data = data.removeprefix(mark)
@@ -92,13 +92,13 @@ def read_caption(image: Path) -> str | None:
     """Return the text of the file beside an image that has its name and ends in `.txt`.
 
     Args:
-        image: path of the image.
+        image: Path of the image.
 
     Returns:
         The text with one blank in place of each line break; None: there is no such file.
 
     Raises:
-        InputError: the file cannot be read, or holds no prompt.
+        InputError: The file cannot be read, or holds no prompt.
     """
     path = image.with_suffix(".txt")
     if not path.exists():

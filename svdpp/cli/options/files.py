@@ -54,8 +54,8 @@ def clips_option(help: str, default: str | bool) -> Any:
     """Return the option for the number of clips.
 
     Args:
-        help: what it counts.
-        default: text for the default; False: `help` says it.
+        help: What it counts.
+        default: Text for the default; False: `help` says it.
     """
     return option(
         panel=LAYOUT,
@@ -71,7 +71,7 @@ def out_option(help: str) -> Any:
     """Return the option for the output.
 
     Args:
-        help: what is written there.
+        help: What is written there.
     """
     return path_option(
         "--out", "-o", panel=OUTPUT, metavar="PATH", help=help, show_default=False, common=True
@@ -133,9 +133,9 @@ class PromptOptions:
 
         Args:
             images: None stands for a clip without an image.
-            sampling: parameters of the clips; its family decides which further videos are taken.
-            max_pixels: largest frame of a further video.
-            example: prompt if none is given; None: clips have none.
+            sampling: Parameters of the clips; its family decides which further videos are taken.
+            max_pixels: Largest frame of a further video.
+            example: Prompt if none is given; None: clips have none.
 
         Returns:
             Inputs in the order of the images, then of the prompts.
@@ -144,7 +144,7 @@ class PromptOptions:
             RequestError: `--prompt` and `--prompts` are given, or `--video` is not NAME=FILE or
             not of
                 the family.
-            InputError: a file cannot be read, or holds no valid prompt.
+            InputError: A file cannot be read, or holds no valid prompt.
         """
         from svdpp.media.inputs import ClipInput
 
@@ -168,7 +168,7 @@ class PromptOptions:
         """Check the prompts on the command line, which needs neither a model nor a file.
 
         Raises:
-            RequestError: one is too long, or is not Unicode text.
+            RequestError: One is too long, or is not Unicode text.
         """
         check_prompt("prompt", self.prompt)
         check_prompt("negative_prompt", self.negative_prompt)
@@ -355,11 +355,11 @@ class OutputOptions:
         """Return where clips are written, and what happens to existing files.
 
         Args:
-            is_restarted: whether a launcher restarted the run, which then resumes.
-            replaces_changed: whether `--resume` replaces clips with other parameters.
+            is_restarted: Whether a launcher restarted the run, which then resumes.
+            replaces_changed: Whether `--resume` replaces clips with other parameters.
 
         Raises:
-            RequestError: the suffix of `--out` contradicts `--format`, or a value is out of range.
+            RequestError: The suffix of `--out` contradicts `--format`, or a value is out of range.
         """
         from svdpp.driver.jobs import OutputPolicy
 
@@ -421,12 +421,12 @@ class LogOptions:
         """Open the log.
 
         Args:
-            console: prints the records.
-            launched: the launcher's world; only the first rank of each host makes remarks.
-            warns: whether warnings are printed without `-v`, too.
+            console: Prints the records.
+            launched: The launcher's world; only the first rank of each host makes remarks.
+            warns: Whether warnings are printed without `-v`, too.
 
         Raises:
-            OutputError: the log file cannot be written.
+            OutputError: The log file cannot be written.
         """
         from svdpp.cli.progress import open_log
 
@@ -460,8 +460,8 @@ class TraceOptions:
         """Check before any work that the file can be written at its end.
 
         Raises:
-            RequestError: the name does not end in `.json`.
-            OutputError: the folder cannot be written, or something else has that name.
+            RequestError: The name does not end in `.json`.
+            OutputError: The folder cannot be written, or something else has that name.
         """
         from svdpp.media import output_files
 
@@ -483,7 +483,7 @@ class TraceOptions:
         """Complete the trace when the block ends, also after a failure.
 
         Args:
-            pipeline: observed from now on; enter its own block inside this one.
+            pipeline: Observed from now on; enter its own block inside this one.
         """
         if self.trace is None:
             yield
