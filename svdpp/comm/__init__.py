@@ -1,1 +1,1 @@
-"""Transfer of packets between ranks: header, transport, CUDA streams."""
+"""Transfer of packets between ranks: packet, transport, CUDA streams."""

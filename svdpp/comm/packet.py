@@ -1,13 +1,13 @@
-"""The packet: the state of a clip that two ranks exchange, its header, metadata and payload.
+"""Packets, which carry the state of a clip between ranks: header, metadata and payload.
 
-gloo and NCCL accept a message of another size or type without an error, so a header of fixed size
-says how many bytes follow, and the receiver checks it before it reads them. The metadata names
-the packet's clip and step, and the tensors whose bytes are the payload, end to end: those on the
-rank's device. Tensors in host memory, such as the state of a random generator, follow the
-metadata's text; the receiver keeps them in host memory as well.
+    header     sizes of the two parts that follow, with checksums; fixed size
+    metadata   JSON (clip, steps done, name, dtype and shape of each tensor), then the bytes of
+               tensors in host memory, such as the state of a random generator
+    payload    bytes of the tensors on the rank's device, concatenated
 
-The receiver does not trust the metadata: it compares it with its own action list (clip, step)
-and with the `TensorSpec`s that it expects (`check_tensors`).
+gloo and NCCL accept a message of another size or type without an error. The receiver therefore
+checks the header before it reads on, and compares the metadata with its own action (clip, steps
+done) and with the `TensorSpec`s that it expects.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ import torch
 
 from svdpp.errors import MismatchError, TransportError
 
-# All ranks have one version of svdpp (`driver.ranks.shared_settings`).
+# The header has no version: all ranks have the same svdpp (`driver.ranks.shared_settings`).
 _HEADER = struct.Struct("<IIQI")
 HEADER_BYTES = _HEADER.size
-#: Offset of each field of the header. `crc` is of the metadata, `check` of the fields before.
+#: Offset of each field of the header. `crc` is that of the metadata, `check` that of the fields
+#: before it.
 FIELDS = {"metadata": 0, "crc": 4, "bytes": 8, "check": 16}
 
-# Short names, which options have; other dtypes keep torch's.
+# Names of dtypes as in options; other dtypes keep torch's names.
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Names of missing or extra tensors in one message.
+# Most names of missing or extra tensors in a message.
 _MAX_NAMES = 5
 
 
@@ -49,25 +50,25 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor in a payload."""
+        """Number of bytes of the tensor in a payload."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
-        """`fp32`, `fp16`, `bf16`, or torch's name, such as `int64`."""
+        """Name of the dtype: `fp32`, `fp16`, `bf16`, or torch's name, such as `int64`."""
         return _DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype_name}"
 
 
-#: The tensors of a packet by name.
+#: Specs of a packet's tensors, by name.
 Specs = Mapping[str, TensorSpec]
 
 
 @dataclass
 class Packet:
-    """One clip between two ranks: the state that later ranks need.
+    """State of a clip that later ranks need.
 
     Args:
         clip: Index of the clip.
@@ -75,12 +76,12 @@ class Packet:
         begun_at: Time at which the clip's encode began, in seconds on the monotonic clock of the
             machine that holds the packet. A wall clock could be set back while a clip is made.
         tensors: Tensors by name, contiguous or not, on the rank's device or in host memory.
-        tombstone: Whether the clip is lost. The packet then has no tensors. It still travels,
-            because the action lists of later ranks expect it.
-        memory_pressure: Whether the CUDA allocator of a rank ran short of memory during this clip
-            or an earlier one of its process. cuDNN may then use another kernel, with other bits.
-        compute_seconds: Seconds of encode, steps and decode so far, summed over ranks; for a
-            resumed clip including the steps of the earlier run.
+        tombstone: Whether the clip is lost or cancelled. The packet then has no tensors. It is
+            still sent, because the actions of later ranks expect it.
+        memory_pressure: Whether a rank ran short of GPU memory during this clip, or earlier in its
+            process. cuDNN may then have used another kernel, with other bits.
+        compute_seconds: Seconds of encode, steps and decode so far, summed over ranks, including
+            those of the run that a clip is resumed from.
     """
 
     clip: int
@@ -97,12 +98,14 @@ class Packet:
 
 
 class Header(NamedTuple):
-    """Sizes of the messages that follow: the metadata, with its crc32, and the payload."""
+    """Header of a packet."""
 
     metadata_bytes: int
+    """Number of bytes of the metadata."""
     crc: int
+    """CRC-32 of the metadata."""
     num_bytes: int
-    """Bytes of the payload; 0: no payload follows."""
+    """Number of bytes of the payload; 0: no payload follows."""
 
     def pack(self) -> bytes:
         """Return the header as `HEADER_BYTES` bytes, little-endian."""
@@ -114,7 +117,7 @@ class Header(NamedTuple):
         """Return the header that `pack` wrote.
 
         Raises:
-            TransportError: The bytes differ from those that were packed.
+            TransportError: The header's own checksum does not match.
         """
         *sizes, check = _HEADER.unpack(data)
         if check != _check_of(data):
@@ -130,7 +133,7 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
     """Return the metadata of a packet: JSON, a line break, and the tensors in host memory.
 
     Args:
-        packet: Packet to send; its tensors are on `device` (the payload) or on the CPU.
+        packet: Packet whose tensors are on `device` (the payload) or on the CPU.
         device: Device of the rank.
         crc: CRC-32 of the payload; None: the receiver does not check it.
     """
@@ -148,7 +151,7 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
 
 
 def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the payload: (bytes,) uint8 on `device`, queued on its current stream."""
+    """Return the payload, uint8 of shape (bytes,), computed on the current stream of `device`."""
     parts = [_bytes_of(tensor) for tensor in tensors.values() if tensor.device.type == device.type]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
@@ -159,7 +162,7 @@ class _Entry(NamedTuple):
 
 
 class PacketMetadata:
-    """The metadata of a packet that has arrived; the payload follows.
+    """Metadata of a packet that has arrived, before its payload is read.
 
     Args:
         data: Result of `pack_metadata`.
@@ -186,25 +189,26 @@ class PacketMetadata:
 
     @property
     def specs(self) -> Specs:
-        """The tensors that the sender says it sends."""
+        """Specs of the tensors that the sender has announced."""
         return {name: entry.spec for name, entry in self._entries.items()}
 
     @property
     def tombstone(self) -> bool:
-        """Whether the clip is lost, so that the packet has no tensors."""
+        """Whether the clip is lost or cancelled, so that the packet has no tensors."""
         return self._packet.tombstone
 
     def check(self, clip: int, next_step: int, num_bytes: int, known: Specs) -> None:
-        """Compare the packet with the one that the receiver expects, before its payload is read.
+        """Compare the packet with the expected one, before its payload is read.
 
         Args:
             clip: Clip of the receiver's action.
-            next_step: Number of steps done by the receiver's action.
-            num_bytes: Bytes of the payload, as the header says.
-            known: Tensors that it must have, among others; a tombstone has none.
+            next_step: Number of steps done before the receiver's action.
+            num_bytes: Number of bytes of the payload, by the header.
+            known: Specs of tensors that the packet must have, among others, unless it is a
+                tombstone.
 
         Raises:
-            MismatchError: For the first difference, with both sides' values.
+            MismatchError: The packet differs; the error has both values of the first difference.
         """
         sent = {"clip": self._packet.clip, "next_step": self._packet.next_step}
         for name, expected in (("clip", clip), ("next_step", next_step)):
@@ -221,10 +225,10 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Return the packet; each tensor has memory of its own, as a view could be misaligned.
+        """Return the packet. Its tensors are copies, because views could be misaligned.
 
         Args:
-            payload: (bytes,) uint8, of the number of bytes that `check` got.
+            payload: Payload, uint8 of shape (bytes,), with the number of bytes that `check` got.
         """
         rest = self._in_host_memory
         host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
@@ -239,12 +243,12 @@ class PacketMetadata:
 
 
 def mismatch(name: str, field: str, sent: Any, expected: Any, **details: Any) -> MismatchError:
-    """Return the error for one difference between the packet that came and the expected one.
+    """Return the error for one difference between a received packet and the expected one.
 
     Args:
         name: Name of the value in the message.
-        field: Name of the value in the details: `sent_<field>` and `expected_<field>`.
-        sent: Value of the packet.
+        field: Name of the value in the details, which have `sent_<field>` and `expected_<field>`.
+        sent: Value in the packet.
         expected: Value that the receiver expects.
         details: Further details.
     """
@@ -258,10 +262,10 @@ def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None
     Args:
         sent: Specs of the packet's tensors.
         expected: Specs that the receiver expects.
-        others: Whether the packet may have tensors that `expected` does not name.
+        others: Whether the packet may have further tensors.
 
     Raises:
-        MismatchError: For the first tensor that differs, or for all that are missing or extra.
+        MismatchError: A tensor differs, or tensors are missing or superfluous.
     """
     for name, spec in expected.items():
         if name in sent and sent[name] != spec:

@@ -1,13 +1,13 @@
-"""CUDA streams and every copy between a device and the host; on the CPU, plain calls.
+"""CUDA streams, and copies between device and host. On the CPU all of these are plain calls.
 
-No other module makes a stream, waits for one, or reads a tensor on a device; a test lists the few
+No other module creates a stream, waits for one, or reads a tensor on a device; a test lists the few
 exceptions with their reasons. Three rules make the copies safe beside queued kernels:
 
-- Memory that a side stream fills is allocated in that stream's context: the caching allocator ties
-  a block to a stream, and a block of another stream may still be in use by queued kernels.
-- `record_stream` is called where a second stream uses such memory.
-- Each thread that copies has one stream for its whole life: memory is cached per stream, and
-  torch's pool of 32 streams would alias if one were made per message.
+- Memory that a side stream fills is allocated in that stream's context. The caching allocator ties
+  a block to a stream, and queued kernels may still use a block of another stream.
+- `record_stream` is called if a second stream uses such memory.
+- Each thread that copies has one stream for its whole life. Memory is cached by stream, and streams
+  that are created for each message would repeat after 32, the size of torch's pool.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-#: Event that a side stream waits for before it touches a tensor; None on the CPU.
+#: Event that a side stream waits for before it uses a tensor; None on the CPU.
 Event = torch.cuda.Event | None
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current one of this thread. Each thread of a rank calls it first."""
+    """Make `device` the current device of this thread. Each thread of a rank calls this first."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def single_thread_executor(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """Return a pool of one thread, called `name`, whose current device is `device`."""
+    """Return an executor with one thread, called `name`, whose current device is `device`."""
     return ThreadPoolExecutor(
         max_workers=1, thread_name_prefix=name, initializer=use_device, initargs=(device,)
     )
 
 
 def record_event(device: torch.device) -> Event:
-    """Record an event behind all work that this thread has queued on its current stream so far.
+    """Record an event after all work that this thread has queued on its current stream.
 
     Returns:
-        The event; None on the CPU, where work is done when its call returns.
+        Event; None on the CPU, where work is done when its call returns.
     """
     if device.type != "cuda":
         return None
@@ -50,19 +50,19 @@ def record_event(device: torch.device) -> Event:
 
 
 def wait_for_event(event: Event) -> None:
-    """Block this thread until the device has reached an event; return at once on the CPU."""
+    """Wait until the device has reached an event; return at once on the CPU."""
     if event is not None:
         event.synchronize()
 
 
 def synchronize(device: torch.device) -> None:
-    """Block until the device has done all that is queued on this thread's current stream."""
+    """Wait until the device has done all work that is queued on this thread's current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class SideStream:
-    """A stream beside the one that denoises, used by one thread for its whole life."""
+    """Stream beside the one that denoises, which one thread uses for its whole life."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,10 +70,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def stream_context(self, after: Event = None) -> Iterator[None]:
-        """Queue the block's work on this stream; wait at the end of the block until it is done.
+        """Queue the work of the block on this stream, and wait for it at the end of the block.
 
         Args:
-            after: Event before which the work must not begin; None: it may begin at once.
+            after: Event that the work waits for; None: it begins at once.
         """
         if self._stream is None:
             yield
@@ -89,10 +89,10 @@ class SideStream:
 
         Args:
             tensor: Tensor of any shape and dtype.
-            after: Event behind which the tensor is complete; None: it is complete.
+            after: Event after which the tensor is complete; None: it is complete.
 
         Returns:
-            The copy, of equal shape and dtype; `tensor` itself if it is in host memory.
+            Copy of the same shape and dtype; `tensor` itself if it is in host memory.
         """
         if tensor.is_cpu:
             return tensor
@@ -102,13 +102,13 @@ class SideStream:
         return host
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor of host memory to the device, and wait for the copy.
+        """Copy a tensor from host memory to the device, and wait for the copy.
 
         Args:
             host: Tensor of any shape and dtype, pinned, so that the copy needs no other buffer.
 
         Returns:
-            The copy; `host` itself on the CPU. Call `record_stream` before another stream uses it.
+            Copy; `host` itself on the CPU. Call `record_stream` before another stream uses it.
         """
         if self._stream is None:
             return host
@@ -118,26 +118,26 @@ class SideStream:
         return tensor
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return (num_bytes,) uint8 on the device, for this stream to fill in `stream_context`."""
+        """Return uint8 memory of shape (num_bytes,) on the device, for use in `stream_context`."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def host_buffer(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory that is not set, pinned where a GPU copies to or from it."""
+        """Return uninitialised host memory, pinned if the device is a GPU."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """Tell the allocator that the caller's current stream uses memory of another stream."""
+    """Tell the allocator that the current stream uses memory of another stream."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class AsyncFlag:
-    """A point on a device's current stream: its time and a flag, read without stopping the queue.
+    """Point on a device's current stream, with a time and a flag that are read asynchronously.
 
     Args:
-        device: Device whose current stream the point is on.
-        flag: Bool tensor of one element, on the device; None: there is no flag, only a time.
+        device: Device whose current stream is used.
+        flag: Bool tensor of one element on the device; None: only the time is recorded.
     """
 
     def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:
@@ -152,16 +152,16 @@ class AsyncFlag:
         self._at = time.monotonic()
 
     def wait(self) -> bool:
-        """Block until the device has reached this point; return the flag, True without one."""
+        """Wait until the device has reached this point; return the flag, or True if it has none."""
         if self._event is not None:
             self._event.synchronize()
         return self._host is None or bool(self._host)
 
     def seconds_since(self, before: AsyncFlag) -> float:
-        """Return the seconds of the device from the point `before` to this one.
+        """Return the device's seconds from the point `before` to this one.
 
         Args:
-            before: Point of the same device; it must have reached both.
+            before: Earlier point of the same device, which must have reached both.
         """
         if self._event is not None and before._event is not None:
             return float(before._event.elapsed_time(self._event)) / 1000

@@ -1,12 +1,12 @@
-"""The transfer of one packet between two ranks: header, check, payload. Point to point only.
+"""Transport of packets between ranks, point to point, by links with background threads.
 
-Each rank has one link per neighbour and direction, with a thread, so that a transfer runs beneath
-the denoising. The header and the packet's metadata are messages of their own, always between
-CPUs. The payload is the packet's tensors end to end: on the device under NCCL, through pinned host
-memory under gloo, which does not carry CUDA tensors point to point.
+Each rank has a link for each neighbour and direction, with a thread, so that transfers overlap with
+denoising. Header and metadata are separate messages between CPUs. The payload goes from device to
+device under NCCL. Under gloo, which does not send CUDA tensors point to point, it goes through
+pinned host memory.
 
-The receiver says which tensors it expects before the packet comes, and checks the metadata
-before it reads the payload. A difference is a `MismatchError`, which names the rank that sent.
+The receiver states which tensors it expects before the packet comes, and checks the metadata before
+it reads the payload. A difference is a `MismatchError`, which names the rank that has sent.
 """
 
 from __future__ import annotations
@@ -52,37 +52,42 @@ from svdpp.errors import (
 
 _Result = TypeVar("_Result")
 
-#: Heartbeats detect stalls and name the stalled rank; this timeout would name the one that waits.
-#: gloo would also close the connection to a rank that computes for longer than the timeout.
+#: Timeout of the process group, longer than any run. Stalls are detected by heartbeats, which name
+#: the stalled rank instead of the one that waits for it. A shorter timeout would also make gloo
+#: close the connection to a rank that computes for longer.
 GROUP_TIMEOUT = timedelta(days=7)
 
-# Clip index of the packet that opens a link; no clip has it.
+# Clip index of the packet that opens a link, which no clip has.
 _HELLO_CLIP = 2**64 - 1
 
-# For example: Cuda failure 2 'out of memory'
+# Matches, for example: Cuda failure 2 'out of memory'
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 
 #: Content of a link: packets of clips, predictions that a pair exchanges at each step, or final
 #: latents and frames of clips that several ranks decode.
 Channel = Literal["clips", "predictions", "decode"]
 Direction = Literal["recv", "send"]
-# Direction, clip, next step and peer of a transfer.
+# Direction, clip, number of steps done, and peer of a transfer.
 _Ends = tuple[Direction, int, int, int]
 
 
 class Transfer(NamedTuple):
-    """One packet, as one of its two ends saw it; `end` is of the machine's monotonic clock."""
+    """Transfer of one packet, as one of its two ranks saw it."""
 
     direction: Direction
     clip: int
     next_step: int
+    """Number of steps done."""
     peer: int
+    """Rank at the other end."""
     num_bytes: int
+    """Number of bytes of the payload."""
     seconds: float
     """Seconds from the end of the header to the last byte of the payload."""
     waited: float
-    """Sender: seconds until the receiver took the header. Receiver: 0."""
+    """Seconds until the receiver took the header; 0 at the receiver."""
     end: float
+    """Time of the end, in seconds on the host's monotonic clock."""
 
 
 @dataclass(eq=False)
@@ -94,7 +99,7 @@ class Transport:
         device: Device on which received tensors are put.
         backend: Backend of the process group that the rank has joined, `gloo` or `nccl`.
         on_transfer: Callback for each finished transfer of a clip; called from the links' threads.
-        checksum: Whether payloads carry a crc32, which the receiver compares.
+        checksum: Whether payloads have a CRC-32, which the receiver compares.
         monotonic_ahead: Seconds by which this host's monotonic clock is ahead of rank 0's. Times in
             packets are on rank 0's clock.
     """
@@ -113,11 +118,11 @@ class Transport:
         # higher rank).
         self._groups: dict[tuple[Channel, bool], Any] = {}
         self.sent: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        """Clip and next step of each packet given to `send`, by receiver and channel. Predictions
-        and the packets that open links are left out. The caller clears it."""
+        """Clip and steps done of each packet given to `send`, by receiver and channel, until the
+        caller clears it. Predictions and the packets that open links are left out."""
         self.bytes_sent = self.bytes_received = 0
-        """Bytes of payloads so far, on all channels."""
-        # ProcessGroupNCCL is not documented as safe for calls from two threads at once.
+        """Number of bytes of payloads so far, on all channels."""
+        # ProcessGroupNCCL is not documented as thread-safe.
         self._enqueue = threading.Lock()
         self._counting = threading.Lock()
 
@@ -126,17 +131,18 @@ class Transport:
         links: Mapping[Channel, Iterable[Iterable[tuple[int, int]]]],
         on_connecting: Callable[[int], None] | None = None,
     ) -> None:
-        """Open this rank's links by one small packet each.
+        """Open this rank's links by sending a small packet on each.
 
-        The first NCCL message of a pair creates its communicator and blocks until both ends call
-        it (pytorch/pytorch#108378), so all ranks follow the same rounds, each of disjoint pairs.
-        Where packets go both ways between two ranks, each direction has a process group: with one
-        communicator, sends that cross would wait for each other.
+        The first NCCL message of a pair creates its communicator and blocks until both ranks have
+        called it (pytorch/pytorch#108378). All ranks therefore follow the same rounds of disjoint
+        pairs. If packets go both ways between two ranks, each direction has a process group,
+        because sends that cross would wait for each other in one communicator.
 
         Args:
-            links: Rounds of pairs (from, to) by channel, equal on all ranks; see
+            links: Rounds of pairs (from, to) by channel, the same on all ranks; see
                 `plan.actions.connect_rounds`.
-            on_connecting: Callback that gets the other rank of each link before the link opens.
+            on_connecting: Callback that gets the other rank of each link before it opens; None:
+                none.
 
         Raises:
             TransportError: A link could not be opened.
@@ -173,11 +179,11 @@ class Transport:
 
         Args:
             clip: Clip that the packet must have.
-            next_step: Number of finished steps that the packet must have.
+            next_step: Number of steps done that the packet must have.
             peer: Rank that sends the packet.
             channel: Channel of the link.
-            known: Tensors that the packet must have, among others. They are compared before the
-                payload is read. None: only `PendingPacket.wait` compares.
+            known: Specs of tensors that the packet must have, among others, which are compared
+                before the payload is read. None: only `PendingPacket.wait` compares tensors.
         """
         link = self._link("from", peer, channel)
         ends: _Ends = "recv", clip, next_step, peer
@@ -185,15 +191,15 @@ class Transport:
         return PendingPacket(future, self.monotonic_ahead, ends, self.rank)
 
     def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
-        """Send in the background; first wait until the packet before it on this link has left.
+        """Send a packet in the background, after waiting for the previous one on this link.
 
         Args:
-            packet: Packet whose tensors do not change afterwards.
-            peer: Rank that receives it.
+            packet: Packet, whose tensors must not change afterwards.
+            peer: Rank that receives the packet.
             channel: Channel of the link.
 
         Raises:
-            TransportError: The packet before it could not be sent.
+            TransportError: The previous packet could not be sent.
         """
         if channel != "predictions":
             self.sent[peer, channel].append((packet.clip, packet.next_step))
@@ -204,9 +210,9 @@ class Transport:
         link.start(lambda: self._send(link, packet, payload, after))
 
     def drain(self) -> None:
-        """Wait until the memory of every packet sent may be used again.
+        """Wait until the memory of all sent packets may be reused.
 
-        Bytes may still be in NCCL's buffers: the process must outlive their way to the receivers.
+        Bytes may still be in NCCL's buffers, so the process must live until they are received.
 
         Raises:
             TransportError: A packet could not be sent.
@@ -216,7 +222,7 @@ class Transport:
                 link.wait()
 
     def close(self) -> None:
-        """End the links' threads; call after `drain`."""
+        """End the threads of the links, after `drain`."""
         for link in self._links.values():
             link.close()
 
@@ -235,9 +241,10 @@ class Transport:
         ends: _Ends = "send", clip, step, link.peer
         with translated_errors(*_attempt(ends, self.rank)):
             if self._direct:
-                # A receive of NCCL that is enqueued spins on the receiver's multiprocessors until
-                # the bytes come. The header, which lets the receiver enqueue it, must not leave
-                # before they exist: the partner of a pair would compute beside that kernel.
+                # A receive that NCCL has enqueued spins on the receiver's multiprocessors until the
+                # bytes come, and the partner of a pair would compute beside that kernel. The
+                # header, at which the receiver enqueues it, is therefore sent only once the bytes
+                # exist.
                 streams.wait_for_event(after)
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self.checksum and not packet.tombstone
@@ -304,14 +311,15 @@ class Transport:
                 self.bytes_sent += size
             else:
                 self.bytes_received += size
-        if ends[1] != _HELLO_CLIP and link.channel == "clips":  # steps and decodes include others
+        # Transfers of other channels are part of the times of steps and decodes.
+        if ends[1] != _HELLO_CLIP and link.channel == "clips":
             end = time.monotonic()
             self.on_transfer(Transfer(*ends, size, end - begun, waited, end))
 
 
 @dataclass(frozen=True)
 class PendingPacket:
-    """A packet that is being received or has been."""
+    """Packet that is being received."""
 
     _future: Future[tuple[PacketMetadata, torch.Tensor]]
     _monotonic_ahead: float
@@ -319,15 +327,15 @@ class PendingPacket:
     _rank: int
 
     def wait(self, whole: Callable[[Mapping[str, torch.Tensor]], Specs] | None = None) -> Packet:
-        """Wait for the packet; call it once.
+        """Wait for the packet. May be called once.
 
         Args:
-            whole: Function from the packet's tensors to the specs that they must have, all and no
-                others. It gets the tensors because one of them, the structure, names the others. It
-                is not called for a tombstone. None: only the `known` tensors are compared.
+            whole: Function that returns the specs which the packet's tensors must have, given the
+                tensors, one of which names the others. It is not called for a tombstone. None: only
+                the `known` tensors of `post_receive` are compared.
 
         Returns:
-            The packet, ready for the current stream.
+            Packet, whose tensors the current stream may use.
 
         Raises:
             MismatchError: The packet is not the expected one.
@@ -344,10 +352,10 @@ class PendingPacket:
 
 
 class _Link:
-    """One direction and channel to one neighbour: its thread and its stream.
+    """Link to one neighbour, in one direction and channel, with a thread and a stream.
 
-    After a message that failed, the next one would not be what is expected either, and gloo aborts
-    a process that receives a payload where it expects a header. So a link that failed stays closed.
+    A link stays closed after a failure: the next message would not be the expected one either, and
+    gloo aborts a process that receives a payload instead of a header.
     """
 
     def __init__(
@@ -377,7 +385,7 @@ class _Link:
             raise
 
     def wait(self) -> None:
-        """Wait for the last call of `start`, and raise what its work raised."""
+        """Wait for the last call of `start`, and raise its exception if it failed."""
         if self._last is not None:
             self._last.result()
 
@@ -392,35 +400,32 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
 
 
 def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
-    """Return the words and the details of a transfer, for its errors."""
+    """Return description and details of a transfer, for its errors."""
     direction, clip, step, peer = ends
-    is_sender = direction == "send"
-    words = (
-        f"send clip {clip} at step {step} to"
-        if is_sender
-        else (f"receive clip {clip} at step {step} from")
-    )
-    sender, receiver = (rank, peer) if is_sender else (peer, rank)
-    details = {"clip": clip, "step": step, "from_rank": sender, "to_rank": receiver}
-    return f"{words} rank {peer}", details
+    details = {"clip": clip, "step": step}
+    if direction == "send":
+        details |= {"from_rank": rank, "to_rank": peer}
+        return f"send clip {clip} at step {step} to rank {peer}", details
+    details |= {"from_rank": peer, "to_rank": rank}
+    return f"receive clip {clip} at step {step} from rank {peer}", details
 
 
 @contextlib.contextmanager
 def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn a backend's RuntimeError into an error that says which transfer failed.
+    """Turn a RuntimeError of the backend into an error that names the failed transfer.
 
-    A lack of memory and errors of the GPU are the rank's own; the parent may trace a
-    `BrokenLinkError` back to another rank.
+    A lack of memory and errors of the GPU concern this rank. For a `BrokenLinkError` the parent may
+    find the cause in another rank.
 
     Args:
-        attempt: Transfer in words, after "could not".
-        details: Details of the transfer, which the error's details include.
+        attempt: Description of the transfer, after "could not".
+        details: Details of the transfer, which are added to those of the error; None: none.
 
     Raises:
-        OutOfMemoryError: The backend says that memory ran out.
+        OutOfMemoryError: The backend reports that memory ran out.
         DeviceError: The GPU failed.
-        BrokenLinkError: Any other RuntimeError of the backend.
-        TransportError: The block raised one, of which this one has the type.
+        BrokenLinkError: The backend raised any other RuntimeError.
+        TransportError: The block raised a TransportError, whose type is kept.
     """
     try:
         yield
@@ -448,7 +453,7 @@ def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> E
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
             details=details,
         )
-    _, _, last = text.partition("Last error:")  # of NCCL
+    _, _, last = text.partition("Last error:")  # part of NCCL's messages
     cause = f" (last error: {first_line(last)})" if last else ""
     details["cause"] += cause
     message = f"could not {attempt}: {first_line(error)}{cause}"

@@ -1,1 +1,1 @@
-"""The plan of a run: splits, action lists, costs, forecasts and text grids. Stdlib only."""
+"""Plan of a run: layouts, splits, actions, costs and forecasts. Standard library only."""

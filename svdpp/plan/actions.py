@@ -1,4 +1,4 @@
-"""Actions: one thing that a rank does for one clip, and the list of them for each rank."""
+"""Actions of ranks, routes of clips, and the schedule: the list of actions of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from svdpp.plan.split import StepRange
 
 
 class Kind(StrEnum):
-    """The kinds of action."""
+    """Kind of an action."""
 
     ENCODE = "ENCODE"  # read the clip's image, encode it, draw its noise: the latent before step 0
     LOAD_CHECKPOINT = "LOAD_CHECKPOINT"  # read the latent that an earlier run kept at `start`
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
 
 class FrameRange(NamedTuple):
-    """The frames `first` to `end` (exclusive) of the `total` of a clip."""
+    """Range of a clip's frames: `first` to `end` (exclusive), of `total`."""
 
     first: int
     end: int
@@ -43,18 +43,21 @@ class FrameRange(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list; the steps `start` and `end` differ only of a DENOISE."""
+    """Work of a rank for one clip: an entry of its action list."""
 
     kind: Kind
     clip: int
-    """Its index, counted from the first clip given to the pipeline."""
+    """Index of the clip in the pipeline, from 0."""
     start: int
+    """Number of the clip's steps that are done before the action."""
     end: int
-    """Steps of the clip that are done when the action starts, and when it ends."""
+    """Number of the clip's steps that are done after the action; equal to `start` except for a
+    DENOISE."""
     peer: int = -1
-    """The other rank of a transfer; of a DENOISE the other rank of the pair; -1: none."""
+    """Other rank of a transfer, or for a DENOISE the other rank of the pair; -1: none."""
     frames: FrameRange | None = None
-    """Frames that it decodes or sends, or whose latent it sends for a decode; None: all."""
+    """Frames that the action decodes or transfers, or for whose decode it sends the latent; None:
+    all."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -72,9 +75,9 @@ class Action(NamedTuple):
         Args:
             kind: Any kind but DENOISE.
             clip: Index of the clip.
-            step: Steps of the clip that are done.
-            peer: The other rank of a transfer; -1: none.
-            frames: Frames that it decodes or transfers; None: all.
+            step: Number of the clip's steps that are done.
+            peer: Other rank of a transfer; -1: none.
+            frames: Frames that the action decodes or transfers; None: all.
         """
         return Action(kind, clip, step, step, peer, frames)
 
@@ -113,7 +116,7 @@ class Action(NamedTuple):
 
     @property
     def helps(self) -> bool:
-        """Whether it decodes for another rank, which finishes the clip."""
+        """Whether the action decodes frames for another rank, which finishes the clip."""
         return self.kind is Kind.DECODE and self.frames is not None and self.frames.first > 0
 
 
@@ -126,14 +129,14 @@ _ACTION = re.compile(
 )
 
 
-# --- the lists, from the routes of clips ---------------------------------------------------------
+# --- schedules, from the routes of clips ---------------------------------------------------------
 
-#: The action list of each rank.
+#: Action list of each rank.
 Schedule = tuple[tuple[Action, ...], ...]
 
 
 class DecodeShare(NamedTuple):
-    """The frames of a clip that `rank` decodes."""
+    """Frames of a clip that one rank decodes."""
 
     rank: int
     frames: FrameRange
@@ -141,55 +144,57 @@ class DecodeShare(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """The route of one clip: which rank does which steps, in order."""
+    """Route of one clip through the ranks."""
 
     clip: int
     ranges: tuple[StepRange, ...]
-    """Consecutive, up to the last step; a rank without steps only encodes or only decodes. A route
-    that starts after step 0 starts from the latent checkpoint of an earlier run."""
+    """Steps of each rank, consecutive and up to the last step. A rank without steps only encodes or
+    only decodes. A route that starts after step 0 starts from a latent checkpoint."""
     decodes: bool = True
+    """Whether the clip is decoded."""
     paired: bool = False
-    """Whether rank r + 1 does the same steps as each rank r of the route. The first rank of the
-    pair encodes, decodes and finishes; the second starts from its packet."""
+    """Whether each rank r of the route and rank r + 1 are a pair, which does the same steps. The
+    first rank of a pair encodes, decodes and finishes; the second starts from its packet."""
     shares: tuple[DecodeShare, ...] = ()
-    """The frames that each of several ranks decodes, the last rank's first; else it decodes all."""
+    """Frames that each of several ranks decodes, beginning with the last rank of the route; empty:
+    the last rank decodes all."""
 
     @property
     def start(self) -> int:
-        """Steps done before the route starts; above 0 if an earlier run did them."""
+        """Number of steps that an earlier run has done; usually 0."""
         return self.ranges[0].start
 
     @property
     def links(self) -> set[tuple[int, int]]:
-        """All pairs of ranks (from, to) between which its packets travel, also if it is resumed."""
+        """Pairs of ranks (from, to) between which packets of the clip are sent."""
         seconds = [part.rank + 1 for part in self.ranges if part.num_steps and self.paired]
         between = pairwise(part.rank for part in self.ranges)
         return {*between, *pairwise(seconds), *((rank - 1, rank) for rank in seconds)}
 
     @property
     def decode_links(self) -> set[tuple[int, int]]:
-        """All pairs of ranks (from, to) between which final latents and frames travel."""
+        """Pairs of ranks (from, to) between which its final latent and frames are sent."""
         writer = self.ranges[-1].rank
         helpers = [share.rank for share in self.shares[1:]]
         return {(writer, rank) for rank in helpers} | {(rank, writer) for rank in helpers}
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank has done the last steps as the second of a pair.
+        """Whether a rank has the final latent, because it is the second of the last pair.
 
         Args:
-            rank: A rank of the layout; it need not be one of the route.
+            rank: Any rank of the layout.
         """
         last = self.ranges[-1]
         return self.paired and last.num_steps > 0 and rank == last.rank + 1
 
     def stages_after(self, rank: int) -> int:
-        """Return the number of stages of the route that come after a rank's own.
+        """Return the number of stages of the route that follow the stage of a rank.
 
         Args:
-            rank: A rank of the layout, of a pair either one.
+            rank: Any rank of the layout, also the second of a pair.
 
         Returns:
-            The number of ranges behind it; 0 for a rank without one.
+            Number of ranges after the rank's own; 0 if the route does not visit the rank.
         """
         units = [range(part.rank, part.rank + 1 + self.paired) for part in reversed(self.ranges)]
         return next((after for after, unit in enumerate(units) if rank in unit), 0)
@@ -197,10 +202,10 @@ class Route:
     def resumed(self, at: int) -> Route:
         """Return the rest of the route, from the rank that does step `at`.
 
-        The last rank always stays, because it finishes the clip.
+        The last rank is always kept, because it finishes the clip.
 
         Args:
-            at: Steps that an earlier run has done.
+            at: Number of steps that an earlier run has done.
         """
         *before, last = self.ranges
         left = [part._replace(start=max(part.start, at)) for part in before if part.end > at]
@@ -224,14 +229,14 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
 
     A rank that helps to decode a clip first does its steps of the next clips, as many as keep it
-    busy until the clip has passed the ranks between. Three clips on three ranks, N = 6, the last
-    two of which each decode half of the frames (`>`):
+    busy until the clip has passed the ranks in between. Three clips on three ranks, N = 6; ranks 1
+    and 2 each decode half of the frames (`>`):
 
         rank 0 |001122.......|
         rank 1 |..0011>22>..>|
         rank 2 |....00>11>22>|
 
-    Where clips skip different ranks, the rank helps before it begins the next clip: otherwise ranks
+    If clips skip different ranks, a rank helps before it begins the next clip. Otherwise ranks
     could wait for each other in a circle.
 
     Args:
@@ -239,14 +244,14 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         world_size: Number of ranks W.
 
     Returns:
-        W lists, by rank; a rank that no route visits has an empty one.
+        Action lists of the W ranks; that of a rank without work is empty.
     """
     paths: defaultdict[int, set[tuple[tuple[int, bool], ...]]] = defaultdict(set)
     for route in routes:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # Each help with the number of visits behind which it comes.
+    # Visits that help another rank, each with the number of visits that precede it.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
@@ -283,7 +288,7 @@ def _visit(route: Route, index: int) -> _Visit:
 
 
 def _decode_actions(route: Route) -> Iterator[Action]:
-    """Yield the last rank's decode, and its exchange with the ranks that help it."""
+    """Yield the decode by the last rank, and its exchange with the ranks that help."""
     clip, end = route.clip, route.ranges[-1].end
     helpers = route.shares[1:]
     for rank, frames in helpers:
@@ -304,7 +309,7 @@ def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
 
 
 def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield each rank that gets the final latent to decode a share of it, with its visit."""
+    """Yield (rank, visit) of each rank that gets the final latent and decodes a part of it."""
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
@@ -313,7 +318,7 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
 
 
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield the second rank of each pair that does steps, with its visit.
+    """Yield (rank, visit) of the second rank of each pair that does steps.
 
     One clip on two pairs, N = 4 (`=1` names the other rank of the pair):
 
@@ -347,21 +352,26 @@ def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
 
 
 def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group links into rounds; the links of a round share no rank, so they can open concurrently.
+    """Group links into rounds that share no rank, so that the links of a round open concurrently.
 
-    This is a greedy edge colouring: a pipeline of any length takes 2 rounds, and no graph takes
+    This is a greedy edge colouring: a pipeline of any length needs 2 rounds, and no graph needs
     more than twice the largest number of links at one rank, minus 1.
 
     Args:
         links: Pairs (from, to) of ranks.
 
     Returns:
-        The rounds, in the order in which all ranks open them.
+        Rounds, in the order in which all ranks open them.
     """
     rounds: list[list[tuple[int, int]]] = []
+    ranks_of: list[set[int]] = []
     for link in sorted(links):
-        free = (each for each in rounds if {*link}.isdisjoint(rank for own in each for rank in own))
-        if (found := next(free, None)) is None:
-            rounds.append(found := [])
-        found.append(link)
+        for opened, ranks in zip(rounds, ranks_of, strict=True):
+            if ranks.isdisjoint(link):
+                opened.append(link)
+                ranks.update(link)
+                break
+        else:
+            rounds.append([link])
+            ranks_of.append({*link})
     return rounds

@@ -20,9 +20,9 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
-# Longer replicas are not tried: their forecasts take long, and they promise no gain.
+# Size of the longest replicas that are tried: longer ones take long to forecast and gain nothing.
 _MAX_REPLICA_SIZE = 64
-# Times whose ratio is below this count as equal; the simplest layout wins.
+# Ratio of times up to which they count as equal, so that the simplest layout is chosen.
 _EQUAL = 1.001
 # Throughput kept, as a fraction of the best, when latency is minimised.
 _RATE_KEPT = 0.9
@@ -30,7 +30,7 @@ _RATE_KEPT = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A layout, and the reason for it in one line."""
+    """Chosen layout, and the reason for it in one line."""
 
     layout: Layout
     reason: str
@@ -45,21 +45,20 @@ def choose_layout(
     minimize_latency: bool = False,
     **counts: Any,
 ) -> Choice:
-    """Choose by forecast the best layout of those that fit in memory.
+    """Choose the layout that finishes all clips first, by forecast, among those that fit in memory.
 
-    That is the one that finishes all clips first. If some rank has room for both experts of a
-    model, layouts in which a rank holds both count as well.
+    If a rank has memory for both experts of a model, layouts in which a rank holds both are
+    candidates too.
 
     Args:
-        num_clips: Number of clips that the forecasts are of.
-        memory_gib: Memory of each of the W ranks, GiB; empty: unknown, and everything fits.
+        num_clips: Number of clips of the forecasts.
+        memory_gib: Memory of each of the W ranks, in GiB; empty: unknown, and every layout fits.
         pairs: Whether layouts of pairs are candidates too.
-        fixed: Fields of the only layout; what is left to choose is then whether its ranks are
-            pairs.
-            None: all layouts are candidates.
-        minimize_latency: Whether to choose the one whose clips take the least time each, of those
-            whose rate is at least 0.9 of the best.
-        counts: The other fields of all layouts, such as `num_steps`, `world_size` and `costs`.
+        fixed: Fields of a layout, of which only is chosen whether its ranks are pairs. None: all
+            layouts are candidates.
+        minimize_latency: Whether to choose the layout with the least latency of a clip, among those
+            with at least 0.9 of the best throughput.
+        counts: Other fields of all layouts, such as `num_steps`, `world_size` and `costs`.
 
     Raises:
         RequestError: No layout is possible, or none fits in memory.
@@ -74,7 +73,7 @@ class _Candidate(NamedTuple):
     seconds: float
     """Seconds until all clips are finished."""
     latency: float
-    """Mean of one clip, from its start."""
+    """Mean seconds from the start of a clip to its end."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,8 @@ class _Search:
         fitting = [*filter(self._fits, possible), *self._with_shared_experts(wholes)]
         if not fitting:
             raise self._nothing_fits(possible)
-        # If no layout has known transfer costs, the forecast of the first names the missing one.
+        # If no layout has known transfer costs, the forecast of the first raises an error about
+        # them.
         known = [*filter(_has_known_transfers, fitting)] or fitting[:1]
         clips = self.num_clips
         candidates = [_Candidate(each, *makespan_and_latency(each, clips)) for each in known]
@@ -122,7 +122,7 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Layouts that fit with a rank of a longer replica that holds both experts."""
+        """Yield layouts that fit, and in which a rank of a longer replica holds both experts."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:
@@ -205,7 +205,7 @@ def _least(
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
-    """Layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
+    """Yield layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
     num_steps, num_units = data_parallel.num_steps, data_parallel.data_parallel_size
     for replica_size in divisors(num_units):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
@@ -215,7 +215,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
             needed = decoders_needed(num_steps, replica_size, data_parallel.costs)
         for num_decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                with suppress(RequestError):  # only the uniform rule refuses these counts
+                with suppress(RequestError):  # the uniform rule may be unable to divide the steps
                     yield replace(
                         data_parallel,
                         split=split,
@@ -229,8 +229,8 @@ def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
 
     Args:
         num_steps: Steps N of a clip.
-        replica_size: Ranks of a replica.
-        costs: Seconds of each kind of work; of ranks that differ, the mean counts.
+        replica_size: Number of ranks of a replica.
+        costs: Cost model; if the ranks differ, the mean counts.
     """
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
     share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size
@@ -247,18 +247,21 @@ def _has_known_transfers(layout: Layout) -> bool:
     return not crosses or layout.costs.inter_host_transfer_seconds is not None
 
 
-# --- the comparison of layouts, side by side ------------------------------------------------------
+# --- comparison of layouts ------------------------------------------------------------------------
 
 
 class LayoutForecast(NamedTuple):
-    """One layout of a comparison; its note says why it is chosen, or cannot run."""
+    """Row of a comparison of layouts."""
 
     name: str
     layout: Layout | None = None
+    """Layout; None if it is impossible."""
     forecast: Forecast | None = None
+    """Forecast; None if it is impossible."""
     seconds_per_clip: float = 0.0
-    """Mean time between finished clips in a long queue."""
+    """Mean seconds between finished clips in a long queue."""
     note: str = ""
+    """Reason why the layout is chosen, or why it is impossible or does not fit; usually empty."""
 
 
 def compare_layouts(
@@ -271,15 +274,15 @@ def compare_layouts(
 ) -> list[LayoutForecast]:
     """Return the layouts that `plan --compare` shows.
 
-    They are one replica with each split, one with several decoders, `auto`, data parallel and, for
+    These are one replica with each split, one with several decoders, `auto`, data parallel and, for
     an even number of ranks, pairs.
 
     Args:
-        num_clips: As for `choose_layout`, like all arguments.
-        memory_gib: Memory of each rank, GiB; a layout that needs more says so in its note.
+        num_clips: Number of clips of the forecasts.
+        memory_gib: Memory of each rank, in GiB; the note of a layout that needs more says so.
         pairs: Whether `auto` may choose pairs.
-        minimize_latency: Whether `auto` chooses the least time of a clip.
-        counts: The other fields of all layouts.
+        minimize_latency: Whether `auto` minimises the latency of a clip.
+        counts: Other fields of all layouts, as for `choose_layout`.
 
     Raises:
         RequestError: The counts are out of their limits, or the costs do not fit them.

@@ -1,4 +1,4 @@
-"""Cost model: seconds and memory of each kind of work; costs files and published costs."""
+"""Cost model: seconds and memory of each kind of work, its JSON, and published costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 #: One number for all ranks, or a tuple with one for each rank.
 PerRank = float | tuple[float, ...]
 
-# Within these limits sums over any number of clips stay finite.
+# Limits of costs, within which sums over any number of clips stay finite.
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")
@@ -25,38 +25,41 @@ _ABOVE_ZERO = ("step_seconds", "ranks_per_host")
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds of each kind of work, and its memory where that is known.
+    """Seconds of each kind of work, and its memory if that is known.
 
-    Without measurements the unit is one step: a step takes 1, everything else 0.
+    The defaults are in units of one step: a step takes 1, everything else 0.
     """
 
     step_seconds: PerRank = 1.0
-    """One denoising step; one number for each rank if devices differ in speed."""
+    """Seconds of a denoising step; one number for each rank if devices differ in speed."""
     encode_seconds: PerRank = 0.0
-    """One clip's encode: CLIP, VAE and noise; also for each rank, as `decode_seconds`."""
+    """Seconds of a clip's encode: text and image encoders, VAE and noise."""
     decode_seconds: PerRank = 0.0
-    """One clip's decode to frames."""
+    """Seconds of a clip's decode to frames."""
     transfer_seconds: float = 0.0
-    """One transfer of a clip's packet between two ranks."""
+    """Seconds of a transfer of a clip's packet between two ranks."""
     ranks_per_host: int | None = None
-    """Ranks on each host, in rank order; None: all ranks are on one host."""
+    """Number of ranks on each host, in the order of the ranks; None: all are on one host."""
     inter_host_transfer_seconds: float | None = None
-    """One transfer to a rank on another host. None: unknown."""
+    """Seconds of a transfer to a rank on another host; None: unknown."""
     encode_weights_gib: float | None = None
+    """Weights of the encode, GiB; None: unknown. A rank holds the weights of its parts."""
     denoise_weights_gib: float | None = None
+    """Weights of the denoiser, or of one expert, GiB; None: unknown."""
     decode_weights_gib: float | None = None
-    """Weights of the part, GiB; a rank holds the weights of each part that it uses. Those of
-    denoise are of one expert."""
+    """Weights of the decode, GiB; None: unknown."""
     encode_work_gib: float | None = None
+    """Peak memory of an encode without weights, GiB; None: unknown."""
     denoise_work_gib: float | None = None
+    """Peak memory of a step without weights, GiB; None: unknown."""
     decode_work_gib: float | None = None
-    """Peak memory of the part at work, GiB, without any weights."""
+    """Peak memory of a decode without weights, GiB; None: unknown."""
     name: str = ""
     """Subject of the costs, such as a model and a size."""
     source: str = ""
-    """Source of the costs: a publication, or the way they were measured."""
+    """Origin of the costs: a publication, or a measurement."""
     device: str = ""
-    """The device that they were measured on."""
+    """Device that the costs were measured on."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -67,10 +70,10 @@ class CostModel:
                 )
 
     def host_of(self, rank: int) -> int:
-        """Return the host of a rank, counted from 0.
+        """Return the index of a rank's host, from 0. Each host has consecutive ranks.
 
         Args:
-            rank: The rank; hosts hold consecutive ranks.
+            rank: Number of the rank.
         """
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
@@ -78,8 +81,8 @@ class CostModel:
         """Return the seconds of one transfer of a clip's packet between two ranks.
 
         Args:
-            source: The sender.
-            target: The receiver, on the same host or another.
+            source: Rank that sends.
+            target: Rank that receives, on the same host or another.
 
         Raises:
             RequestError: The ranks are on different hosts, and the costs have no time for a
@@ -98,18 +101,18 @@ class CostModel:
 
     @property
     def differ_by_rank(self) -> bool:
-        """Whether some cost is given for each rank."""
+        """Whether some cost has a number for each rank."""
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int, other: int = -1) -> float:
         """Return the seconds of one step on a rank or a pair.
 
-        A pair takes as long as its slower half, plus a transfer. That counts a whole packet, so it
-        is an upper bound for the exchange of a prediction.
+        A pair takes half of the slower rank's seconds, plus a transfer. The transfer is that of a
+        packet, which is an upper bound for the exchange of predictions.
 
         Args:
-            rank: The rank, or the first of a pair.
-            other: The second rank of the pair; below 0: `rank` works alone.
+            rank: Rank that does the step, or the first of a pair.
+            other: Second rank of the pair; below 0: `rank` works alone.
         """
         if other < 0:
             return _on(self.step_seconds, rank)
@@ -119,7 +122,7 @@ class CostModel:
         """Return the seconds of one clip's encode on a rank.
 
         Args:
-            rank: The rank that encodes.
+            rank: Rank that encodes.
         """
         return _on(self.encode_seconds, rank)
 
@@ -127,7 +130,7 @@ class CostModel:
         """Return the seconds of the decode of all frames of one clip on a rank.
 
         Args:
-            rank: The rank that decodes.
+            rank: Rank that decodes.
         """
         return _on(self.decode_seconds, rank)
 
@@ -135,8 +138,8 @@ class CostModel:
         """Return the seconds for which an action keeps a rank's device busy; 0 for transfers.
 
         Args:
-            action: The action.
-            rank: The rank that performs it.
+            action: Action of any kind.
+            rank: Rank that performs the action.
         """
         if action.kind is Kind.DENOISE:
             return (action.end - action.start) * self.step_on(rank, action.peer)
@@ -145,31 +148,32 @@ class CostModel:
         return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
 
     def peak_gib(self, roles: Roles) -> float | None:
-        """Return the peak memory of a rank in GiB: the weights of its parts, and the largest work.
+        """Return the peak memory of a rank: weights of its parts, plus the largest work of one.
 
-        Shared weights (encode and decode use one VAE) count twice, so it is an upper bound.
+        This is an upper bound, because weights that parts share (encode and decode use one VAE)
+        count twice.
 
         Args:
             roles: Parts of the model that the rank uses.
 
         Returns:
-            The peak; None if the costs lack a value.
+            Peak in GiB; None if the costs lack a value.
         """
         weights = [getattr(self, f"{part}_weights_gib") for part in roles.part_names]
         work = [getattr(self, f"{part}_work_gib") for part in roles.part_names]
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> CostModel:
-        """Return costs for a rehearsal, whose transfers are real and cost nothing extra.
+        """Return costs for a rehearsal with real transfers, which therefore cost nothing.
 
         Args:
-            pace: Factor for all device work.
+            pace: Factor for the seconds of all device work.
         """
         times: dict[str, Any] = {name: _times(getattr(self, name), pace) for name in _PER_RANK}
         return replace(self, **times, transfer_seconds=0.0, inter_host_transfer_seconds=0.0)
 
     def check_world(self, world_size: int) -> None:
-        """Check that costs given for each rank, and the size of hosts, fit a number of ranks.
+        """Check that costs by rank, and the size of hosts, fit a number of ranks.
 
         Args:
             world_size: Number of ranks W.
@@ -194,20 +198,21 @@ class CostModel:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of `costs.json`: every field, None if unknown."""
+        """Return the content of a costs file: all fields, None if unknown."""
         return {"schema_version": SCHEMA_VERSION, **vars(self)}
 
     @staticmethod
     def from_json(content: object, where: str) -> CostModel:
-        """Return the costs in the output of `to_json`.
+        """Return the costs in the content of a costs file.
 
         Args:
-            content: A JSON value; only `schema_version` and `step_seconds` are required.
+            content: JSON value; an object in which only `schema_version` and `step_seconds` are
+                required.
             where: Name of the file, for errors.
 
         Raises:
-            RequestError: It is no object, of another version, or has an unknown key or a wrong
-                value.
+            RequestError: The value is not an object, is of another version, or has an unknown key
+                or a wrong value.
         """
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
@@ -238,12 +243,14 @@ class CostModel:
 
 
 def step_from_pair(seconds: float, transfer: float) -> float:
-    """Return the seconds of a step on one rank from those on a pair: `CostModel.step_on` inverted.
+    """Return the seconds of a step on one rank, given those on a pair: inverts `step_on`.
+
+    The result is at least the pair's seconds, because the transfer of a prediction is shorter than
+    that of a packet.
 
     Args:
         seconds: Measured seconds of a step on a pair.
-        transfer: Seconds of one transfer of a packet, which is longer than that of a prediction. So
-            the step counts as at least as long as the pair's, and at most twice.
+        transfer: Seconds of one transfer of a packet.
     """
     return 2 * max(seconds - transfer, seconds / 2)
 
@@ -251,13 +258,13 @@ def step_from_pair(seconds: float, transfer: float) -> float:
 def measured_costs(
     seconds: Mapping[str, float], assumed: CostModel, *, in_pairs: bool
 ) -> CostModel:
-    """Return costs from measured means.
+    """Return a cost model from measured means.
 
     Args:
-        seconds: Means of a "step", of `ENCODE`, of `DECODE` and of a "transfer"; "step" is
-            required. A transfer that was not measured takes none.
-        assumed: Cost model of encode and decode where they were not measured, scaled by the step.
-        in_pairs: Whether the steps were done by pairs of ranks.
+        seconds: Mean seconds of "step", `ENCODE`, `DECODE` and "transfer". Only "step" is required;
+            a missing transfer counts as 0.
+        assumed: Costs of encode and decode if they were not measured, relative to its step.
+        in_pairs: Whether pairs of ranks did the steps.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
     step = step_from_pair(step, transfer) if in_pairs else step
@@ -271,24 +278,25 @@ def measured_costs(
 
 
 class PartMemory(NamedTuple):
-    """Memory of one part on its device: the weights, and the peak of the activations above them."""
+    """Memory of one part of a model on its device."""
 
     weight_bytes: int
     activation_bytes: int
+    """Peak bytes above the weights."""
 
     @property
     def peak_bytes(self) -> int:
-        """Weights and activations together."""
+        """Bytes of weights and peak bytes of activations together."""
         return self.weight_bytes + self.activation_bytes
 
 
 class PartFlops(NamedTuple):
-    """FLOPs of the parts of a model, as torch counts them: two for each multiply-add."""
+    """FLOPs of the parts of a model, as torch counts them: 2 for each multiply-add."""
 
     encode: int
     """FLOPs of one clip's encode."""
     step: int
-    """FLOPs of one denoising step of one clip, with all its evaluations of the denoiser."""
+    """FLOPs of one denoising step of one clip, with all evaluations of the denoiser."""
     decode: int
     """FLOPs of the decode of all frames of one clip."""
 
@@ -297,14 +305,14 @@ class MemoryEstimate(NamedTuple):
     """Memory of each part of a model."""
 
     encode: PartMemory
-    """Encoders of text and image, and the VAE's, at the clip's size; without the original image."""
+    """Memory of the encoders at the clip's size, without the original image."""
     denoise: PartMemory
-    """The denoiser, or one of two experts, for one step."""
+    """Memory of the denoiser, or of one of two experts, in a step."""
     decode: PartMemory
-    """The VAE's decoder, for `decode_chunk_size` frames at a time."""
+    """Memory of the decode of `decode_chunk_size` frames at a time."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
-        """Return the memory of a rank: the sum of its parts' weights, and the largest activations.
+        """Return the memory of a rank: the sum of the weights, and the largest activations.
 
         Args:
             roles: Parts of the model that the rank uses.
@@ -351,7 +359,7 @@ def _number_fault(name: str, value: object) -> str:
     return "must be above 0" if name in _ABOVE_ZERO and value == 0 else ""
 
 
-#: Old name, until the next version.
+#: Former name, kept until the next version.
 Costs = CostModel
 
 _MAY_BE_UNKNOWN = {field.name: field.default is None for field in fields(CostModel)}
@@ -364,7 +372,7 @@ _STABILITY = (
 
 
 def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> CostModel:
-    """Return a column of the table: milliseconds of 25 UNet calls and of each other part."""
+    """Return the costs in a column of the table, which has milliseconds; `unet` is of 25 calls."""
     return CostModel(
         step_seconds=unet / 25 / 1000,
         encode_seconds=(clip + encoder) / 1000,

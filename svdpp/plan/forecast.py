@@ -1,4 +1,4 @@
-"""Forecast of a run: a simulation of the action lists, or a recurrence for very many clips."""
+"""Forecast of a run, by a simulation of the action lists or by a faster recurrence."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
-#: The most visits (one clip at one rank) that a forecast computes, which takes about two seconds.
-#: Further clips continue at the rate of those before.
+#: Most visits (of a clip at a rank) that a forecast computes, which takes about two seconds.
+#: Further clips are assumed to continue at the same rate.
 MAX_VISITS = 2**21
 
-# Clips for each rank in a queue that is long enough for a constant rate.
+# Number of clips for each rank with which a queue is long enough for a constant rate.
 _QUEUED_PER_RANK = 16
-# The most clips that a choice between layouts computes of each.
+# Most clips of each layout that a choice between layouts computes.
 _LARGE_SAMPLE = 65_536
 
-#: The path of one clip: each rank that it visits, and the seconds of work there.
+#: Ranks that a clip visits, each with the seconds of work there.
 StageTimes = tuple[tuple[int, float], ...]
 
 
 class Span(NamedTuple):
-    """The time in which one rank did one action, in seconds from the start of the run."""
+    """Time in which one rank did one action, in seconds from the start of the run."""
 
     rank: int
     action: Action
@@ -38,15 +38,16 @@ class Span(NamedTuple):
 
     @property
     def clip(self) -> int:
-        """The action's clip."""
+        """Clip of the action."""
         return self.action.clip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The times of a run of `clips` clips, in seconds or in the unit of the costs."""
+    """Forecast or measured times of a run, in seconds or in the unit of the costs."""
 
     clips: int
+    """Number of clips."""
     makespan: float
     """Seconds from the first action's start, or the first arrival, to the last action's end."""
     first_clip: float
@@ -54,20 +55,20 @@ class Forecast:
     seconds_per_clip: float
     """Mean time between finished clips, over the second half of the clips, in order.
 
-    A clip counts as finished when all clips before it are finished too. If G ranks finish clips, as
-    in data parallel, clips finish in groups of G. The mean then covers whole groups.
+    A clip counts as finished when all earlier clips are finished too. If G ranks finish clips, as
+    in data parallel, clips finish in groups of G, and the mean covers whole groups.
     """
     jitter: float
-    """Standard deviation of the times between the same clips."""
+    """Standard deviation of the times between these clips."""
     latency: float
-    """Mean of a clip, from its arrival, or else its first action, to its end."""
+    """Mean seconds from a clip's arrival, or else its first action, to its end."""
     bubble: float
     """Fraction of the time of all ranks in which they are idle, 0 to 1."""
     computed_clips: int
-    """Number of clips that were computed; the others continue at `seconds_per_clip`."""
+    """Number of clips that were computed; further clips are assumed to follow at that rate."""
 
     def extended(self, num_clips: int) -> Forecast:
-        """Return the forecast of more clips, which continue at the rate of these.
+        """Return the forecast of more clips, which are assumed to continue at the same rate.
 
         Args:
             num_clips: Number of all clips, at least `clips`.
@@ -88,20 +89,20 @@ class Forecast:
 
 
 class DeadlockError(ValueError):
-    """Every rank with work left waits for another: the action lists cannot be performed."""
+    """Schedule that cannot be performed, because ranks wait for each other."""
 
 
-#: Sender, receiver, and whether the link is for a decode by several ranks.
+#: Sender and receiver of a link, and whether it is for a decode by several ranks.
 _LinkId = tuple[int, int, bool]
-#: A link, and the number of earlier transfers on it; below -1 for a DENOISE of the pair.
+#: Link, and the number of earlier transfers on it; below -1 for the DENOISE of a pair.
 _TransferId = tuple[_LinkId, int]
 
 
 class _Simulation:
-    """Performs all lists at once; a rank that waits is resumed at the end of its transfer.
+    """Simulation of all action lists; a rank that waits is resumed at the end of its transfer.
 
-    A transfer starts when it is sent, its receive is posted, and the previous transfer on the link
-    has ended. A SEND returns at once unless the previous transfer on its link is still running.
+    A transfer starts when its packet is sent, its receive is posted, and the previous transfer on
+    the link has ended. A SEND returns at once, unless the previous transfer on its link still runs.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, sizes: Sequence[float]) -> None:
@@ -129,7 +130,7 @@ class _Simulation:
         return self.spans
 
     def _perform(self, rank: int) -> Iterator[_TransferId]:
-        """Perform the rank's actions; yields each transfer that it has to wait for."""
+        """Perform a rank's actions, and yield each transfer that the rank has to wait for."""
         clock = 0.0
         arrivals: dict[tuple[int, int], _TransferId] = {}  # by clip, and sender of frames
         for action in self.schedule[rank]:
@@ -169,7 +170,7 @@ class _Simulation:
         self.current.pop(rank, None)
 
     def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> _TransferId:
-        """One end of the next transfer on the link between `ranks`."""
+        """Register one end of the next transfer on the link between `ranks`, and return its id."""
         link = *ranks, action.frames is not None
         transfer = link, self.begun[end, link]
         self.begun[end, link] += 1
@@ -198,7 +199,7 @@ class _Simulation:
 def simulate_schedule(
     schedule: Schedule, costs: CostModel, sizes: Sequence[float] = ()
 ) -> list[Span]:
-    """Forecast when each rank does its actions, transfers excepted.
+    """Return the times of each rank's work, by a simulation of the action lists.
 
     Args:
         schedule: Action list of each rank.
@@ -206,21 +207,21 @@ def simulate_schedule(
         sizes: Work of each clip relative to one of the costs, by index; empty: all are equal.
 
     Returns:
-        The spans, in no order of ranks.
+        Spans of all actions except transfers, in no particular order.
 
     Raises:
-        DeadlockError: Each rank with work left waits for another, or two ends of a transfer differ.
+        DeadlockError: Ranks wait for each other, or the two ends of a transfer differ.
         RequestError: The costs lack the time of a transfer between hosts.
     """
     return _Simulation(schedule, costs, sizes).run()
 
 
-#: Old name, until the next version.
+#: Former name, kept until the next version.
 replay = simulate_schedule
 
 
 def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
-    """Sum up spans, forecast or measured.
+    """Return the times of a run from its spans, forecast or measured.
 
     Args:
         spans: Work of all ranks, in any order.
@@ -229,7 +230,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     Raises:
         ValueError: `spans` is empty.
     """
-    # A span that takes no time comes after the one at whose end it starts.
+    # A span without duration is sorted behind the one at whose end it starts.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
         raise ValueError("no spans to sum up")
@@ -247,14 +248,14 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
 def sum_up(
     clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
 ) -> Forecast:
-    """Sum up clips as `summarise` does spans.
+    """Return the times of a run from the times of its clips.
 
     Args:
-        clips: Start and end of each clip in seconds, in order; the start is that of its first
-            action, or its arrival.
+        clips: Start and end of each clip in seconds, in order; the start is that of the first
+            action, or the arrival.
         busy: Seconds of work of all ranks together.
         world_size: Number of ranks W.
-        num_finishers: Number of ranks that finish clips, by which clips come in groups.
+        num_finishers: Number of ranks that finish clips, which is the size of groups of clips.
     """
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
@@ -276,27 +277,27 @@ def sum_up(
     )
 
 
-# --- the recurrence, without action lists --------------------------------------------------------
+# --- recurrence, without action lists ------------------------------------------------------------
 
 
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast clips in a layout, by the costs of the layout.
 
-    The result equals a simulation of the action lists, which takes 15 to 20 times as long: a visit
+    The result equals a simulation of the action lists, which takes 15 to 20 times as long. A visit
     of a clip at a rank costs about a microsecond here, and `layout="auto"` compares dozens of
-    layouts. Only one replica is computed if all replicas are alike. Beyond `MAX_VISITS` the further
-    clips continue at the rate of those before; see `Forecast.computed_clips`.
+    layouts. If all replicas are alike, only one is computed. Clips beyond `MAX_VISITS` are assumed
+    to continue at the same rate; see `Forecast.computed_clips`.
 
     Args:
-        layout: The layout.
-        num_clips: Number of clips, all there from the start.
+        layout: Layout with its costs.
+        num_clips: Number of clips, all of which are queued at the start.
 
     Raises:
-        RequestError: The pipeline is so long that its rate would take minutes to compute, or the
-            costs lack the time of a transfer between hosts.
+        RequestError: The pipeline is too long to be forecast, or the costs lack the time of a
+            transfer between hosts.
     """
     count = min(num_clips, _most_clips(layout))
-    if count < min(num_clips, 2 * layout.num_stages):  # the ranks are not even all busy by then
+    if count < min(num_clips, 2 * layout.num_stages):  # too few clips to keep all ranks busy
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
             "are too many to forecast",
@@ -310,21 +311,21 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
 
 
 def _most_clips(layout: Layout) -> int:
-    """Return the number of clips that `MAX_VISITS` visits suffice for, in whole groups."""
+    """Return the number of clips, in whole groups, that take at most `MAX_VISITS` visits."""
     visits = MAX_VISITS
-    if layout.decode_parallel_size > layout.cfg_parallel_size:  # simulated by its action lists
+    if layout.decode_parallel_size > layout.cfg_parallel_size:  # simulated, which is slower
         visits //= 20
     each = max(1, visits // layout.num_stages)
     clips = each
     if layout.replicas_are_alike and layout.data_parallel_size > 1:
-        # One of them is computed, or two if one has a clip more.
+        # One replica is computed, or two if some have a clip more than others.
         clips = each * layout.data_parallel_size // 2
     group = layout.data_parallel_size * layout.num_decoders
     return max(1, clips // group) * group
 
 
 def _forecast(layout: Layout, num_clips: int) -> Forecast:
-    """Forecast all of the clips, however many they are."""
+    """Forecast all clips, without a limit of their number."""
     if layout.decode_parallel_size > layout.cfg_parallel_size:
         return summarise(
             simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size
@@ -363,14 +364,14 @@ def _forecast(layout: Layout, num_clips: int) -> Forecast:
 
 
 def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
-    """Return the seconds until all clips are finished, and the mean of one clip from its start.
+    """Return the seconds until all clips are finished, and the mean seconds of a clip.
 
     Args:
-        layout: The layout, with its costs.
-        num_clips: Number of clips. Beyond a sample the time per clip counts as constant.
+        layout: Layout with its costs.
+        num_clips: Number of clips, of which a sample is computed.
 
     Raises:
-        RequestError: As for `forecast_layout`.
+        RequestError: The layout cannot be forecast; see `forecast_layout`.
     """
     many = min(_QUEUED_PER_RANK * layout.world_size, _LARGE_SAMPLE)
     sample = min(num_clips, max(2 * layout.world_size, many))
@@ -379,10 +380,10 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
 
 
 def steady_seconds_per_clip(layout: Layout) -> float:
-    """Return the mean seconds between finished clips in a queue whose ends matter little.
+    """Return the mean seconds between finished clips in a long queue.
 
     Args:
-        layout: The layout, with its costs.
+        layout: Layout with its costs.
     """
     most = max(layout.data_parallel_size, MAX_VISITS // layout.num_stages // 10)
     num_clips = min(_QUEUED_PER_RANK * layout.world_size, most)
@@ -397,8 +398,8 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
         costs: Seconds of each kind of work.
 
     Returns:
-        Pairs (rank, seconds), in order. A pair of ranks is its first one, which before its steps
-        waits until the second has the packet.
+        Tuples (rank, seconds), in order. A pair is represented by its first rank, which waits
+        before its steps until the second has the packet.
     """
     seconds = _step_seconds(route, costs)
     if not route.start:
@@ -413,7 +414,7 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 
 
 def _seconds_to_decode(route: Route, costs: CostModel) -> float:
-    """Time when the last rank has all frames; it gathers them from one rank after the other."""
+    """Return the seconds until the last rank has all frames, which it gathers rank by rank."""
     writer = route.ranges[-1].rank
     gathered, *others = _decode_seconds(route, costs)
     for (rank, _), seconds in zip(route.shares[1:], others, strict=True):
@@ -444,17 +445,17 @@ def clip_times(
 ) -> Iterator[tuple[float, float]]:
     """Yield the start and end of each clip, in seconds.
 
-    A visit waits only for earlier clips, or for its own clip at the previous rank, so clips can be
-    computed one after the other. A transfer waits for its receive, which the target posts at the
-    start of the visit before this one, and for the previous transfer on its link, as its sender
-    does.
+    A visit waits only for earlier clips, or for its own clip at the previous rank, so that clips
+    can be computed one after the other. A transfer waits for its receive, which the target posts at
+    the start of its previous visit, and for the previous transfer on its link, for which its sender
+    waits too.
 
     Args:
         clips: Stage times of each clip, in order.
         transfer: Seconds of a transfer, by sender and receiver.
     """
     free: defaultdict[int, float] = defaultdict(float)  # when the rank is free for its next visit
-    before: defaultdict[int, float] = defaultdict(float)  # and for the visit before that
+    before: defaultdict[int, float] = defaultdict(float)  # when it was free for its last visit
     over: dict[tuple[int, int], float] = {}  # when the last transfer on a link ended
     for clip in clips:
         end = here = 0.0
@@ -470,11 +471,11 @@ def clip_times(
         yield begun, end
 
 
-# --- the grid: a line for each rank, time from left to right -------------------------------------
+# --- grid: a line for each rank, time from left to right -----------------------------------------
 
 _IDLE = "."
 _ENDS = {Kind.ENCODE: "<", Kind.DECODE: ">"}
-#: Signs of the clips, which repeat after 62.
+#: Signs of clips, which repeat after 62.
 _CLIP_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -485,9 +486,9 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Return one line for each rank; each column shows what the rank did for most of its time.
+    """Draw a line for each rank; each column shows what the rank mostly did in that time.
 
-    A step shows the clip's sign, encode `<`, decode `>`, idle `.`:
+    The sign of a step is that of its clip, encode is `<`, decode `>`, idle `.`:
 
         rank 0 |000111222......|
         rank 1 |...000>111>222>|
@@ -495,8 +496,8 @@ def draw_grid(
     Args:
         spans: Work of all ranks, forecast or measured.
         world_size: Number of ranks W.
-        width: Most columns; fewer are drawn if the run is shorter than that many steps.
-        marks: Remarks behind the lines of ranks, such as `died here`.
+        width: Largest number of columns; fewer are drawn if the run is shorter than as many steps.
+        marks: Remarks at the end of lines, by rank, such as `died here`; None: none.
     """
     begin = min((span.start for span in spans), default=0.0)
     total = max((span.end for span in spans), default=0.0) - begin
@@ -511,14 +512,14 @@ def draw_grid(
 
 
 def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
-    """A column for each step, or for each two, three and so on, so that `width` is enough."""
+    """Return the number of columns: one for each step, or each two, three, ..., up to `width`."""
     steps = (
         (span.end - span.start) / (span.action.end - span.action.start)
         for span in spans
         if span.action.kind is Kind.DENOISE and span.end > span.start
     )
     step = min(steps, default=0.0)
-    # A step can be negligible compared with a decode.
+    # Steps that are negligible compared with a decode do not determine the columns.
     whole = round(total / step) if step * 1e6 > total else width
     return max(1, whole // max(1, math.ceil(whole / width)))
 

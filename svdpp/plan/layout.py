@@ -1,4 +1,4 @@
-"""Layout of the ranks: which form replicas, where each clip is cut, and its route."""
+"""Layout of the ranks: replicas, stages, and the cuts and route of each clip."""
 
 from __future__ import annotations
 
@@ -29,27 +29,30 @@ from svdpp.plan.split import (
 
 
 class StepShare(NamedTuple):
-    """Steps that one rank does of each clip that visits it: earliest, latest, mean number."""
+    """Steps that one rank does of its clips."""
 
     rank: int
     start: int
+    """First step that the rank does of any clip."""
     end: int
+    """Step after the last one that it does of any clip."""
     mean_steps: float
+    """Mean number of steps that it does of a clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(ParallelConfig):
     """Layout of the ranks: a `ParallelConfig` applied to ranks, costs, and clips of one kind.
 
-    Clip i runs on replica i mod `data_parallel_size`.
+    Clip i runs on replica i mod `data_parallel_size`. The last `num_decoders` ranks of a replica
+    take turns: each does the last steps and the decode of every `num_decoders`-th clip. If replicas
+    have one rank, the layout is data parallel. Every rank gets its clips in increasing order, so
+    that action lists made from these routes cannot deadlock.
 
-    The last `num_decoders` ranks of a replica alternate: each does the last steps and the decode of
-    every `num_decoders`-th clip. Replicas of one rank are data parallel. Every rank gets its clips
-    in increasing order, so action lists made from these routes cannot deadlock. With two experts,
-    all clips are cut at the boundary, and each stage of a replica holds one of them, unless it is
-    the only one or `share_experts` is set.
+    With two experts, all clips are cut at the boundary, and each stage of a replica holds one
+    expert, unless the replica has only one stage or `share_experts` is set.
 
-    Eight ranks, N = 28; a row is a replica, its ranks and the steps of each:
+    Eight ranks, N = 28; each row is a replica, with its ranks and the number of steps of each:
 
         data_parallel_size=1    0  1  2  3  4  5  6  7     3 or 4 each, by `balanced`
         data_parallel_size=2    0  1  2  3                 7 each: clips 0, 2, 4 ...
@@ -63,15 +66,15 @@ class Layout(ParallelConfig):
     num_steps: int
     world_size: int
     decode_parallel_size: int = 1
-    """Ranks that decode each clip together; one with fewer chunks of frames takes fewer ranks."""
+    """Number of ranks that decode each clip together, or as many as it has chunks of frames."""
     costs: CostModel = field(default_factory=CostModel)
     """Cost model of the balanced and alternating splits, and of the division between experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
-    """Number of steps that the first of two experts does, 1 to N - 1; None: the model has one."""
+    """Number of steps that the first expert does, 1 to N - 1; None: the model has one denoiser."""
     chunks: tuple[int, ...] = ()
-    """Frames of each part of a clip that is decoded at once; empty: one part for each rank."""
+    """Number of frames of each chunk that is decoded at once; empty: one chunk for each rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,8 +172,8 @@ class Layout(ParallelConfig):
         """Return the layout of a configuration.
 
         Args:
-            parallel: The configuration. If it does not say how many ranks decode, one does.
-            facts: The layout's other fields.
+            parallel: Parallel configuration. If its `decode_parallel_size` is None, it counts as 1.
+            facts: Other fields of the layout.
 
         Raises:
             RequestError: The ranks do not divide the steps, or the fields contradict each other.
@@ -182,7 +185,7 @@ class Layout(ParallelConfig):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The configuration of which this is the layout."""
+        """Parallel configuration of this layout."""
         names = (each.name for each in fields(ParallelConfig))
         return ParallelConfig(**{name: getattr(self, name) for name in names})
 
@@ -193,7 +196,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica, in the order in which clips visit them; the first of pairs."""
+        """Ranks of each replica, in the order in which clips visit them; of a pair the first."""
         size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
@@ -210,27 +213,27 @@ class Layout(ParallelConfig):
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The ranks that exchange predictions at each step."""
+        """Pairs of ranks, which exchange predictions at each step; empty without pairs."""
         return tuple((r - 1, r) for r in range(self.world_size) if self.is_second(r))
 
     @property
     def replicas_are_alike(self) -> bool:
-        """Whether all replicas take equally long, transfers between hosts included."""
+        """Whether all replicas take equally long, including transfers between hosts."""
         hosts = ([self.costs.host_of(rank) for rank in ranks] for ranks in self.replica_ranks)
         crossed = {tuple(here != there for here, there in pairwise(each)) for each in hosts}
         return not self.costs.differ_by_rank and len(crossed) == 1
 
     @property
     def separates_experts(self) -> bool:
-        """Whether all clips are cut at the boundary, so that no rank holds both experts."""
+        """Whether all clips are cut at the boundary of the experts, so that no rank holds both."""
         has_two = self.expert_boundary is not None
         return has_two and not self.share_experts and self.replica_size > 1
 
     def experts_of(self, part: StepRange) -> frozenset[int]:
-        """Return the experts that some steps need, by index in `EXPERTS`.
+        """Return the experts that a range of steps needs, by index in `EXPERTS`.
 
         Args:
-            part: The steps; none need no expert.
+            part: Range of steps, which may be empty.
         """
         boundary = self.num_steps if self.expert_boundary is None else self.expert_boundary
         needs = part.start < min(part.end, boundary), max(part.start, boundary) < part.end
@@ -238,7 +241,7 @@ class Layout(ParallelConfig):
 
     @property
     def num_stages(self) -> int:
-        """Stages of a replica: its ranks, with all decoders counted as one."""
+        """Number of stages of a replica: its ranks, of which all decoders count as one."""
         return self.replica_size - self.num_decoders + 1
 
     def route(self, clip: int, *, all_stages: bool = False) -> Route:
@@ -246,13 +249,13 @@ class Layout(ParallelConfig):
 
         Args:
             clip: Index of the clip.
-            all_stages: Whether stages without steps of this clip are visited as well.
+            all_stages: Whether the route visits stages that have no steps of this clip.
         """
         replica, index = clip % self.data_parallel_size, clip // self.data_parallel_size
         return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 
     def cuts(self, clip: int) -> Cuts:
-        """Return the cuts of a clip: 0, then the steps done after each stage.
+        """Return the cuts of a clip: 0, then the number of steps done after each stage.
 
         Args:
             clip: Index of the clip.
@@ -260,7 +263,7 @@ class Layout(ParallelConfig):
         return self._cuts_of(clip % self.data_parallel_size).cuts(clip // self.data_parallel_size)
 
     def schedule(self, num_clips: int) -> Schedule:
-        """Return each rank's action list.
+        """Return the action list of each rank.
 
         Args:
             num_clips: Number of clips, made in order.
@@ -269,18 +272,18 @@ class Layout(ParallelConfig):
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """All pairs (from, to) that a clip can use, in the order in which ranks connect."""
+        """Pairs (from, to) of ranks between which packets of clips can be sent, sorted."""
         return tuple(sorted({link for route in self._kinds_of_route() for link in route.links}))
 
     @cached_property
     def decode_links(self) -> tuple[tuple[int, int], ...]:
-        """All pairs (from, to) for final latents and frames of clips that several ranks decode."""
+        """Pairs (from, to) of ranks between which final latents and frames can be sent, sorted."""
         routes = self._kinds_of_route()
         return tuple(sorted({link for route in routes for link in route.decode_links}))
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:
-        """The parts of the model that each rank can need."""
+        """Roles of each rank: the parts of the model that it can need."""
         encode, decode = set[int](), set[int]()
         experts: list[frozenset[int]] = [frozenset()] * self.world_size
         for route in self._kinds_of_route():
@@ -297,12 +300,12 @@ class Layout(ParallelConfig):
 
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
-        """Peak memory of each rank, GiB; None if the costs do not give it."""
+        """Peak memory of each rank in GiB; None if the costs have no memory."""
         return tuple(map(self.costs.peak_gib, self.roles))
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """The steps that each rank does of its replica's clips, by rank."""
+        """Steps that each rank does of its clips, in the order of the ranks."""
         shares = []
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
         starts = {part.rank: part.start for part in sorted(parts, reverse=True)}
@@ -342,7 +345,10 @@ class Layout(ParallelConfig):
         ]
 
     def _decode_seconds(self, rank: int, writer: int) -> float:
-        """Seconds of work of `rank`, or the pair of which it is the first, for a decode."""
+        """Return the seconds of `rank`, or of the pair whose first it is, for a decode.
+
+        `writer` is the rank that finishes the clip.
+        """
         if not self.decodes or (self.decode_parallel_size == 1 and rank != writer):
             return 0.0
         shares = self._decode_shares[writer]
@@ -355,9 +361,10 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """The frames that each rank decodes of a clip, by the rank that finishes the clip.
+        """Frames of a clip that each rank decodes, by the rank that finishes the clip.
 
-        Its own come first, then those of the other rank of its pair and of the ranks before them.
+        The first are those of that rank, then come those of the other rank of its pair, and of the
+        ranks before them.
         """
         chunks = self.chunks or (1,) * self.decode_parallel_size
         count = min(self.decode_parallel_size, len(chunks)) if self.decodes else 1
@@ -375,7 +382,10 @@ class Layout(ParallelConfig):
     def _route(
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
     ) -> Route:
-        """Unless `all_stages`, it skips stages without steps, except the first and the last."""
+        """Return a route, without stages that have no steps, except the first and the last stage.
+
+        With `all_stages` the route visits all stages.
+        """
         ranks, body = self.replica_ranks[replica], self.replica_size - self.num_decoders
         ranges = [
             StepRange(ranks[index], cuts[index], cuts[index + 1])
@@ -391,14 +401,14 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
-        """One for each replica, or a single one if all ranks are alike."""
+        """Cuts of each replica's clips; a single element if all ranks are alike."""
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _kinds_of_route(self) -> Iterator[Route]:
-        """One route of each kind that a clip can take; its clip index is 0."""
+        """Yield each route that a clip can take, with 0 as the clip's index."""
         for replica in range(self.data_parallel_size):
             for turn, cuts in self._cuts_of(replica).all_cuts():
                 yield self._route(0, replica, turn, cuts)
@@ -407,18 +417,18 @@ class Layout(ParallelConfig):
 def assign_replicas(
     world_size: int, replica_size: int, ranks_per_host: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each replica; as many replicas as possible are within one host.
+    """Return the ranks of each replica, as many replicas as possible within one host.
 
-    The ranks of all hosts that form no whole replica form the others, in order. Of replicas of 2
-    ranks on 2 hosts with 3 ranks each, one crosses hosts:
+    The ranks that are left on the hosts form the other replicas, in order. With replicas of 2 ranks
+    on 2 hosts of 3 ranks each, one replica crosses hosts:
 
         host 0: ranks 0 1 2      replicas (0, 1), (2, 5), (3, 4)
         host 1: ranks 3 4 5
 
     Args:
         world_size: Number of ranks W.
-        replica_size: Ranks of each replica; divides W.
-        ranks_per_host: Ranks of each host; divides W. None: all ranks are on one host.
+        replica_size: Number of ranks of each replica, which divides W.
+        ranks_per_host: Number of ranks on each host, which divides W. None: there is one host.
     """
     on_host = ranks_per_host or world_size
     whole = on_host // replica_size * replica_size
@@ -429,21 +439,21 @@ def assign_replicas(
 
 
 def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
-    """Return the frames of each chunk of a clip.
+    """Return the number of frames of each chunk of a clip.
 
     Args:
-        num_frames: Frames of the clip.
-        size: Frames that are decoded at a time, `decode_chunk_size`.
+        num_frames: Number of frames of the clip.
+        size: Number of frames that are decoded at once, `decode_chunk_size`.
     """
     return tuple(min(size, num_frames - first) for first in range(0, num_frames, size))
 
 
 def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
-    """Check that each rank that decodes a clip together with others has a chunk of frames.
+    """Check that each of the ranks that decode a clip together has a chunk of frames.
 
     Args:
-        decode_ranks: Number of ranks that decode each clip.
-        chunks: Frames of each chunk.
+        decode_ranks: Number of ranks that decode each clip together.
+        chunks: Number of frames of each chunk.
 
     Raises:
         RequestError: A clip has fewer chunks than ranks that decode it.

@@ -1,4 +1,4 @@
-"""The parallel configuration: what a user chooses of a layout, with one field for each choice."""
+"""Parallel configuration: the choices of a layout, and the option of each on the command line."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from svdpp.errors import RequestError
 Split = Literal["uniform", "balanced", "alternating"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-#: Layouts that are asked for by name; `pipeline` is the default.
+#: Names of layouts; `pipeline` is the default.
 LayoutName = Literal["auto", "pipeline", "data-parallel"]
 
 
 def canonical_split(split: Any) -> Any:
-    """Return today's name of a split: `dithered` was the name of `alternating`.
+    """Return the present name of a split; `dithered` is a former name of `alternating`.
 
     Args:
-        split: Name that a user or a file gives; it need not be one.
+        split: Value from a user or a file, which need not be the name of a split.
     """
     return "alternating" if split == "dithered" else split
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOption:
-    """Option for a field of `ParallelConfig`: the command line, benches and JSON derive from it."""
+    """Option for a field of `ParallelConfig`, for the command line, benchmarks and JSON."""
 
     name: str
-    """Name in Python, JSON and benches; with dashes that of the command line."""
+    """Name in Python, JSON and benchmarks; the command line has dashes in place of underscores."""
     help: str
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    """Values on the command line; empty: those of the field's type."""
+    """Values on the command line; empty: any of the field's type."""
     shown_default: str = ""
-    """Default in words, for the help; empty: a flag, which has none."""
+    """Default, in words, for the help; empty for a flag."""
     chosen_by: tuple[Literal["auto", "data-parallel", "compare"], ...] = ()
-    """Whoever chooses the field, so that a user cannot: `--layout` by name, `plan --compare`."""
+    """Settings that choose the field, so that a user cannot: a name of `--layout`, or `compare` for
+    `plan --compare`."""
 
     in_json: bool = True
-    """Whether JSON always has it; `plan` adds the others for the models that they concern."""
+    """Whether JSON always has the field; `plan` adds others for models that they concern."""
 
     @property
     def flag(self) -> str:
-        """Option as users type it."""
+        """Option as users type it, such as `--decode-ranks`."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -61,8 +62,8 @@ def _option(**about: Any) -> dict[str, LayoutOption]:
 class ParallelConfig:
     """Choices of a layout: how the ranks share the work. A `Layout` applies them to clips.
 
-    A new choice is a new field here, and its meaning in `Layout`. Its option of the command line,
-    its field of a bench, and its key in the JSON of clips, plans and `/v1/engine` follow.
+    To add a choice, add a field here, and its meaning in `Layout`. The option of the command line,
+    the field of benchmarks, and the key in the JSON of clips, plans and `/v1/engine` are derived.
     """
 
     split: Split = field(
@@ -77,7 +78,7 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """The rule that cuts each clip's steps."""
+    """Rule that cuts each clip's steps into ranges."""
     data_parallel_size: int = field(
         default=1,
         metadata=_option(
@@ -99,7 +100,7 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Ranks, or pairs, at the end of each replica that finish its clips alternately."""
+    """Number of ranks, or pairs, at the end of each replica that finish its clips in turn."""
     cfg_parallel_size: int = field(
         default=1,
         metadata=_option(
@@ -113,8 +114,8 @@ class ParallelConfig:
             chosen_by=("compare",),
         ),
     )
-    """2: ranks 2u and 2u + 1 are a pair. Both do the same steps, each one branch of the guidance,
-    so that a pair stands where a single rank would."""
+    """Number of ranks that do each step together. With 2, ranks 2u and 2u + 1 are a pair, which
+    takes the place of a single rank: both do the same steps, each one branch of the guidance."""
     decode_parallel_size: int | None = field(
         default=None,
         metadata=_option(
@@ -126,9 +127,10 @@ class ParallelConfig:
             chosen_by=("compare",),
         ),
     )
-    """Ranks that decode each clip together; one with fewer chunks of frames takes fewer ranks.
-    None: both ranks of a pair if a clip has several chunks, else one, decided when the
-    configuration is resolved."""
+    """Number of ranks that decode each clip together, or as many as the clip has chunks of frames.
+    None: both ranks of a pair if a clip has several chunks, else one; decided when the
+        configuration
+    is resolved."""
     share_experts: bool = field(
         default=False,
         metadata=_option(
@@ -137,7 +139,7 @@ class ParallelConfig:
             in_json=False,
         ),
     )
-    """Whether one rank of a longer replica can hold both experts; the boundary is then no cut."""
+    """Whether a rank of a longer replica can hold both experts; clips are then cut anywhere."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", canonical_split(self.split))
@@ -155,24 +157,24 @@ def layout_options() -> Mapping[str, LayoutOption]:
 
 
 def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by the names of the fields of a `ParallelConfig`.
+    """Rename options to the fields of a `ParallelConfig`.
 
     Args:
-        options: Values by the names of options, such as `replicas`; others stay as they are.
+        options: Values by the names of options, such as `replicas`; other names are kept.
     """
     field_of = {option.name: name for name, option in layout_options().items()}
     return {field_of.get(name, name): value for name, value in options.items()}
 
 
 def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
-    """Check that a layout that is asked for by name chooses none of the given fields.
+    """Check that no given field is one that the requested layout chooses itself.
 
     Args:
-        layout: Name of the layout; None: none is asked for.
+        layout: Name of the layout; None: none is requested.
         given: Given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`.
 
     Raises:
-        RequestError: The layout chooses one of the given fields itself.
+        RequestError: The layout chooses one of the given fields.
     """
     for name, option in layout_options().items():
         if name in given and layout in option.chosen_by:

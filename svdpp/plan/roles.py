@@ -1,4 +1,4 @@
-"""Parts of the model that a rank uses: encode, steps and decode."""
+"""Roles of a rank: the parts of the model that it uses."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The parts of the model that a rank uses; it does not load the others."""
+    """Parts of the model that a rank uses. It does not load the others."""
 
     encode: bool = False
     denoise: bool = False
     decode: bool = False
     experts: frozenset[int] = frozenset()
-    """The denoisers that its steps need, by index in `EXPERTS`; of a model with one, number 0."""
+    """Denoisers that its steps need, by index in `EXPERTS`; {0} if the model has one denoiser."""
 
     def __post_init__(self) -> None:
         if self.denoise and not self.experts:
             object.__setattr__(self, "experts", frozenset({0}))
 
     def by_part(self) -> list[Roles]:
-        """Return roles of one part each, for the rank's parts; each expert is a part."""
+        """Return the roles divided into one for each part; each expert is a part."""
         experts = [Roles(denoise=True, experts=frozenset({each})) for each in sorted(self.experts)]
         return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
 

@@ -16,34 +16,34 @@ from typing import NamedTuple
 
 from svdpp.errors import RequestError
 
-#: Denoising steps of a clip in a plan; a run has the lower limit `config.limits.MAX_STEPS`.
+#: Most denoising steps of a clip in a plan. A run has a lower limit, `config.limits.MAX_STEPS`.
 MAX_PLANNED_STEPS = 65_536
 MAX_RANKS = 65_536
 
-#: Names of the experts: the first does the steps before the boundary, the second the others.
+#: Names of the experts. The first does the steps before the boundary, the second the others.
 EXPERTS = ("high-noise", "low-noise")
 
-#: Cut positions of one clip: 0, then the steps done after each stage; the last is N.
+#: Cuts of one clip: 0, then the number of steps done after each stage; the last is N.
 Cuts = tuple[int, ...]
 
-# Cut positions and phases are integers in units of 2^-64 steps: exact, and equal on all machines.
+# Positions and phases are integers in units of 2^-64 steps, which are exact on all machines.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
-# 2^64 / golden ratio: its multiples modulo 2^64 are the most evenly spread additive sequence.
+# 2^64 / golden ratio, whose multiples modulo 2^64 are the most evenly spread additive sequence.
 _GOLDEN = 0x9E3779B97F4A7C15
-# A stage with encode or decode gets no steps, and its rank no UNet, if the gain is below this.
+# Relative gain below which a stage with encode or decode gets no steps, so that its rank need not
+# load the denoiser.
 _WORTH_A_UNET = 0.005
 
 
 class StepRange(NamedTuple):
-    """Steps `start` to `end` (exclusive) of a clip, done by `rank`.
-
-    `start` is also the number of steps done when the latent arrives, `end` when it leaves.
-    """
+    """Range of a clip's steps that one rank does."""
 
     rank: int
     start: int
+    """First step, which is the number of steps done before."""
     end: int
+    """Step after the last one, which is the number of steps done afterwards."""
 
     @property
     def num_steps(self) -> int:
@@ -53,33 +53,34 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a replica: one rank, or several that alternate, with the seconds of each.
+    """Stage of a replica: one rank, or several that do clips in turn.
 
-    Clip q of the replica has turn `q % len(ranks)`, an index of `ranks`. The fixed seconds are of
-    encode and decode in this stage.
+    Clip q of the replica is done by `ranks[q % len(ranks)]`.
     """
 
     ranks: tuple[int, ...]
     step_seconds: tuple[float, ...]
+    """Seconds of a step on each rank."""
     fixed_seconds: tuple[float, ...]
+    """Seconds of encode and decode of a clip on each rank."""
 
     def seconds(self, num_steps: int) -> float:
-        """Return the seconds that the stage takes for each clip of the replica.
+        """Return the seconds between clips that leave the stage, by its slowest rank.
 
-        The slowest rank counts. A rank that does every k-th clip has k times as long for it.
+        A rank that does every k-th clip can take k times as long for it.
 
         Args:
-            num_steps: Steps of each clip that the stage does.
+            num_steps: Number of steps of each clip that the stage does.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, most: int) -> list[float]:
-        """Return the steps, not rounded, that each rank of the stage can do.
+        """Return the number of steps, not rounded, that each rank of the stage can do.
 
         Args:
-            seconds: Time of the stage for each clip of the replica.
-            most: Upper limit, the steps of a clip.
+            seconds: Seconds between clips of the replica.
+            most: Upper limit, the number of steps of a clip.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         left = seconds * len(self.ranks)
@@ -88,13 +89,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Stages of a replica, all or those of one expert, and the steps that they share."""
+    """Stages of a replica, all or those of one expert, and the number of steps that they divide."""
 
     num_steps: int
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Return the seconds for each clip of the slowest stage that does steps.
+        """Return the seconds between clips, by the slowest stage that does steps.
 
         Args:
             cuts: Cuts of the group, counted from 0.
@@ -108,7 +109,7 @@ def join_cuts(each: Iterable[Cuts]) -> Cuts:
     """Return the cuts of successive groups as cuts of the whole clip.
 
     Args:
-        each: Cuts of each group, counted from its own 0.
+        each: Cuts of each group, counted from 0 in each.
     """
     whole = [0]
     for cuts in each:
@@ -122,11 +123,11 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
 
     Args:
         num_steps: Steps N of a clip.
-        num_stages: Stages of a replica, each of one rank or of several that alternate.
-        world_size: Number of ranks W; if it is that of the stages, the error speaks of ranks.
+        num_stages: Number of stages of a replica.
+        world_size: Number of ranks W. If it equals that of the stages, the error speaks of ranks.
 
     Raises:
-        RequestError: N is not divisible; it names the nearest counts that are.
+        RequestError: N is not divisible; the error names the nearest numbers that are.
     """
     if num_steps % num_stages == 0:
         return
@@ -190,10 +191,10 @@ def divisors(number: int) -> list[int]:
 
 
 def uniform_cuts(group: StageGroup) -> Cuts:
-    """Return cuts, the same for every clip, that give each stage as many steps.
+    """Return cuts, the same for every clip, that give each stage equally many steps.
 
     Args:
-        group: Steps and stages; the number of stages divides that of the steps.
+        group: Stages, whose number divides that of the steps.
     """
     count = group.num_steps // len(group.stages)
     return tuple(range(0, group.num_steps + 1, count))
@@ -204,8 +205,8 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 
     Each step goes to the stage that would finish first with it. This greedy rule is optimal: the
     slowest stage got its last step because every other stage would have been at least as slow with
-    it. A stage can have no steps. With 10 steps on 3 ranks, where the last one also decodes for as
-    long as 2 steps take:
+    it. A stage can get no steps. With 10 steps on 3 ranks, of which the last also decodes for the
+    time of 2 steps:
 
         rank 0 |0000|        steps 0:4
         rank 1 |0000|        steps 4:8
@@ -227,15 +228,15 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 
 @dataclass(frozen=True)
 class ClipCuts:
-    """Cut positions, which may be fractions of a step, and each clip's own rounding of them.
+    """Cuts of a replica's clips: positions between steps, which each clip rounds differently.
 
-    A position c becomes floor(c + phase), and the phases of successive clips are spread evenly over
-    0 to 1. So the mean over clips is c, and the number of steps of a stage varies by at most one.
-    All positions of a clip share its phase, which keeps them in order.
+    A position c becomes floor(c + phase). The phases of successive clips are spread evenly over 0
+    to 1, so that the mean over clips is c, and the number of steps of a stage varies by at most
+    one. All positions of a clip have the same phase, which keeps them in order.
     """
 
     positions: tuple[Cuts, ...]
-    """Positions in units of 2^-64 steps, for each turn in the replica's last stage."""
+    """Positions in units of 2^-64 steps, for each rank of the replica's last stage."""
 
     def cuts(self, index: int) -> Cuts:
         """Return the cuts of a clip; those of clip 0 are rounded to nearest.
@@ -246,7 +247,7 @@ class ClipCuts:
         return self._rounded(index % len(self.positions), index * _GOLDEN + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Return every pair (turn, cuts) that a clip can have."""
+        """Return all pairs (turn, cuts) that a clip can have; a turn indexes `positions`."""
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
@@ -255,11 +256,11 @@ class ClipCuts:
         ]
 
     def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
-        """Return the mean number of steps that a clip has in a stage.
+        """Return the mean number of steps that a rank does of its clips.
 
         Args:
             place: Index of the stage.
-            turn: Index of a rank of the stage; only its clips count.
+            turn: Index of the rank in the stage.
             num_turns: Number of ranks of the stage.
         """
         own = self.positions[turn::num_turns]
@@ -273,9 +274,9 @@ class ClipCuts:
 def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
     """Return cuts that give all stages of each group equal work on average.
 
-    If the ranks of a stage differ in speed, each turn has its own positions. Seven steps on two
-    ranks of equal speed are cut at 3.5: some clips are cut at 4, others at 3, and both ranks stay
-    busy:
+    If the ranks of the last stage differ in speed, the clips of each have their own positions.
+    Seven steps on two ranks of equal speed are cut at 3.5: some clips are cut at 4, others at 3,
+    and both ranks stay busy:
 
         clip  phase  cut = floor(3.5 + phase)
         0     0.50   4                           rank 0 |00001112222333....|
@@ -289,7 +290,7 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
     """
     by_group = [_positions_by_turn(group) for group in groups]
     turns = math.lcm(*map(len, by_group))
-    # Groups meet at whole steps, which the phase does not move.
+    # Groups meet at whole steps, which rounding does not move.
     joined = (join_cuts(each[turn % len(each)] for each in by_group) for turn in range(turns))
     return ClipCuts(tuple(joined))
 
@@ -297,8 +298,8 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
     """Return the cut positions for each rank of the last stage; other stages have one rank.
 
-    The first or last stage gets no steps if they would gain too little. If the last rank of a turn
-    is slower, the earlier stages do more, in proportion.
+    The first or last stage gets no steps if they would gain too little. If a rank of the last stage
+    is slower, the earlier stages do more steps of its clips, in proportion.
     """
     free: list[int] = []
     stages, num_steps = group.stages, group.num_steps
@@ -321,7 +322,7 @@ def _positions_by_turn(group: StageGroup) -> list[Cuts]:
 
 
 def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
-    """Return by bisection the least seconds for each clip in which the stages do all its steps.
+    """Return the least seconds between clips in which the stages can do all steps, by bisection.
 
     Steps count as divisible. A stage whose encode or decode alone takes longer does none.
 
@@ -330,7 +331,7 @@ def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
         free: Indices of stages that do no steps.
 
     Returns:
-        The seconds; infinity if no stage is left.
+        Seconds between clips; infinity if no stage is left.
     """
     num_steps = group.num_steps
     working = [stage for index, stage in enumerate(group.stages) if index not in free]
@@ -347,7 +348,7 @@ def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
-    """Sums of the shares of all stages but the last, rounded to 2^-32 steps: floats have errors."""
+    """Return the sums of the shares, rounded to 2^-32 steps, because sums of floats have errors."""
     sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
 
@@ -404,12 +405,9 @@ def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
 
 
 def _even_divisions(num_steps: int, num_stages: int, boundary: int) -> list[int]:
-    """Numbers of stages of the first expert with which each expert's steps can be split evenly."""
-    return [
-        count
-        for count in divisors(boundary)
-        if count < num_stages and (num_steps - boundary) % (num_stages - count) == 0
-    ]
+    """Return the numbers of stages of the first expert that let both split their steps evenly."""
+    fewer = [count for count in divisors(boundary) if count < num_stages]
+    return [count for count in fewer if (num_steps - boundary) % (num_stages - count) == 0]
 
 
 def _divide(
@@ -420,8 +418,8 @@ def _divide(
 ) -> tuple[StageGroup, StageGroup]:
     """Divide the stages between the experts so that the slower group is as fast as possible.
 
-    `seconds_of` gives the seconds of a group for each clip, no more with more stages. `counts` are
-    the possible numbers of stages of the first expert; None: any.
+    `seconds_of` returns the seconds between clips of a group, which do not grow with the number of
+    stages. `counts` are the possible numbers of stages of the first expert; None: any.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:
@@ -433,8 +431,8 @@ def _divide(
         return first <= second
 
     if counts is None:
-        # With more stages the first group gets faster and the second slower. The best count is at
-        # one side of the point where the first group becomes the faster one.
+        # With more stages the first group gets faster and the second slower. The best count is next
+        # to the point where the first group becomes the faster one.
         last = len(whole.stages) - 1
         faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
         counts = range(max(1, faster - 1), faster + 1)
