@@ -1,6 +1,6 @@
-"""The configuration of a run: frozen dataclasses that validate themselves.
+"""Configuration of a run: frozen dataclasses that validate themselves.
 
-Their `__post_init__` refuses what cannot run or exceeds `config.limits`, before any work.
+Their `__post_init__` rejects values that cannot run or exceed `config.limits`, before any work.
 """
 
 from svdpp.config.demo_models import DEMO_MODELS

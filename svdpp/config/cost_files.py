@@ -1,4 +1,4 @@
-"""Costs files: the costs of a preset, of a file, or of an earlier run."""
+"""Costs by name: those of a preset, of a costs file, or of an earlier run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from svdpp.config.limits import read_small_file, require
 from svdpp.errors import InputError
 from svdpp.plan.costs import PRESETS, CostModel
 
-# A run's manifest, which holds the run's costs, grows with its clips.
+# Largest size of a file: a run's manifest, which holds measured costs, grows with its clips.
 _COSTS_BYTES = 2**26
 
 
 def find_costs(name_or_path: str) -> CostModel:
-    """Return the preset of a name, else the costs in the file at that path.
+    """Return the costs of a preset, or else those in a file.
 
     Raises:
         RequestError: No preset and no file has the name, or the run of the file has measured
@@ -33,7 +33,7 @@ def find_costs(name_or_path: str) -> CostModel:
 
 
 def read_costs(path: str | Path) -> CostModel:
-    """Read a costs file, or the costs that a run measured, in its `run.json`.
+    """Read the costs in a costs file, or the measured costs in the `run.json` of a run.
 
     Raises:
         RequestError: The run has measured no costs.

@@ -1,6 +1,6 @@
-"""The upper limits of a request, which docs/security.md lists, and the checks by them.
+"""Upper limits of requests, which docs/security.md lists, and functions that check values.
 
-The limits are far above any use of video diffusion. They stop hostile or mistyped requests before
+The limits are far above any use of video diffusion. They reject hostile or mistyped requests before
 any work. The ranges of sampling parameters are in `config.sampling`.
 """
 
@@ -14,35 +14,37 @@ from typing import Any
 
 from svdpp.errors import InputError, RequestError
 
-#: Denoising steps; models were trained with 1000 noise levels, so more steps gain nothing.
+#: Most denoising steps. Models were trained with 1000 noise levels, so more steps gain nothing.
 MAX_STEPS = 1000
-#: torch.Generator.manual_seed takes 64 bits and maps negative seeds to positive ones.
+#: Largest seed. torch.Generator.manual_seed takes 64 bits, and maps negative seeds to positive
+#: ones.
 MAX_SEED = 2**63 - 1
 MAX_FRAMES = 1024
-#: Height and width of a frame, in pixels.
+#: Largest height and width of a frame, in pixels.
 MAX_SIDE = 4096
-#: Height x width x frames; enough for 25 frames of 4096 x 2304.
+#: Largest product of height, width and number of frames; enough for 25 frames of 4096 x 2304.
 MAX_CLIP_PIXELS = 2**28
-#: Weight of a LoRA, whose sign may be negative; usual are 0.5 to 1.
+#: Largest absolute weight of a LoRA; usual are 0.5 to 1.
 MAX_LORA_WEIGHT = 100.0
 MAX_PROMPT_CHARACTERS = 20_000
-#: Pixels of an image that clips are made from, in millions.
+#: Largest size of an input image, in millions of pixels.
 MAX_MEGAPIXELS = 50
-#: Size of an image beyond which others go first while it is prepared.
+#: Size of an image, in millions of pixels, above which smaller ones are scheduled before it.
 LARGE_MEGAPIXELS = 4
-#: Clips of one request: number of images x number of seeds.
+#: Most clips of one run: number of inputs times number of seeds.
 MAX_CLIPS = 100_000
-#: Bytes of a jobs file: 1000 for each of `MAX_CLIPS` lines.
+#: Largest size of a jobs file in bytes: 1000 for each of `MAX_CLIPS` lines.
 JOBS_FILE_BYTES = 100_000_000
-#: More than 1, so that `verify` can reproduce the bits of a clip from a machine with more cores.
+#: Most threads of a rank for each core. More than 1, so that `verify` can reproduce the bits of a
+#: clip from a machine with more cores.
 MAX_THREADS_PER_CORE = 16
-#: Elements of the dummy model's latent.
+#: Most elements of the dummy model's latent.
 MAX_LATENT_ELEMENTS = 2**28
-#: Seconds of any timeout: a week, as the timeout of the process group (`launch.process_group`).
+#: Most seconds of a timeout: a week, which is also the timeout of the process group.
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
-#: The index in `cuda:N`.
+#: Largest N of `cuda:N`.
 MAX_CUDA_INDEX = 1023
-#: The default limit of a small file.
+#: Default limit of the size of a small file.
 SMALL_FILE_BYTES = 1_000_000
 
 
@@ -58,10 +60,10 @@ def require(condition: bool, message: str, hint: str = "", **details: Any) -> No
         condition: Result of the check.
         message: One sentence that says what is wrong, with the values that matter.
         hint: Fix, usually the next command to type.
-        details: Numbers of the message by name, for the error's `details`.
+        details: Values of the message by name, for the error's `details`.
 
     Raises:
-        RequestError: With `message`, `hint` and `details`, if it is not.
+        RequestError: `condition` is false; the error has `message`, `hint` and `details`.
     """
     if not condition:
         raise RequestError(message, hint, details=details)
@@ -110,7 +112,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def check_type(name: str, value: Any, *types: type) -> None:
-    """Check the type of a value, of which a subclass is another type.
+    """Check that a value has one of several types exactly, not a subclass.
 
     Args:
         name: Name of the field.
@@ -156,7 +158,7 @@ def is_number(value: Any) -> bool:
 
 
 def detail_value(value: Any) -> Any:
-    """Return `value` for details: a number, a bool or None unchanged, all else as `shown`."""
+    """Return `value` for details: numbers, bools and None unchanged, all else as text."""
     is_plain = value is None or isinstance(value, bool) or is_number(value)
     return value if is_plain and abs(value or 0) < 2**63 else shown(value)
 
@@ -171,7 +173,7 @@ def shown(value: Any) -> str:
 
 
 def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
-    """Read a regular file; a pipe or device is refused, because a read of it could block.
+    """Read a regular file; reject pipes and devices, whose reads could block.
 
     Args:
         path: Path of the file.

@@ -1,4 +1,4 @@
-"""Requests of a run: model, sampler and ranks, and its clips with what identifies them."""
+"""Configuration of a pipeline, requests of clips, and the hashes that identify clips."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from svdpp.plan.split import MAX_RANKS
 
 _Config = TypeVar("_Config")
 Dtype = Literal["fp32", "fp16", "bf16"]
-#: One of two experts: of the steps with high noise, which come first, or with low noise.
+#: One of two experts: that of the steps with high noise, which come first, or with low noise.
 Expert = Literal["high", "low"]
 
 DEFAULT_MODEL = "stabilityai/stable-video-diffusion-img2vid-xt"
 DEMO_MODEL = "demo"
 DUMMY_MODEL = "dummy"
 
-# Frames that `memory_opt` decodes at a time: from diffusers' low-memory recipe for SVD.
+# Number of frames that `memory_opt` decodes at once, as in diffusers' low-memory recipe for SVD.
 _LOW_MEMORY_CHUNK = 2
 
 
 def amp_error() -> RequestError:
-    """Return the refusal of automatic mixed precision, with its reason."""
+    """Return the error that refuses automatic mixed precision, with the reason."""
     return RequestError(
         "amp is refused: automatic mixed precision is a tool of training, where a GradScaler "
         "scales the loss; here its autocast would choose a dtype for each kernel, and no script of "
@@ -69,7 +69,7 @@ def amp_error() -> RequestError:
 class LatentSpec:
     """Shape and dtype of a clip's latent, which the receiver of a packet expects.
 
-    The model gives it for a clip's sampling parameters and step: see `EngineModel.latent_spec`.
+    They depend on sampling parameters and step; see `EngineModel.latent_spec`.
 
     Raises:
         RequestError: The shape has another number of axes than `dims`, a size below 1, or more
@@ -77,11 +77,11 @@ class LatentSpec:
     """
 
     shape: tuple[int, ...]
-    """Sizes in the order of `dims`."""
+    """Size of each axis, in the order of `dims`."""
     dtype: Dtype = "fp32"
     dims: str = "BCFHW"
-    """One letter for each axis: B (batch), C (channels), F (frames), H, W; N: all positions of all
-    frames. The dummy model's order is the default, because Conv3d requires it."""
+    """Axes, one letter each: B (batch), C (channels), F (frames), H, W, and N for all positions of
+    all frames. The default is the order of the dummy model, which Conv3d requires."""
 
     def __post_init__(self) -> None:
         named = f"latent shape {' '.join(map(shown, self.shape))}"
@@ -99,17 +99,17 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """A LoRA, and the weight with which it is added to the denoiser."""
+    """LoRA, and the weight with which it is added to the denoiser."""
 
     name: str
-    """A safetensors file, or `OWNER/NAME/PATH` of one on the hub."""
+    """Path of a safetensors file, or `OWNER/NAME/PATH` of one on the hub."""
     weight: float = 1.0
     expert: Expert | None = None
-    """Which of two experts it is for; None if the model has one."""
+    """Expert that the LoRA is for; None: the model has one denoiser."""
     revision: str | None = None
-    """Commit of a file on the hub; None: its main branch."""
+    """Branch, tag or commit of a file on the hub; None: its main branch."""
     sha256: str | None = None
-    """SHA-256 of the file, if another one is to be refused."""
+    """SHA-256 that the file must have; None: any."""
 
     def __post_init__(self) -> None:
         check_type("loras", self.name, str)
@@ -127,27 +127,32 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The weights and their precision."""
+    """Model, and how it is loaded."""
 
     name: str = DEFAULT_MODEL
-    """A hub id, a diffusers folder, one of `DEMO_MODELS`, or `dummy` (a small random Conv3d)."""
+    """Hub id, folder in diffusers' format, one of `DEMO_MODELS`, or `dummy` (a small random
+    Conv3d)."""
     family: str | None = None
-    """Family as which to run a checkpoint that several can run; None: that of its own pipeline."""
+    """Family that runs the checkpoint, if several can; None: that of its own pipeline."""
     revision: str | None = None
+    """Branch, tag or commit of a hub model; None: its main branch."""
     variant: str | None = None
+    """Variant of the weight files, such as fp16; None: the plain files."""
     local_files_only: bool = False
+    """Whether nothing is downloaded."""
     dtype: Dtype = "fp32"
     memory_opt: bool = False
-    """Feed-forward chunking in the UNet: needs less memory, is slower and changes the bits."""
+    """Whether the UNet splits feed-forward layers into chunks, which needs less memory, is slower,
+    and changes the bits."""
     channels_last: bool = False
-    """Weights of UNet and VAE in this memory format: changes the bits."""
+    """Whether UNet and VAE have the memory format channels_last, which changes the bits."""
     loras: tuple[Lora, ...] = ()
-    """Added to the denoiser, in this order."""
+    """LoRAs, which are added to the denoiser in this order."""
     dummy_latent_shape: tuple[int, ...] | None = None
-    """B C F H W. None: that of SVD at 512 pixels, or a tiny one if the dummy sleeps, because its
-    computation must fit in the time of its sleep."""
+    """Shape (B, C, F, H, W) of the dummy model's latent. None: that of SVD at 512 pixels, or a tiny
+    one if the dummy sleeps, because its computation must fit in the sleep."""
     dummy_sleeps: bool = False
-    """Whether the dummy model sleeps for the time of the pipeline's costs; then it also decodes."""
+    """Whether the dummy model sleeps for the seconds of the pipeline's costs, and also decodes."""
 
     def __post_init__(self) -> None:
         if self.dtype in ("amp", "autocast"):
@@ -166,7 +171,7 @@ class ModelConfig:
         """Shape and dtype of the dummy model's latent.
 
         Raises:
-            RequestError: `dummy_latent_shape` is no such shape.
+            RequestError: `dummy_latent_shape` is not a valid shape.
         """
         shape = self.dummy_latent_shape
         if shape is None:
@@ -180,7 +185,7 @@ class ModelConfig:
 
 
 def is_built_in(model: ModelConfig) -> bool:
-    """Whether a model is known without a look at its files, and treated as SVD's."""
+    """Whether a model is known to be SVD's without reading its files (or is the dummy)."""
     return model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL)
 
 
@@ -197,17 +202,17 @@ def sampling_of_model(
     from_image: bool = True,
     memory_opt: bool = False,
 ) -> SamplingConfig:
-    """Return the given sampling parameters, else the model's defaults, else those of diffusers.
+    """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
 
     Args:
         model_name: Name of the model.
         family: Family of the model.
         values: Parameters by the names of their fields; None: not given.
-        from_image: Whether clips start from an image, for families that need not.
-        memory_opt: Whether memory is saved: few frames are then decoded at a time.
+        from_image: Whether clips start from an image, if the family also makes clips from text.
+        memory_opt: Whether to decode few frames at once, unless `decode_chunk_size` is given.
 
     Raises:
-        RequestError: A parameter is not of the family, or out of range.
+        RequestError: The family lacks a parameter, or a value is out of range.
     """
     kind = SAMPLING_CLASSES[family]
     names = {each.name for each in fields(kind)}
@@ -230,10 +235,10 @@ def sampling_of_model(
 
 
 def _with_old_names(kind: type[_Config]) -> type[_Config]:
-    """Have a class take the fields of its `parallel` as arguments and attributes of their own.
+    """Add the fields of `parallel` to a class, as deprecated arguments and as attributes.
 
-    These were fields of `PipelineConfig` until 0.3, by the names of their options. Arguments warn;
-    `dataclasses.replace` passes them on. To be removed with the next version.
+    Until 0.3 these were fields of `PipelineConfig`, by the names of their options. They will be
+    removed with the next version.
     """
     new_init: Any = kind.__init__
     old_names = {option.name: name for name, option in layout_options().items()}
@@ -256,41 +261,42 @@ def _with_old_names(kind: type[_Config]) -> type[_Config]:
 @_with_old_names
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """A pipeline: a model, the parameters of its sampler, and the ranks that share its steps."""
+    """Configuration of a pipeline: model, sampling parameters, and ranks that share the steps."""
 
     world_size: int
     """Number of ranks W."""
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SvdSampling)
     device: str = "cpu"
-    """`cpu`, `cuda` (rank r on cuda:r), or one device such as `cuda:0` shared by all ranks."""
+    """`cpu`, `cuda` (rank r on cuda:r), or one device for all ranks, such as `cuda:0`."""
     num_threads: int = 1
-    """Intra-op threads of each CPU rank; the bits depend on it, so the reference uses the same."""
+    """Number of intra-op threads of each CPU rank and of the reference; the bits depend on it."""
     timeout_seconds: float = 600.0
-    """The run ends and names a rank that makes no progress for this long."""
+    """Seconds without progress after which a rank counts as stalled, and the run ends."""
     start_timeout_seconds: float = 600.0
-    """Ranks must load their model and join within this time."""
+    """Seconds within which the ranks must load their model and join."""
     heartbeat_timeout_seconds: float = 15.0
-    """A rank that sends no heartbeat for this long counts as stalled."""
+    """Seconds without a heartbeat after which a rank counts as stalled."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Layout of the ranks: how they share the work."""
+    """Choices of the layout: how the ranks share the work."""
     costs: CostModel = field(default_factory=CostModel)
-    """The costs by which splits other than `uniform` cut."""
+    """Cost model for splits other than `uniform`."""
     expert_boundary: int | None = None
-    """Steps of the first of two experts; the model gives it when the configuration is resolved."""
+    """Number of steps of the first of two experts, which is set when the configuration is resolved;
+    None: not known yet, or the model has one denoiser."""
     checksum: bool = False
-    """Whether packets carry a crc32 of their payload."""
+    """Whether packets have a CRC-32 of their payload."""
     deterministic: bool = False
-    """Use torch's deterministic algorithms in ranks and reference; False: torch's defaults."""
+    """Whether ranks and reference use torch's deterministic algorithms; False: torch's defaults."""
     allow_mixed_devices: bool = False
-    """Whether ranks may differ in something that the bits depend on; clips are then not exact."""
+    """Whether ranks may differ in conditions on which bits depend; clips are then not exact."""
 
     def __post_init__(self) -> None:
         check_int("world_size", self.world_size, 1, MAX_RANKS)
         self.layout  # noqa: B018  checks the ranks against the steps
         check_int("num_threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
-        # Both ranks of a pair go on from the same bits.
+        # Both ranks of a pair must have the same bits.
         wrong = "`cfg_parallel` 2 cannot be used with `allow_mixed_devices`"
         pair = self.parallel.cfg_parallel_size
         require(not (pair > 1 and self.allow_mixed_devices), wrong, cfg_parallel=pair)
@@ -304,8 +310,8 @@ class PipelineConfig:
         check_seconds("heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
 
     def _check_rounded_guidance(self) -> None:
-        # diffusers decides whether to guide from a Python number when it encodes, but from a tensor
-        # of the model's dtype in its loop. A maximum that rounds to 1 would give two answers.
+        # diffusers decides about guidance twice: by a Python number in the encode, and by a tensor
+        # of the model's dtype in the loop. The two would differ for a maximum that rounds to 1.
         dtype, highest = self.model.dtype, getattr(self.sampling, "max_guidance_scale", 0)
         rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[dtype]
         require(
@@ -319,7 +325,7 @@ class PipelineConfig:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of the ranks, which gives the route of each clip through them.
+        """Layout of the ranks, which determines the route of each clip.
 
         Raises:
             RequestError: The ranks do not divide the steps, or the fields contradict each other.
@@ -336,7 +342,7 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Number of frames of each part that is decoded at once; empty: not known yet."""
+        """Number of frames of each chunk that is decoded at once; empty: not known yet."""
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
         return frame_chunks(frames, size) if frames and size else ()
 
@@ -346,27 +352,28 @@ class PipelineConfig:
         return not self.model.is_dummy or self.model.dummy_sleeps
 
     def single_rank(self) -> PipelineConfig:
-        """Return the same configuration with one rank."""
+        """Return this configuration with one rank."""
         return replace(self, world_size=1, parallel=ParallelConfig(), costs=CostModel())
 
     def data_parallel(self) -> PipelineConfig:
-        """Return the same configuration with whole clips on each rank."""
+        """Return this configuration with whole clips on each rank."""
         return replace(self, parallel=ParallelConfig(data_parallel_size=self.world_size))
 
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
-#: Name of a clip's image, or of the video in its place, among its files.
+#: Name of a clip's image, or of the video that replaces it, among its files.
 IMAGE = "image"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """Path and encoding of one clip's file."""
+    """Path and encoding of a clip's file."""
 
     path: str
     format: VideoFormat = "mp4"
     crf: int = 18
+    """Constant rate factor of H.264, 0 (lossless) to 51."""
 
     def __post_init__(self) -> None:
         check_type("path", self.path, str)
@@ -375,34 +382,36 @@ class OutputConfig:
 
     @property
     def json_path(self) -> str:
-        """Path of the clip's JSON: two formats of one clip have different ones."""
+        """Path of the clip's JSON, which differs between the formats of a clip."""
         return f"{self.path}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRequest:
-    """One clip: a seed, and an image or prompts; the dummy model uses only the seed."""
+    """Request of one clip. The dummy model uses only the seed."""
 
     seed: int
     image: str | None = None
-    """Path of the image file."""
+    """Path of the image, or of the video that replaces it; None: the clip starts from text."""
     prompt: str | None = None
+    """Prompt; None: the model takes none."""
     negative_prompt: str | None = None
-    """Prompt of what to avoid; None: diffusers' default, the empty one."""
+    """Negative prompt; None: diffusers' default, which is empty."""
     image_sha256: str | None = None
-    """SHA-256 of the file at the time of the check, in hex."""
+    """SHA-256 of the image in hex, when it was checked; None: not checked."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
     videos_sha256: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of these files, by name, as `image_sha256`."""
+    """SHA-256 of these videos in hex, by name, when they were checked."""
     output: OutputConfig | None = None
-    """File of the clip; None: no file is written; the result has only the hashes."""
+    """File of the clip; None: no file is written, and the result has only the hashes."""
     latents_key: str | None = None
-    """SHA-256, in hex, of what the latent's bits depend on: the name of latent checkpoints."""
+    """Name of the latent checkpoints: SHA-256, in hex, of all that the latent's bits depend on;
+    None: none are written."""
     sampling: SamplingConfig | None = None
-    """Sampling parameters of this clip; None: the pipeline's."""
+    """Sampling parameters of this clip; None: those of the pipeline."""
     done_steps: int = 0
-    """Steps in the latent checkpoint of an earlier run; 0: no checkpoint."""
+    """Number of steps in the latent checkpoint that the clip resumes from; 0: none."""
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, 0, MAX_SEED)
@@ -416,7 +425,7 @@ class ClipRequest:
 
     @property
     def files(self) -> dict[str, tuple[str, str | None]]:
-        """Path and, if known, SHA-256 of all files that the clip is made from, by name."""
+        """Path of each input file, and its SHA-256 (None if unknown), by name."""
         image = {} if self.image is None else {IMAGE: (self.image, self.image_sha256)}
         hashes = self.videos_sha256
         return image | {name: (path, hashes.get(name)) for name, path in self.videos.items()}
@@ -430,8 +439,8 @@ def check_prompt(name: str, text: object) -> None:
         text: Value of the field.
 
     Raises:
-        RequestError: It is no text, too long, or not Unicode. Python reads an argument's bytes that
-            the locale's encoding lacks as lone surrogates, which no tokenizer takes.
+        RequestError: The prompt is not a text, too long, or not Unicode: Python turns bytes of an
+            argument that are invalid in the locale's encoding into lone surrogates.
     """
     check_type(name, text, str, type(None))
     if text is None:
@@ -448,8 +457,8 @@ def check_prompt(name: str, text: object) -> None:
     )
 
 
-#: Values that a latent's bits depend on, besides the sampling parameters and prompts of its family.
-#: They do not depend on the number of ranks or the split.
+#: Fields of a clip's JSON on which the bits of its latent depend, besides sampling parameters and
+#: prompts. The number of ranks and the split are not among them.
 _LATENT_IDENTITY = (
     *("input_sha256", "seed", "model", "revision", "weights_fingerprint", "variant", "dtype"),
     *("memory_opt", "channels_last", "device", "num_threads", "deterministic"),
@@ -457,7 +466,7 @@ _LATENT_IDENTITY = (
 
 
 def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the values that identify a clip: equal ones mean equal clips.
+    """Return the names of the fields that identify a clip: equal values mean equal clips.
 
     Args:
         metadata: JSON of a clip.
@@ -467,7 +476,7 @@ def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     family = metadata["family"]
-    # Pairs that divide a batch of two may round differently; mixed devices have no pairs.
+    # Pairs that divide a batch of two may round differently. Mixed devices have no pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
@@ -480,7 +489,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 @cache
 def configuration_fields() -> frozenset[str]:
-    """Return the names of all fields of configurations, which errors name in backticks."""
+    """Return the names of all fields of configurations, as errors name them in backticks."""
     kinds: tuple[Any, ...] = (
         *(PipelineConfig, ModelConfig, CostModel, ClipRequest, OutputConfig, Tolerance),
         *SAMPLING_CLASSES.values(),
@@ -497,7 +506,7 @@ def sampling_fields(family: str) -> tuple[str, ...]:
 
 
 def parameters_sha256(metadata: Mapping[str, Any]) -> str:
-    """Return the hash of the values that identify a clip, in hex: equal for equal clips.
+    """Return the SHA-256, in hex, of the fields that identify a clip.
 
     Args:
         metadata: JSON of a clip.
@@ -506,7 +515,7 @@ def parameters_sha256(metadata: Mapping[str, Any]) -> str:
 
 
 def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
-    """Return the key of a clip's latent checkpoints, 64 hex digits: equal keys mean equal latents.
+    """Return the key of a clip's latent checkpoints: 64 hex digits, equal for equal latents.
 
     Args:
         metadata: JSON of the clip.

@@ -1,6 +1,6 @@
-"""The parameters of diffusers' samplers that families share: their limits and checks.
+"""Sampling parameters that families share, with their ranges and checks.
 
-Each family has a class of its own, in its module of `config.families`.
+Each family has its own class, in its module of `config.families`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ DEFAULT_NUM_STEPS = 28
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """A number that samplers take: checks, options, fields of requests and help follow from it.
+    """Numeric sampling parameter, from which checks, options, fields of requests and help follow.
 
-    `params_of` fills in name and default.
+    `params_of` fills in `name` and `default`.
     """
 
     highest: float
@@ -41,14 +41,14 @@ class Param:
     lowest: float = 0
     kind: type[int] | type[float] = float
     api: str = ""
-    """Its name in HTTP requests and benches, if it is another one."""
+    """Name in HTTP requests and benchmarks; empty: `name`."""
     excludes_lowest: bool = False
-    """Whether it must be above `lowest`."""
+    """Whether the value must be above `lowest`."""
     shown_default: str = ""
-    """The default in words, for the help."""
+    """Default, in words, for the help; empty: the value itself."""
     name: str = ""
     default: Any = None
-    """Default in its family; None: that of the model, or of another parameter."""
+    """Default of the family; None: that of the model, or of another parameter."""
 
     @property
     def option(self) -> str:
@@ -58,7 +58,7 @@ class Param:
 
     @property
     def field(self) -> str:
-        """Name in HTTP requests and benches."""
+        """Name in HTTP requests and benchmarks."""
         return self.api or self.name
 
     def check(self, value: Any) -> None:
@@ -96,11 +96,11 @@ class Param:
         )
 
 
-#: Scale of classifier-free guidance; usual are 1 to 10.
+#: Largest scale of classifier-free guidance; usual are 1 to 10.
 MAX_GUIDANCE = 100.0
 
 
-#: The parameters with an option of their own, by the name of their field.
+#: Parameters that have their own option, by the name of their field.
 SHARED: Mapping[str, Param] = {
     "num_inference_steps": Param(
         lowest=1, highest=MAX_STEPS, kind=int, help="Denoising steps of each clip.", api="steps"
@@ -138,13 +138,13 @@ SHARED: Mapping[str, Param] = {
 
 
 def as_whole(number: float) -> float:
-    """Return a number as an int if it has no fraction, so that it is one in JSON too."""
+    """Return a number as an int if it is whole, so that JSON shows it without a fraction."""
     return int(number) if float(number).is_integer() else number
 
 
 @cache
 def params_of(kind: Any) -> dict[str, Param]:
-    """Return the parameters of a sampling class, by the name of the field."""
+    """Return the parameters of a sampling class, by the names of the fields."""
     known = {**SHARED, **kind.own}
     return {
         each.name: replace(
@@ -179,27 +179,27 @@ def frames_of_seconds(seconds: float, fps: float, unit: int) -> int:
 
 
 def extra_params(kind: Any) -> dict[str, Param]:
-    """Return the parameters that the family alone has, by name."""
+    """Return the parameters that only the family has, by name."""
     others = params_of(PromptedSampling)
     return {name: param for name, param in params_of(kind).items() if name not in others}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSampling:
-    """The parameters that the pipelines of all families take; each family has its subclass."""
+    """Sampling parameters of all families; each family has its subclass."""
 
-    #: Height and width are multiples of this number of pixels.
+    #: Number of pixels of which height and width are multiples.
     side_unit: ClassVar[int] = 8
-    #: The number of frames is a multiple of this number plus 1, if it is not 1.
+    #: Number of which the number of frames is a multiple, plus 1.
     frames_unit: ClassVar[int] = 1
-    #: The latent's axes, one letter each: B, F (frames), C (channels), H, W; N: all positions.
+    #: Axes of the latent, one letter each: B, F (frames), C (channels), H, W; N: all positions.
     latent_axes: ClassVar[str] = "BCFHW"
-    #: Whether what a clip starts from is the frames of a video.
+    #: Whether clips start from the frames of a video instead of an image.
     from_video: ClassVar[bool] = False
-    #: The further videos that each clip takes, by the argument of `__call__`; the side of their
-    #: square frames in pixels, or None: they get the clip's size.
+    #: Further videos that each clip takes, by the argument of `__call__`, each with the side of its
+    #: square frames in pixels; None: its frames get the clip's size.
     videos: ClassVar[Mapping[str, int | None]] = {}
-    #: The parameters that the family alone has, by name.
+    #: Parameters that only the family has, by name.
     own: ClassVar[Mapping[str, Param]] = {}
 
     family: str
@@ -207,13 +207,13 @@ class CommonSampling:
     height: int
     width: int
     num_frames: int | None = None
-    """Number of frames; None: that of the model's config."""
+    """Number of frames; None: that in the model's config."""
     fps: float
-    """Frames per second; a whole number is an int, as in the JSON of clips."""
+    """Frames per second; an int if it is whole, as in the JSON of clips."""
     decode_chunk_size: int | None = None
-    """Frames to decode at a time; None: all."""
+    """Number of frames to decode at once; None: all."""
     fit: Fit = "stretch"
-    """Method that fits an image of another shape to the frame."""
+    """Method by which an image of another shape is fitted to the frame."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -242,7 +242,7 @@ class CommonSampling:
 
     def _check_frames(self) -> None:
         unit, frames = self.frames_unit, self.num_frames or 1
-        below = (frames - 1) // unit * unit + 1  # diffusers rounds other numbers
+        below = (frames - 1) // unit * unit + 1  # diffusers would round other numbers
         require(
             frames == below,
             f"`num_frames` must be a multiple of {unit} plus 1, got {frames}",
@@ -255,7 +255,7 @@ class CommonSampling:
 
     @property
     def frames(self) -> int:
-        """Number of frames, once the model's is known.
+        """Number of frames of a resolved configuration.
 
         Raises:
             ValueError: The number is not known yet.
@@ -266,17 +266,17 @@ class CommonSampling:
 
     @property
     def video_frames(self) -> int | None:
-        """Number of frames that a clip takes of a video; None: it starts from no video."""
+        """Number of frames that a clip takes from a video; None: it does not start from a video."""
         return self.frames if self.from_video else None
 
     def check_videos(self, names: Collection[str]) -> None:
-        """Check that a clip has the further videos that the family takes, and no others.
+        """Check that a clip has exactly the further videos that the family takes.
 
         Args:
-            names: Names of the videos that the clip has.
+            names: Names of the clip's further videos.
 
         Raises:
-            RequestError: A video is missing, or the family takes none of that name.
+            RequestError: A video is missing, or the family takes none of its name.
         """
         taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):
@@ -290,7 +290,7 @@ class CommonSampling:
             require(name in names, wrong, f"give `video` {name}=FILE")
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
-        """Return a copy with numbers in place of None, as diffusers sets them.
+        """Return a copy with numbers instead of None, which are those that diffusers would use.
 
         Args:
             model_frames: Number of frames in the model's config.
@@ -300,9 +300,9 @@ class CommonSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptedSampling(CommonSampling):
-    """The parameters that the families with prompts share; a family may have more of them."""
+    """Sampling parameters of families with prompts; a family may have more."""
 
-    #: Whether `guidance_scale` is an input of the model, which then runs once for each step.
+    #: Whether `guidance_scale` is an input of the denoiser, which then runs only once in each step.
     embedded_guidance: ClassVar[bool] = False
 
     num_inference_steps: int = 50
@@ -310,7 +310,7 @@ class PromptedSampling(CommonSampling):
     guidance_scale: float
     max_sequence_length: int
     from_image: bool = False
-    """Whether clips start from an image; otherwise they are made from text alone."""
+    """Whether clips start from an image; False: they are made from text alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -321,7 +321,7 @@ class PromptedSampling(CommonSampling):
 
     @property
     def uses_guidance(self) -> bool:
-        """Whether each step has two forward passes, as the first expert's scale says."""
+        """Whether each step has two forward passes, by the scale of the first expert."""
         return self.guidance_scale > 1 and not self.embedded_guidance
 
 
@@ -329,11 +329,11 @@ def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
     """Check height and width.
 
     Args:
-        sampling: Parameters with the sides, in pixels.
-        units: Pixels of which height and width are multiples.
+        sampling: Sampling parameters with height and width.
+        units: Numbers of pixels of which height and width must be multiples.
 
     Raises:
-        RequestError: A side is not a multiple, or not from its unit to `MAX_SIDE`.
+        RequestError: A side is not a multiple of its unit, or above `MAX_SIDE`.
     """
     for name, unit in zip(("height", "width"), units, strict=True):
         side = getattr(sampling, name)

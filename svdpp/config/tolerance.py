@@ -1,4 +1,4 @@
-"""Tolerance of a verification: the difference that each element may have."""
+"""Tolerance of a verification: the allowed difference of each element."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from svdpp.config.limits import require
 class Tolerance:
     """Allowed difference of each element: atol + rtol * abs(expected), as in torch.testing.
 
-    Frames and audio are compared as shares of their highest level, so that 1/255 is one level of a
-    frame.
+    Frames and audio are compared as fractions of their highest level: 1/255 is one level of a
+    frame. If both are 0, the bits must be equal.
 
     Args:
-        atol: Absolute part, in the units of the latent.
-        rtol: Part relative to the reference's value. With both 0 the bits must be equal.
+        atol: Absolute part, for latents in their own units.
+        rtol: Part relative to the value of the reference.
 
     Raises:
         RequestError: `atol` or `rtol` is negative or not finite.

@@ -276,7 +276,7 @@ def test_what_would_take_minutes_is_refused() -> None:
         {"split": "balanced", "num_decoders": 2},
         {"data_parallel_size": 3},
         {"data_parallel_size": 2, "split": "alternating"},
-        {"decode_parallel_size": 3, "chunks": (8, 4, 4)},
+        {"split": "balanced", "decode_parallel_size": 3, "chunks": (8, 4, 4)},
     ],
 )
 def test_clips_beyond_those_computed_continue_at_the_same_rate(
