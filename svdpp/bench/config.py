@@ -291,6 +291,7 @@ def pipeline_config(asked: BenchConfig, launched: World | None = None) -> Pipeli
         family,
         workload.sampling_values(),
         from_image=bool(workload.images) or needs_image,
+        has_last_image=checkpoint is not None and checkpoint.last_image_use == "needed",
         memory_opt=model.memory_opt,
     )
     device = find_device(ranks.device, model.name)

@@ -236,8 +236,9 @@ def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:
     prompts: Sequence[str | None] = workload.prompts or [example]
     still = check_inputs([str(example_images()[0])])[0]
     videos = tuple((name, still) for name in sampling.videos)
+    last_image = still if sampling.has_last_image else None
     return [
-        ClipInput(image, prompt, workload.negative_prompt, videos)
+        ClipInput(image, prompt, workload.negative_prompt, videos, last_image)
         for image in images
         for prompt in prompts
     ]

@@ -52,6 +52,7 @@ class ProfileOptions(WithoutAppearance, WithoutLayout, PromptOptions):
     seed: int | None = None
     prompts: Path | None = None
     negative_prompt: str | None = None
+    last_image: Path | None = None
     video: list[str] | None = None
 
 

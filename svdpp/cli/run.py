@@ -107,6 +107,9 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
             prompt_use="refused" if checkpoint is None else checkpoint.prompt_use,
             seed=self.seed or 0,
             negative_prompt=self.negative_prompt,
+            last_image_use=self.last_image_use,
+            last_image_reason="" if checkpoint is None else checkpoint.last_image_reason,
+            last_image=None if self.last_image is None else str(self.last_image),
             videos=self.video_paths,
             format=self.policy(is_restarted=False).format,
             max_pixels=self.max_megapixels * 10**6,
@@ -144,6 +147,7 @@ def run(
         launched=launched,
         device=device,
         from_image=command.from_image,
+        has_last_image=command.has_last_image,
     )
     config, why = replace(request, sampling=command.pipeline_sampling(jobs)).resolve()
     log.open(console, launched)
@@ -230,6 +234,11 @@ class RunCommand:
         if self.options.jobs is None:
             return bool(self.options.inputs)
         return self.options.image_use != "refused"
+
+    @property
+    def has_last_image(self) -> bool | None:
+        """Whether ranks are started for clips that end at an image; None: if the model needs it."""
+        return None if self.options.jobs is not None else self.options.last_image is not None
 
     def check(self) -> None:
         """Check all that needs neither torch nor the contents of files, to answer quickly.
@@ -383,6 +392,7 @@ class RunCommand:
         latents = self.options.latents_dir
         files = [job.made_from.media_file for job in jobs if job.made_from.media_file]
         files += [video for job in jobs for _, video in job.made_from.videos]
+        files += [job.made_from.last_image for job in jobs if job.made_from.last_image]
         folders = {file.path.parent: file.path for file in files}
         shared = [self.policy.folder, *folders.values()]
         return Pipeline(
@@ -395,7 +405,9 @@ class RunCommand:
 
     @cached_property
     def _sampling(self) -> SamplingConfig:
-        return self.options.sampling_config(from_image=self.from_image)
+        return self.options.sampling_config(
+            from_image=self.from_image, has_last_image=self.has_last_image
+        )
 
     def plan(self, config: PipelineConfig, jobs: Sequence[RunJob]) -> tuple[Pipeline, RunPlan]:
         """Return the pipeline and the clips that it is to make.
@@ -607,11 +619,12 @@ class RunCommand:
             console.info(describe_assumed_costs(config.costs))
 
 
-def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, int]:
+def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
     """Return a key by which the clip is largest that needs most parts of the model, and memory."""
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
-    return from_image, pixels, sampling.uses_guidance, sampling.num_inference_steps
+    branches, steps = sampling.uses_guidance, sampling.num_inference_steps
+    return from_image, pixels, branches, sampling.has_last_image, steps
 
 
 def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
@@ -621,9 +634,9 @@ def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
     files: dict[tuple[int, int, str], tuple[SamplingConfig, dict[MediaFile, None]]] = {}
     for job in jobs:
         own = job.sampling or sampling
-        if job.made_from.media_file is not None:
-            _, found = files.setdefault((own.width, own.height, own.fit), (own, {}))
-            found[job.made_from.media_file] = None
+        _, found = files.setdefault((own.width, own.height, own.fit), (own, {}))
+        images = job.made_from.media_file, job.made_from.last_image
+        found |= {image: None for image in images if image is not None}
     remarks = [text for own, found in files.values() for text in input_remarks(found, own)]
     more = len(remarks) - _MAX_REMARKS
     return remarks[:_MAX_REMARKS] + ([f"and {more} more of this kind"] if more > 0 else [])

@@ -72,6 +72,7 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
     decode_chunk_size: int | None = None
     prompts: Path | None = None
     negative_prompt: str | None = None
+    last_image: Path | None = None
     video: list[str] | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +23,7 @@ from svdpp.errors import VerificationError, worst_of
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
+    from svdpp.config import SamplingConfig
     from svdpp.media.inputs import MediaFile
     from svdpp.verification.clip_result import ClipVerification
 
@@ -156,15 +157,18 @@ def verify(
         return
     require(options.image is None, "--image is for finished clips", "give the image as INPUT")
     from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
+    has_last_image = options.last_image is not None or options.needs_last_image
+    sampling = options.sampling_config(from_image=from_image, has_last_image=has_last_image)
     requests = []
     if not is_secondary_rank(launched):
-        requests = _requests(options, inputs, from_image=from_image)
+        requests = _requests(options, inputs, sampling)
     config, why = options.request(
         num_clips=None if launched else len(requests),
         launched=launched,
         # A proof need not be fast.
         device=options.device_name(any_on_cpu=True),
         from_image=from_image,
+        has_last_image=has_last_image,
     ).resolve()
     if is_secondary_rank(launched):  # only rank 0 compares
         from svdpp.cli.progress import serve_member
@@ -177,7 +181,7 @@ def verify(
 
 
 def _requests(
-    options: VerifyOptions, inputs: Sequence[str], *, from_image: bool
+    options: VerifyOptions, inputs: Sequence[str], sampling: SamplingConfig
 ) -> list[ClipRequest]:
     from svdpp.media.inputs import check_inputs, example_images, example_prompt, round_robin
 
@@ -185,11 +189,13 @@ def _requests(
     require(not no_images, "the dummy model takes no images", "use --model demo")
     seed = options.seed or 0
     images: Sequence[MediaFile | None] = [None]
-    sampling = options.sampling_config(from_image=from_image)
-    if from_image:
+    if sampling.from_image and not options.is_dummy:
         images = check_inputs(inputs or [str(example_images()[0])], sampling.video_frames)
     example = None if options.family == "svd" else example_prompt(options.model)
     combined = options.combined(images, sampling, example=example)
+    if sampling.has_last_image and options.last_image is None:
+        (last_image,) = check_inputs([str(example_images()[1])])
+        combined = [replace(each, last_image=last_image) for each in combined]
     num_clips = options.clips or max(2, len(combined))
     return round_robin(combined, range(seed, seed + num_clips), num_clips)
 

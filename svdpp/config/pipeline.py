@@ -15,7 +15,12 @@ from operator import attrgetter
 from typing import Any, Literal, TypeVar, get_args
 
 from svdpp.config.demo_models import DEMO_MODELS
-from svdpp.config.families.registry import OPTION_PARAMS, SAMPLING_CLASSES, SamplingConfig
+from svdpp.config.families.registry import (
+    OPTION_PARAMS,
+    SAMPLING_CLASSES,
+    SamplingConfig,
+    check_takes_last_image,
+)
 from svdpp.config.families.svd import SvdSampling
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
@@ -200,6 +205,7 @@ def sampling_of_model(
     values: Mapping[str, Any],
     *,
     from_image: bool = True,
+    has_last_image: bool = False,
     memory_opt: bool = False,
 ) -> SamplingConfig:
     """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
@@ -209,6 +215,7 @@ def sampling_of_model(
         family: Family of the model.
         values: Parameters by the names of their fields; None: not given.
         from_image: Whether clips start from an image, if the family also makes clips from text.
+        has_last_image: Whether clips also end at an image.
         memory_opt: Whether to decode few frames at once, unless `decode_chunk_size` is given.
 
     Raises:
@@ -228,8 +235,10 @@ def sampling_of_model(
         wrong = f"`{name}` is not for {model_name}, a model of the family {family}"
         details = {"option": option, "model": model_name, "family": family}
         raise RequestError(wrong, f"leave `{name}` out", details=details)
+    if has_last_image:
+        check_takes_last_image(family)
     if "from_image" in names:
-        given["from_image"] = from_image
+        given |= {"from_image": from_image, "has_last_image": has_last_image}
     sampling: SamplingConfig = kind(**{**sampling_defaults(model_name), **given})
     return sampling
 
@@ -364,6 +373,8 @@ VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
 #: Name of a clip's image, or of the video that replaces it, among its files.
 IMAGE = "image"
+#: Name of the image at which a clip ends; also of its argument of most pipelines.
+LAST_IMAGE = "last_image"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,12 +404,16 @@ class ClipRequest:
     seed: int
     image: str | None = None
     """Path of the image, or of the video that replaces it; None: the clip starts from text."""
+    last_image: str | None = None
+    """Path of the image at which the clip ends, for families that take one."""
     prompt: str | None = None
     """Prompt; None: the model takes none."""
     negative_prompt: str | None = None
     """Negative prompt; None: diffusers' default, which is empty."""
     image_sha256: str | None = None
     """SHA-256 of the image in hex, when it was checked; None: not checked."""
+    last_image_sha256: str | None = None
+    """SHA-256 of the last image in hex, when it was checked; None: not checked."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
     videos_sha256: Mapping[str, str] = field(default_factory=dict)
@@ -418,7 +433,8 @@ class ClipRequest:
         check_prompt("prompt", self.prompt)
         check_prompt("negative_prompt", self.negative_prompt)
         check_int("done_steps", self.done_steps, 0, MAX_STEPS)
-        for name in ("image", "image_sha256", "latents_key"):
+        images = ("image", "image_sha256", "last_image", "last_image_sha256")
+        for name in (*images, "latents_key"):
             check_type(name, getattr(self, name), str, type(None))
         if self.done_steps and self.latents_key is None:
             raise ValueError("done_steps requires latents_key, which names the latent checkpoint")
@@ -426,9 +442,15 @@ class ClipRequest:
     @property
     def files(self) -> dict[str, tuple[str, str | None]]:
         """Path of each input file, and its SHA-256 (None if unknown), by name."""
-        image = {} if self.image is None else {IMAGE: (self.image, self.image_sha256)}
+        images = {
+            IMAGE: (self.image, self.image_sha256),
+            LAST_IMAGE: (self.last_image, self.last_image_sha256),
+        }
+        given = {
+            name: (path, sha256) for name, (path, sha256) in images.items() if path is not None
+        }
         hashes = self.videos_sha256
-        return image | {name: (path, hashes.get(name)) for name, path in self.videos.items()}
+        return given | {name: (path, hashes.get(name)) for name, path in self.videos.items()}
 
 
 def check_prompt(name: str, text: object) -> None:
@@ -480,11 +502,12 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
+    last_image = ("last_image_sha256",) if "last_image_sha256" in metadata else ()
     if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
         return (*common, *sampling_fields(family))
     videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
     prompts = ("prompt", "negative_prompt")
-    return (*common, *lora, *videos, "family", *prompts, *sampling_fields(family))
+    return (*common, *lora, *last_image, *videos, "family", *prompts, *sampling_fields(family))
 
 
 @cache
@@ -500,9 +523,12 @@ def configuration_fields() -> frozenset[str]:
 
 @cache
 def sampling_fields(family: str) -> tuple[str, ...]:
-    """Return the names of a family's sampling parameters."""
+    """Return the names of a family's sampling parameters that a clip's JSON has.
+
+    Whether the clip has a last image is told by that image's hash.
+    """
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
-    return tuple(name for name in names if name != "family")
+    return tuple(name for name in names if name not in ("family", "has_last_image"))
 
 
 def parameters_sha256(metadata: Mapping[str, Any]) -> str:

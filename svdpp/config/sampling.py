@@ -311,9 +311,15 @@ class PromptedSampling(CommonSampling):
     max_sequence_length: int
     from_image: bool = False
     """Whether clips start from an image; False: they are made from text alone."""
+    has_last_image: bool = False
+    """Whether clips from an image also end at one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.has_last_image:
+            require(self.from_image, "`last_image` needs a first image, too", "give both")
+            too_few = f"`last_image` needs at least 2 `num_frames`, got {self.num_frames}"
+            require(self.num_frames > 1, too_few, frames=self.num_frames, lowest=2)
         wrong = (
             "`decode_chunk_size` is for Stable Video Diffusion; others decode all frames at once"
         )

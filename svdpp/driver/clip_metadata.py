@@ -33,7 +33,7 @@ from svdpp.config.limits import MAX_SEED, read_small_file
 from svdpp.config.pipeline import parameters_sha256, sampling_fields
 from svdpp.config.sampling import as_whole
 from svdpp.errors import InputError, describe_fault, fault_details, recorded_name, recorded_path
-from svdpp.media.inputs import ClipInput
+from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.models.checkpoint import Checkpoint
 
 #: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.
@@ -63,7 +63,7 @@ def clip_metadata(
     """Return the request as a clip's JSON records it; the clip writer adds hashes and times.
 
     Args:
-        inputs: Image, videos and prompts.
+        inputs: Images, videos and prompts.
         seed: Seed of the noise.
         output: File of the clip. Recorded paths are relative to its folder or the user's home, to
             hide the user's name.
@@ -76,6 +76,7 @@ def clip_metadata(
         "family": sampling.family,
         "input": None if media_file is None else recorded_path(media_file.path, folder),
         "input_sha256": None if media_file is None else media_file.sha256,
+        **_last_image(inputs.last_image, folder),
         **(_videos(inputs, folder) if sampling.videos else {}),
         "output": Path(output.path).name,
         "seed": seed,
@@ -100,6 +101,12 @@ def clip_metadata(
 
 def _fields(values: object, *names: str) -> dict[str, Any]:
     return {name: getattr(values, name) for name in names}
+
+
+def _last_image(image: MediaFile | None, folder: Path) -> dict[str, str]:
+    if image is None:
+        return {}
+    return {"last_image": recorded_path(image.path, folder), "last_image_sha256": image.sha256}
 
 
 def _videos(inputs: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
@@ -161,6 +168,8 @@ class _ClipMetadata(BaseModel):
     family: str
     input: str | None
     input_sha256: _Sha256 | None
+    last_image: str | None = None  # of a clip that ends at an image
+    last_image_sha256: _Sha256 | None = None
     output: str
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     model: str
@@ -214,6 +223,9 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
     return create_model(f"_{family}", __base__=_ClipMetadata, **fields)
 
 
+# Fields that only some clips have.
+_MAY_BE_MISSING = {"audio_sha256", "lora", "last_image", "last_image_sha256"}
+
 _METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASSES}
 
 
@@ -253,7 +265,7 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     )
     try:
         checked = model.model_validate(values)
-        return checked.model_dump(exclude={"audio_sha256", "lora"} - checked.model_fields_set)
+        return checked.model_dump(exclude=_MAY_BE_MISSING - checked.model_fields_set)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -271,7 +283,8 @@ def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
     """Return the sampling parameters in a clip's metadata, which have been checked."""
     names = ("family", *sampling_fields(metadata["family"]))
-    return sampling_from({name: metadata[name] for name in names})
+    last_image = {"has_last_image": True} if "last_image_sha256" in metadata else {}
+    return sampling_from({name: metadata[name] for name in names} | last_image)
 
 
 def weights_identity(checkpoint: Checkpoint) -> object:

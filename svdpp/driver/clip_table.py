@@ -19,7 +19,9 @@ CLIP_TABLE = "clips.jsonl"
 
 # Far above the size of a table with the largest allowed number of clips.
 _MAX_BYTES = 2**30
-_REQUEST_FIELDS = ("output", "input", "videos", "prompt", "negative_prompt", "seed")
+_REQUEST_FIELDS = (
+    *("output", "input", "last_image", "videos", "prompt", "negative_prompt", "seed"),
+)
 _RESULT_FIELDS = (
     *("parameters_sha256", "input_sha256", "latents_sha256", "frames_sha256", "audio_sha256"),
     *("file_sha256", "exact", "compute_seconds", "wall_seconds", "host"),

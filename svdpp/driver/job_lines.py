@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig, VideoFormat
+from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
 from svdpp.config.limits import (
     MAX_FRAMES,
     MAX_SEED,
@@ -22,7 +23,7 @@ from svdpp.config.limits import (
     is_number,
     shown,
 )
-from svdpp.config.pipeline import check_prompt
+from svdpp.config.pipeline import LAST_IMAGE, check_prompt
 from svdpp.config.sampling import SHARED, as_whole, frames_of_seconds, params_by_field
 from svdpp.driver.clip_names import check_out_name
 from svdpp.driver.job_files import JobFile, JobLine
@@ -54,8 +55,13 @@ class LineDefaults:
     """Sampling parameters, not resolved."""
     image_use: InputUse = "needed"
     prompt_use: InputUse = "refused"
+    last_image_use: InputUse = "refused"
+    last_image_reason: str = ""
+    """Reason why the model takes no last image, where others of its family do."""
     seed: int = 0
     negative_prompt: str | None = None
+    last_image: str | None = None
+    """Path of the last image of clips from an image, relative to the working folder."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of the further videos, by name, relative to the working folder."""
     format: VideoFormat = "mp4"
@@ -110,8 +116,9 @@ class LineReader:
         """Names of the fields of the model's family."""
         prompts = () if self._defaults.prompt_use == "refused" else ("prompt", "negative_prompt")
         image = () if self._defaults.image_use == "refused" else (self.image_field, "fit")
+        last_image = () if self._defaults.last_image_use == "refused" else (LAST_IMAGE,)
         more = ("seed", "size", "width", "height", "seconds", "out")
-        return (*image, *self._kind.videos, *prompts, *more, *self._params)
+        return (*image, *last_image, *self._kind.videos, *prompts, *more, *self._params)
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
@@ -127,7 +134,7 @@ class LineReader:
         """Fields of the file by the fields of configurations, for messages."""
         return {
             **{param.name: name for name, param in self._params.items()},
-            **{name: name for name in ("width", "height", "seed", "fit", "prompt")},
+            **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
             "negative_prompt": "negative_prompt",
         }
 
@@ -147,7 +154,13 @@ class LineReader:
         image = self._given_path(self.image_field, values, self._defaults.image_use)
         if self._defaults.prompt_use == "needed" and "prompt" not in values:
             self._add("is missing", 'say what happens, as in "a wave"', "prompt")
-        sampling = self._sampling(values, has_image=image is not None)
+        last_default = None if image is None else self._defaults.last_image
+        last_image = self._given_path(
+            LAST_IMAGE, values, self._defaults.last_image_use, last_default
+        )
+        sampling = self._sampling(
+            values, has_image=image is not None, has_last_image=last_image is not None
+        )
         videos = {
             name: self._given_path(name, values, "needed", self._defaults.videos.get(name))
             for name in self._kind.videos
@@ -156,6 +169,7 @@ class LineReader:
         if image is not None and (sampling is not None or not self._kind.from_video):
             frames = None if sampling is None else sampling.video_frames
             media_file = self._media(self.image_field, image, frames)
+        last_file = None if last_image is None else self._media(LAST_IMAGE, last_image, None)
         if sampling is None:
             return None
         for name, path in videos.items():
@@ -164,7 +178,7 @@ class LineReader:
         if negative is None:
             negative = self._defaults.negative_prompt
         found = tuple((name, file) for name, file in further if file is not None)
-        made_from = ClipInput(media_file, prompt, negative, found)
+        made_from = ClipInput(media_file, prompt, negative, found, last_file)
         return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
 
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,6 +204,10 @@ class LineReader:
             self._add(f"model {model!r} takes no prompt", "leave it out", name)
         elif name in ("image", "input_reference", "image_reference", "fit"):
             self._add(f"model {model!r} takes no image", "leave it out", name)
+        elif name == LAST_IMAGE:
+            reason = self._defaults.last_image_reason
+            families = f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}"
+            self._add(f"model {model!r} takes no last image", reason or families, name)
         else:
             hint = nearest(name, (*self.fields, *self._aliases), "")
             self._add("is unknown", hint or f"the fields are {', '.join(self.fields)}", name)
@@ -247,7 +265,9 @@ class LineReader:
 
     # --- parameters -----------------------------------------------------------------------------
 
-    def _sampling(self, values: Mapping[str, Any], *, has_image: bool) -> SamplingConfig | None:
+    def _sampling(
+        self, values: Mapping[str, Any], *, has_image: bool, has_last_image: bool
+    ) -> SamplingConfig | None:
         """Return the parameters of a line; lines with equal ones share the object."""
         changes: dict[str, Any] = {}
         for name, param in self._params.items():
@@ -269,7 +289,7 @@ class LineReader:
         with self._errors_of("seconds"):
             self._set_frames_of_seconds(values, changes)
         if issubclass(self._kind, PromptedSampling):
-            changes["from_image"] = has_image
+            changes |= {"from_image": has_image, "has_last_image": has_last_image}
         if self._errors:
             return None
         key = tuple(sorted(changes.items()))

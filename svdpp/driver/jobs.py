@@ -29,7 +29,10 @@ from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 #: What a line of a jobs file sets besides the sampling parameters, as a clip's JSON calls it.
-_LINE_FIELDS = ("input_sha256", "videos_sha256", "prompt", "negative_prompt", "seed")
+_LINE_FIELDS = (
+    *("input_sha256", "last_image_sha256", "videos_sha256"),
+    *("prompt", "negative_prompt", "seed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.media.inputs import ClipInput
 
 #: Fields of a request that say where its files are, and not what they are.
-_PLACES = ("image", "videos", "output", "latents_key", "done_steps")
+_PLACES = ("image", "last_image", "videos", "output", "latents_key", "done_steps")
 _ASKED = tuple(each.name for each in fields(ClipRequest) if each.name not in _PLACES)
 
 

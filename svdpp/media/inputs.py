@@ -25,7 +25,7 @@ from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from svdpp.config import DEMO_MODELS, ClipRequest, Fit, PipelineConfig, SamplingConfig
 from svdpp.config.limits import MAX_MEGAPIXELS
-from svdpp.config.pipeline import IMAGE
+from svdpp.config.pipeline import IMAGE, LAST_IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError, first_line
 from svdpp.media.ffmpeg import MediaFailure, decode_frames
@@ -80,13 +80,15 @@ class MediaFile:
 
 @dataclass(frozen=True)
 class ClipInput:
-    """Input of a clip besides its seed: an image or a video, a prompt, or both."""
+    """Inputs of a clip besides its seed: images or a video, a prompt, or both."""
 
     media_file: MediaFile | None = None
     prompt: str | None = None
     negative_prompt: str | None = None
     videos: tuple[tuple[str, MediaFile], ...] = ()
     """The further videos that the family takes, by name."""
+    last_image: MediaFile | None = None
+    """The image at which the clip ends."""
 
     @property
     def name(self) -> str:
@@ -103,6 +105,8 @@ class ClipInput:
             image_sha256=None if self.media_file is None else self.media_file.sha256,
             prompt=self.prompt,
             negative_prompt=self.negative_prompt,
+            last_image=None if self.last_image is None else str(self.last_image.path),
+            last_image_sha256=None if self.last_image is None else self.last_image.sha256,
             videos={name: str(video.path) for name, video in self.videos},
             videos_sha256={name: video.sha256 for name, video in self.videos},
         )
@@ -331,12 +335,14 @@ def example_requests(
     if prompt is not None and not takes_prompts:
         raise RequestError(f"`prompt` is not for {config.model.name}", "leave `prompt` out")
     takes_image = sampling.from_image if isinstance(sampling, PromptedSampling) else not is_dummy
-    image = str(example_images()[0]) if takes_image else None
+    first, last, *_ = map(str, example_images())
+    image = first if takes_image else None
     text = example_prompt(config.model.name) if prompt is None else prompt
     return [
         ClipRequest(
             seed=seed + clip,
             image=image,
+            last_image=last if sampling.has_last_image else None,
             videos={} if image is None else dict.fromkeys(sampling.videos, image),
             prompt=text if takes_prompts else None,
         )
@@ -534,7 +540,7 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 
 
 def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia | None:
-    """Return the image and videos that a clip starts from.
+    """Return the images and videos that a clip is made from.
 
     Args:
         request: request with the names of the files, and their SHA-256 where it is known.
@@ -552,7 +558,7 @@ def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia |
         found[name], media_file = decode_input(read_bytes(Path(path)), Path(path), sampling, name)
         if sha256 not in (None, media_file.sha256):
             raise InputError(f"{path!r} has changed since the run began", details={"path": path})
-    return found if sampling.videos else found.get(IMAGE)
+    return found if sampling.videos or LAST_IMAGE in found else found.get(IMAGE)
 
 
 def decode_input(
@@ -575,7 +581,7 @@ def decode_input(
     """
     side, fit = sampling.videos.get(name), sampling.fit
     width, height = side or sampling.width, side or sampling.height
-    if name == IMAGE and not sampling.from_video:
+    if name == LAST_IMAGE or (name == IMAGE and not sampling.from_video):
         image, media_file = _read_image_bytes(data, path, MAX_PIXELS)
         return fit_image(image, width, height, fit), media_file
     frames, size = [], (0, 0)

@@ -23,7 +23,11 @@ from svdpp.config import (
     ModelConfig,
     SamplingConfig,
 )
-from svdpp.config.families.registry import FAMILY_OF_PIPELINE, FAMILY_SPECS
+from svdpp.config.families.registry import (
+    FAMILY_OF_PIPELINE,
+    FAMILY_SPECS,
+    check_takes_last_image,
+)
 from svdpp.config.families.spec import IMAGE_ENCODERS, CheckpointFacts, FamilySpec
 from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling, check_sides, extra_params
@@ -85,6 +89,10 @@ class Checkpoint:
     which sides are multiples. None: any size."""
     image_use: InputUse
     """Whether a clip needs, may have, or must not have an image (for some families a video)."""
+    last_image_use: InputUse
+    """Whether a clip from an image needs, may have, or must not have a last image."""
+    last_image_reason: str = ""
+    """Reason why the checkpoint takes none, where others of the family do."""
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
     boundary_ratio: float | None = None
@@ -173,6 +181,13 @@ class Checkpoint:
                 f"have from_image={sampling.from_image}",
                 "set from_image accordingly",
             )
+        has_last = request.last_image is not None
+        if has_last != sampling.has_last_image:
+            raise RequestError(
+                f"the clip has {'a' if has_last else 'no'} `last_image`, but its sampling "
+                f"parameters have has_last_image={sampling.has_last_image}",
+                "set has_last_image accordingly",
+            )
 
     def resolve_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return `sampling` with the model's defaults in place of None, after checking it.
@@ -201,10 +216,22 @@ class Checkpoint:
             highest=most,
             reason=why,
         )
+        self._check_last_image(sampling)
         if self.image_sizes is not None and sampling.from_image:
             check_image_size(*self.image_sizes, sampling.height, sampling.width)
         self.spec.check_sampling(self, sampling)
         return sampling
+
+    def _check_last_image(self, sampling: SamplingConfig) -> None:
+        if self.last_image_use == "needed" and not sampling.has_last_image:
+            hint = "it makes clips between a first and a last image: give `last_image`, too"
+            wrong = f"{self.label} needs a `last_image`"
+            raise RequestError(wrong, hint, details={"needs": "a last image"})
+        if self.last_image_use == "refused" and sampling.has_last_image:
+            check_takes_last_image(self.family)
+            reason = self.last_image_reason or "it makes clips from text alone"
+            wrong = f"{self.label} takes no `last_image`: {reason}"
+            raise RequestError(wrong, "leave it out", details={"reason": reason})
 
     def weight_files(self, part: str) -> Mapping[Path, list[str]]:
         """Return the files with a component's weights, and the dtypes of the weights in each.
@@ -492,10 +519,13 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     from_image = index.values["_class_name"] in (spec.image_pipeline, *spec.aliases)
     facts: CheckpointFacts = {
         "image_use": "optional" if spec.text_and_image else "needed" if from_image else "refused",
+        "last_image_use": "refused" if spec.last_image_arguments is None else "optional",
         "size_multiple": (unit, unit),
         "frames": spec.frame_limits,
         **spec.checkpoint_facts(configs),
     }
+    if facts["image_use"] == "refused":
+        facts["last_image_use"] = "refused"
     checkpoint = Checkpoint(
         name=model.name,
         folder=folder,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.config.pipeline import latents_key
+from svdpp.config.pipeline import LAST_IMAGE, latents_key
 from svdpp.driver.clip_metadata import clip_metadata, weights_identity
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.request_scheduler import RequestScheduler
@@ -123,7 +123,10 @@ class Admission:
 
 
 #: Parameters that memory depends on, besides guidance.
-_SHAPE = ("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length", "from_image")
+_SHAPE = (
+    *("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length"),
+    *("from_image", "has_last_image"),
+)
 
 
 def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
@@ -251,10 +254,14 @@ class RequestBuilder:
     def _clip_input(self, job: Job) -> ClipInput:
         if self._checkpoint is None:
             return ClipInput()
-        path, videos = job.input_path(self.folder), job.video_paths(self.folder).items()
+        path, paths = job.input_path(self.folder), job.further_paths(self.folder)
         photo = None if path is None else MediaFile(path, job.input_sha256, 0, 0)
-        further = tuple((name, MediaFile(file, job.videos[name], 0, 0)) for name, file in videos)
-        return ClipInput(photo, job.prompt, job.negative_prompt, further)
+        further = {
+            name: MediaFile(file, job.further_inputs[name], 0, 0) for name, file in paths.items()
+        }
+        last_image = further.pop(LAST_IMAGE, None)
+        videos = tuple(further.items())
+        return ClipInput(photo, job.prompt, job.negative_prompt, videos, last_image)
 
     def _output(self, job: Job) -> OutputConfig:
         return OutputConfig(path=str(job.clip_path(self.folder)))

@@ -56,7 +56,8 @@ class Job:
         input_name: file name that the client gave, for people only.
         input_pixels: width times height; 0 without an image.
         remarks: unexpected changes to the image or video, in sentences for its owner.
-        videos: SHA-256 of the further videos that the family takes, by name.
+        further_inputs: SHA-256 of the last image, and of the further videos that the family takes,
+            by field.
         server: id of the server that has claimed it, or has ended it.
         fencing_token: number of claims so far, if servers share the queue; else 0.
         step: number of finished steps in the last report of its server.
@@ -82,7 +83,7 @@ class Job:
     input_sha256: str = ""
     input_pixels: int = 0
     remarks: list[str] = field(default_factory=list)
-    videos: dict[str, str] = field(default_factory=dict)
+    further_inputs: dict[str, str] = field(default_factory=dict)
     prompt: str | None = None
     negative_prompt: str | None = None
     created_at: float
@@ -130,14 +131,14 @@ class Job:
         """Return the image's file in a data folder, which may not exist; None: from text alone."""
         return folder / UPLOADS_FOLDER / self.input_file if self.input_file else None
 
-    def video_paths(self, folder: Path) -> dict[str, Path]:
-        """Return the files of its further videos in a data folder, by name."""
-        return {name: folder / UPLOADS_FOLDER / f"{self.id}.{name}" for name in self.videos}
+    def further_paths(self, folder: Path) -> dict[str, Path]:
+        """Return the files of its further inputs in a data folder, by field."""
+        return {name: folder / UPLOADS_FOLDER / f"{self.id}.{name}" for name in self.further_inputs}
 
     def upload_paths(self, folder: Path) -> list[Path]:
-        """Return the files of image and videos in a data folder."""
+        """Return the files of images and videos in a data folder."""
         photo = self.input_path(folder)
-        return [*([photo] if photo else []), *self.video_paths(folder).values()]
+        return [*([photo] if photo else []), *self.further_paths(folder).values()]
 
 
 #: Columns whose names differ from those of their fields. Columns are never renamed, because servers
@@ -147,13 +148,14 @@ _COLUMN_NAMES = {
     "input_name": "photo_name",
     "input_sha256": "photo_sha256",
     "input_pixels": "photo_pixels",
+    "further_inputs": "videos",
     "fencing_token": "token",
     "cancel_requested": "cancel_asked",
     "remove_requested": "remove_asked",
     "verification": "proof",
     "verification_reason": "proof_reason",
 }
-_JSON_FIELDS = ("error", "metadata", "videos", "remarks")
+_JSON_FIELDS = ("error", "metadata", "further_inputs", "remarks")
 _FIELDS = tuple(field.name for field in fields(Job))
 #: The columns of a row, in the order of the fields of `Job`.
 COLUMNS = tuple(_COLUMN_NAMES.get(name, name) for name in _FIELDS)
@@ -166,9 +168,13 @@ def column_of(field_name: str) -> str:
 
 def job_to_row(job: Job) -> dict[str, Any]:
     """Return the columns of a job, by name."""
-    values = {column: getattr(job, name) for column, name in zip(COLUMNS, _FIELDS, strict=True)}
+    values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
-    return {**values, "sampling": json.dumps(asdict(job.sampling)), "state": str(job.state)}
+    sampling = asdict(job.sampling)
+    if not job.sampling.has_last_image:
+        sampling.pop("has_last_image", None)  # servers of svdpp 0.5 know no such parameter
+    values |= {"sampling": json.dumps(sampling), "state": str(job.state)}
+    return {column_of(name): value for name, value in values.items()}
 
 
 def job_from_row(row: tuple[Any, ...]) -> Job:

@@ -803,8 +803,8 @@ def _same_request(existing: Job, job: Job) -> Job:
     Raises:
         RequestError: The new job requests another clip.
     """
-    names = ("input_sha256", "videos", "prompt", "negative_prompt", "seed", "sampling", "priority")
-    for name in (*names, "callback_url"):
+    inputs = ("input_sha256", "further_inputs", "prompt", "negative_prompt")
+    for name in (*inputs, "seed", "sampling", "priority", "callback_url"):
         if getattr(existing, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "

@@ -27,7 +27,9 @@ from pydantic import (
 from pydantic_core import from_json
 
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
+from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
 from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
+from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.config.sampling import as_whole, frames_of_seconds, params_by_field
 from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, InputUse
@@ -46,6 +48,7 @@ _UNSUPPORTED = {
     "video_reference": "the video is the field input_reference, for a model that takes one",
     "boundary_ratio": "the checkpoint has it",
     "guidance_rescale": "this model has none",
+    LAST_IMAGE: f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
 }
 
 MAX_PRIORITY = 9
@@ -184,6 +187,16 @@ def _input_fields(use: InputUse, *, videos: bool = False) -> dict[str, Any]:
     return {IMAGE_FIELD: photo, "fit": (Fit | None, fit)}
 
 
+def _last_image_fields(use: InputUse) -> dict[str, Any]:
+    text = "The image at which the clip ends"
+    match use:
+        case "needed":
+            return {LAST_IMAGE: (_Upload, Field(description=f"{text}."))}
+        case "optional":
+            return {LAST_IMAGE: (_Upload | None, Field(None, description=f"{text}, or none."))}
+    return {}
+
+
 def _video_fields(names: Iterable[str]) -> dict[str, Any]:
     about = {name: f"The {name.replace('_', ' ')}: {_VIDEO}." for name in names}
     return {name: (_Upload, Field(description=text)) for name, text in about.items()}
@@ -222,6 +235,9 @@ class Capabilities:
     weights: str = ""
     """Fingerprint or commit of the model's weights; empty if they never change."""
     image_use: InputUse = "needed"
+    last_image_use: InputUse = "refused"
+    last_image_reason: str = ""
+    """Reason why the model takes none, where others of its family do."""
     prompt_use: InputUse = "refused"
     """A negative prompt is optional wherever there is a prompt."""
     unused: tuple[str, ...] = ()
@@ -244,6 +260,8 @@ class Capabilities:
             model=model,
             weights=".".join(filter(None, (weights, *loras))),
             image_use=checkpoint.image_use,
+            last_image_use=checkpoint.last_image_use,
+            last_image_reason=checkpoint.last_image_reason,
             prompt_use=checkpoint.prompt_use,
             unused=checkpoint.unused_parameters,
             **settings,
@@ -268,6 +286,7 @@ class Capabilities:
             __base__=VideoRequest,
             __doc__=VideoRequest.__doc__,
             **_input_fields(self.image_use, videos=kind.from_video),
+            **_last_image_fields(self.last_image_use),
             **_video_fields(kind.videos),
             **_prompt_fields(kind),
             **{
@@ -280,6 +299,7 @@ class Capabilities:
         """Return the model as `/v1/models` lists it, with what a request may have."""
         inputs: dict[str, InputUse] = {
             IMAGE_FIELD: self.image_use,
+            LAST_IMAGE: self.last_image_use,
             "prompt": self.prompt_use,
             "negative_prompt": "refused" if self.prompt_use == "refused" else "optional",
             **dict.fromkeys(self.sampling.videos, "needed"),
@@ -336,7 +356,8 @@ class Capabilities:
             }
             hint = ""
             if unknown:
-                hint = _UNSUPPORTED.get(unknown[0]) or nearest(unknown[0], field_names)
+                reason = self.last_image_reason if unknown[0] == LAST_IMAGE else ""
+                hint = reason or _UNSUPPORTED.get(unknown[0]) or nearest(unknown[0], field_names)
             raise invalid_request(errors, hint) from None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
@@ -365,6 +386,7 @@ class Capabilities:
             )
         if isinstance(self.sampling, PromptedSampling):
             arguments["from_image"] = IMAGE_FIELD in request.files
+            arguments["has_last_image"] = LAST_IMAGE in request.files
         return replace(self.sampling, **arguments)
 
     def _size(self, text: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from svdpp.config import SAMPLING_CLASSES
+from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
 from svdpp.serve.archive import MAX_CLIPS, clip_members, zip_members
@@ -117,7 +118,8 @@ def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
     """Return the OpenAPI schema of the body: a form, or JSON, in which files are text."""
     form = request_model.model_json_schema()
     text = {"type": "string", "contentEncoding": "base64"}
-    files = {IMAGE_FIELD, *(name for kind in SAMPLING_CLASSES.values() for name in kind.videos)}
+    videos = (name for kind in SAMPLING_CLASSES.values() for name in kind.videos)
+    files = {IMAGE_FIELD, LAST_IMAGE, *videos}
     fields = form["properties"]
     as_text = {
         name: {**text, "description": f"{fields[name]['description']} Or a data URL."}
@@ -363,11 +365,11 @@ def get_content(
 
 @routes.get("/v1/videos/{id}/input", **_file_response("image/*"))
 def get_input(id: str, service: ServiceDep, owner: OwnerDep, field: str = IMAGE_FIELD) -> Response:
-    """Send the image, or the video of another field, as the client sent it."""
+    """Send the image, or the image or video of another field, as the client sent it."""
     job, folder = service.job(id, owner), service.folder
-    paths = {IMAGE_FIELD: job.input_path(folder), **job.video_paths(folder)}
+    paths = {IMAGE_FIELD: job.input_path(folder), **job.further_paths(folder)}
     path = _fetch_file(service, paths.get(field), "no_input")
-    sha256 = job.videos.get(field, job.input_sha256)
+    sha256 = job.further_inputs.get(field, job.input_sha256)
     return PrivateFile(path, input_name(job, path), sha256, job.created_at)
 
 

@@ -24,6 +24,7 @@ from svdpp.config import (
     configuration_fields,
     params_of,
 )
+from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.config.sampling import params_by_field
 from svdpp.errors import (
     SvdppError,
@@ -69,7 +70,7 @@ IMAGE_FIELD = "input_reference"
 #: Names of all fields that a request can have, of any model.
 FIELDS = frozenset(
     {"model", "seed", "seconds", "size", "user", "priority", "callback_url"}
-    | {IMAGE_FIELD, "fit", "prompt", "negative_prompt"}
+    | {IMAGE_FIELD, LAST_IMAGE, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
 #: Names of fields in requests, by their names in configurations.
@@ -180,8 +181,11 @@ def video_from_job(
     if (held := more.get("held")) is not None:
         more["held"] = write_request_fields(held)
     values = params_to_json(job.sampling) | more
-    if job.videos:
-        values["videos"] = {name: {"sha256": sha256} for name, sha256 in job.videos.items()}
+    further = {name: {"sha256": sha256} for name, sha256 in job.further_inputs.items()}
+    if LAST_IMAGE in further:
+        values[LAST_IMAGE] = further.pop(LAST_IMAGE)
+    if further:
+        values["videos"] = further
     if isinstance(job.sampling, PromptedSampling):
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     return Video(

@@ -18,6 +18,7 @@ from loguru import logger
 
 from svdpp.config import ClipRequest, PipelineConfig
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
+from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
@@ -249,8 +250,14 @@ class Service:
         self.admission.check(sampling)
         files = request.files
         image = files.pop(IMAGE_FIELD, None)
-        name, videos = None if image is None else IMAGE_FIELD, dict.fromkeys(files, "")
-        clip_request = ClipRequest(seed=0, image=name, videos=videos, **prompts)
+        last_image = files.pop(LAST_IMAGE, None)
+        clip_request = ClipRequest(
+            seed=0,
+            image=None if image is None else IMAGE_FIELD,
+            last_image=None if last_image is None else LAST_IMAGE,
+            videos=dict.fromkeys(files, ""),
+            **prompts,
+        )
         self.admission.check_inputs(sampling, clip_request)
         id = new_id()
         job = Job(
@@ -307,28 +314,33 @@ class Service:
 
     def _save_uploads(self, request: VideoRequest, job: Job, uploads: ExitStack) -> dict[str, Any]:
         """Stores the files of a request, which `uploads` can remove; what the job says of them."""
-        values: dict[str, Any] = {"videos": {}}
+        values: dict[str, Any] = {"further_inputs": {}}
+        named = []
         for field_name, upload in request.files.items():
-            is_image = field_name == IMAGE_FIELD
+            is_input = field_name == IMAGE_FIELD
             name, sampling = sanitize_filename(upload.filename), job.sampling
-            frames = (sampling.video_frames or 0) if is_image else sampling.frames
+            frames = sampling.frames
+            if is_input or field_name == LAST_IMAGE:
+                frames = (sampling.video_frames or 0) if is_input else 0
             try:
-                video = "" if is_image else field_name
-                photo = self.uploads.save(upload.file, job.id, name, frames, video, job.owner)
+                further = "" if is_input else field_name
+                photo = self.uploads.save(upload.file, job.id, name, frames, further, job.owner)
             except InputError as error:
                 self.queue.store.check()  # its disk may have gone before it was decoded
                 error.details["field"] = field_name
                 raise
             uploads.callback(self.queue.store.discard, photo.path)
             self.queue.store.put(photo.path)
-            if is_image:
+            if is_input or field_name == LAST_IMAGE:
+                # The name of the stored file tells clients nothing.
+                named.append(replace(photo, path=Path(name)))
+            if is_input:
                 values |= {"input_file": photo.path.name, "input_name": name}
                 values |= {"input_sha256": photo.sha256, "input_pixels": photo.width * photo.height}
-                named = replace(photo, path=Path(name))  # the stored file's says nothing to clients
-                remarks = input_remarks([named], sampling)
-                values["remarks"] = [write_request_fields(remark) for remark in remarks]
             else:
-                values["videos"][field_name] = photo.sha256
+                values["further_inputs"][field_name] = photo.sha256
+        remarks = input_remarks(named, job.sampling)
+        values["remarks"] = [write_request_fields(remark) for remark in remarks]
         return values
 
     def _queue_full_error(self, details: Mapping[str, Any]) -> ApiError:

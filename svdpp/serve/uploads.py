@@ -159,7 +159,7 @@ class UploadStore:
         id: str,
         name: str,
         video_frames: int = 0,
-        video: str = "",
+        further: str = "",
         owner: str = "",
     ) -> MediaFile:
         """Store an image durably, once it is decoded; if it raises, no file is left.
@@ -169,7 +169,7 @@ class UploadStore:
             id: id of the job.
             name: name for messages, by `sanitize_filename`.
             video_frames: number of frames of a video that is taken as well; 0 takes images only.
-            video: name of the video in `Job.video_paths`; empty for `Job.input_file`.
+            further: name in `Job.further_paths`; empty for `Job.input_file`.
             owner: name of the key, whose turn it must be.
 
         Returns:
@@ -189,7 +189,7 @@ class UploadStore:
                     shutil.copyfileobj(source, file, 2**20)
                 decoded = self._decode_in_slot(upload, name, video_frames, owner)
                 sha256, suffix, width, height, conversion = decoded
-                final = self._folder / f"{id}{f'.{video}' if video else suffix}"
+                final = self._folder / f"{id}{f'.{further}' if further else suffix}"
                 output_files.fsync(upload)
                 os.rename(upload, final)
                 output_files.fsync(self._folder)

@@ -145,7 +145,7 @@ class Verifier:
         clip = job.clip_path(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
         needed |= {"image": photo} if (photo := job.input_path(self._folder)) else {}
-        needed |= job.video_paths(self._folder)
+        needed |= job.further_paths(self._folder)
         for path in needed.values():
             self._queue.store.fetch(path)
         missing = [name for name, path in needed.items() if not path.is_file()]

@@ -19,6 +19,7 @@ import numpy as np
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import read_small_file
+from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.driver.clip_metadata import check_clip_metadata, embedded_part, parse_clip_json
 from svdpp.driver.clip_table import CLIP_TABLE
 from svdpp.driver.manifest import MANIFEST
@@ -105,23 +106,26 @@ def read_clip(path: Path) -> ClipOnDisk:
     return ClipOnDisk(path=path, json_path=None, raw=raw, metadata=metadata)
 
 
-def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Path:
-    """Return the image or a further video that a clip was made from, found by its SHA-256.
+def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Path:
+    """Return the image or a further input that a clip was made from, found by its SHA-256.
 
     Args:
         clip: Finished clip.
         image: Path of the file, or of a folder that holds it. None: search the recorded path, then
             the clip's folder.
-        video: Name of the further video; "": the image.
+        name: `last_image`, or name of the further video; "": the image.
 
     Raises:
         InputError: No file in these places has the recorded hash.
     """
     metadata, folder = clip.metadata, clip.path.parent
     suffixes: tuple[str, ...] = IMAGE_SUFFIXES
-    if video:
-        wanted, path = metadata["videos_sha256"][video], metadata["videos"].get(video, video)
-        suffixes += VIDEO_SUFFIXES
+    if name:
+        if name == LAST_IMAGE:
+            wanted, path = metadata["last_image_sha256"], metadata.get("last_image") or name
+        else:
+            wanted, path = metadata["videos_sha256"][name], metadata["videos"].get(name, name)
+            suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
             image = None  # a path of a file names only the image
@@ -139,7 +143,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, video: str = "") -> Pa
                 return found
     where = str(recorded if image is None else image)
     raise InputError(
-        f"the {video or 'image'} of {clip.path.name!r} is not at {where!r}",
+        f"the {name or 'image'} of {clip.path.name!r} is not at {where!r}",
         f"{hint}; its sha256 is {wanted}",
         details={"clip": str(clip.path), "path": where, "sha256": wanted},
     )

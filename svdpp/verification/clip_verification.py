@@ -21,6 +21,7 @@ from svdpp.config import (
     ParallelConfig,
     PipelineConfig,
 )
+from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.config.tolerance import BITWISE, Tolerance
 from svdpp.driver.clip_metadata import recorded_sampling
 from svdpp.driver.supervisor import Observer
@@ -197,11 +198,16 @@ def _new_task(
     photo = None if metadata["input"] is None else str(find_input_file(clip, settings.image))
     hashes = metadata.get("videos_sha256", {})
     videos = {name: str(find_input_file(clip, settings.image, name)) for name in hashes}
+    last_sha256, last_image = metadata.get("last_image_sha256"), None
+    if last_sha256 is not None:
+        last_image = str(find_input_file(clip, settings.image, LAST_IMAGE))
     _check_weights(clip, config)
     request = ClipRequest(
         seed=metadata["seed"],
         image=photo,
         image_sha256=metadata["input_sha256"],
+        last_image=last_image,
+        last_image_sha256=last_sha256,
         videos=videos,
         videos_sha256=hashes,
         prompt=metadata.get("prompt"),

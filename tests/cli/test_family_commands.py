@@ -21,6 +21,7 @@ from svdpp.config import (
 from svdpp.config.cost_files import read_costs
 from svdpp.diagnostics.machine import measured_config
 from svdpp.driver.resolve import resolve_config
+from svdpp.media.inputs import example_images
 from svdpp.media.video import read_audio, read_frames, write_clip
 from svdpp.plan.roles import Roles
 from tests.support.builders import save_tiny_lora
@@ -41,6 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_wan(folder / "wan21")
     save_tiny_ltx(folder / "ltx", timestep_conditioning=True)
     save_tiny("wan_animate", folder / "animate")
+    save_tiny_wan(folder / "wan-image", image=True, boundary_ratio=0.9)
+    save_tiny_wan(folder / "flf2v", image=True, image_encoder=True, two_images=True)
     shutil.copy(PHOTO, folder / "rocket.jpg")
     save_video(folder / "talk.mp4")
     return folder
@@ -146,6 +149,8 @@ BENCH_OF = "bench smoke --model.name="
 V2V = f"--model wan21 --family wan_v2v --steps 4 --gpus 2 --prompt sea {SMALL} --dry-run"
 ANIMATE = f"run rocket.jpg --model animate --steps 4 --gpus 2 --prompt sea {SMALL} --dry-run"
 POSE, FACE = "--video pose_video=rocket.jpg", "--video face_video=rocket.jpg"
+LAST = "--last-image rocket.jpg"
+TWO = f"--steps 4 --gpus 2 --prompt sea {SMALL} --dry-run"
 REFUSED = [
     ("profile --model ltx --decode-chunk-size 2", 2, "--decode-chunk-size is for Stable Video"),
     ("simulate --model ltx --flow-shift 3", 2, "no such option: --flow-shift"),
@@ -179,6 +184,18 @@ REFUSED = [
     (f"{ANIMATE} {POSE} --video face_video=talk.mp4 --frames 9", 7, "has 7 of the 9 frames"),
     (f"{ANIMATE} {POSE} {FACE} --frames 81", 2, "5 to 77, one segment"),
     (f"run rocket.jpg --model demo {POSE} --dry-run", 2, "family svd takes no video 'pose_video'"),
+    (
+        f"run rocket.jpg --model demo {LAST}",
+        2,
+        "family svd takes no --last-image\nhint: families that take one: wan, ltx_condition, fra",
+    ),
+    (f"{ANIMATE} {POSE} {FACE} {LAST}", 2, "the family wan_animate takes no --last-image"),
+    (f"run rocket.jpg --model wan {TWO} {LAST}", 2, "no --last-image: it makes clips from text"),
+    (f"run --model wan-image {TWO} {LAST}", 2, "--last-image needs a first image, too"),
+    (f"run rocket.jpg --model wan-image {TWO} {LAST} --frames 1", 2, "2 --frames, got 1"),
+    (f"run rocket.jpg --model flf2v {TWO}", 2, "needs a --last-image\nhint: it makes clips betw"),
+    (f"run rocket.jpg --model wan-image {TWO} --last-image talk.mp4", 7, "this takes an image"),
+    (f"run rocket.jpg --model wan-image {TWO} --last-image gone.jpg", 7, "does not exist"),
 ]
 
 
@@ -203,6 +220,13 @@ def test_families_and_checkpoints_are_shown_with_what_they_take() -> None:
     assert_error(ask("models ./sora"), 5, "there is no folder './sora'")
     about = json.loads(succeed("models ./ltx --json").out)["families"][0]
     assert (about["family"], about["inputs"]) == ("ltx", ["text", "an image"])
+    uses = {
+        name: "optional" if name == "wan-image" else "needed" for name in ("wan-image", "flf2v")
+    }
+    for name, use in uses.items():
+        assert (
+            json.loads(succeed(f"models ./{name} --json").out)["families"][0]["last_image"] == use
+        )
     assert "unet" in succeed("models demo").out
     assert "experts: 2" in succeed("models ./wan").out
 
@@ -281,6 +305,33 @@ def test_a_clip_with_further_videos_is_made_verified_and_resumed(tmp_path: Path)
     other = metadata_of(clip)
     assert other["videos_sha256"]["face_video"] == record["videos_sha256"]["face_video"]
     assert other["latents_sha256"] != record["latents_sha256"]
+
+
+@pytest.mark.slow
+def test_a_clip_that_ends_at_an_image_is_made_verified_and_resumed(tmp_path: Path) -> None:
+    first, last = tmp_path / "first.jpg", tmp_path / "last.jpg"
+    shutil.copy(PHOTO, first)
+    shutil.copy(example_images()[1], last)
+    line = f"--model wan-image {TWO} {ON_CPU}".replace(" --dry-run", "")
+    out = ("--out", str(tmp_path / "out"))
+    asked = (f"run {line}", str(first), "--last-image", str(last), *out)
+    succeed(*asked)
+    (clip,) = (tmp_path / "out").glob("*.mp4")
+    record = metadata_of(clip)
+    assert record["last_image"] == "../last.jpg"
+    assert "bitwise equal" in succeed("verify", str(clip)).out
+    succeed(*asked, "--resume")
+    assert metadata_of(clip) == record
+
+    last.rename(tmp_path / "out" / "moved.jpg")
+    succeed("verify", str(clip))  # found by its hash
+    (tmp_path / "out" / "moved.jpg").unlink()
+    assert_error(ask("verify", str(clip)), 7, "the last_image of", "--image FOLDER")
+    shutil.copy(example_images()[2], last)
+    assert_error(ask(*asked, "--resume"), 2, "exists with another last_image_sha256")
+    assert_error(ask(f"run {line}", str(first), *out, "--resume"), 2, "another last_image_sha256")
+    succeed(*asked, "--overwrite")
+    assert metadata_of(clip)["latents_sha256"] != record["latents_sha256"]
 
 
 @pytest.mark.slow

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 
 from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
@@ -23,13 +25,15 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.plan.roles import Roles
-from tests.support.family_case import STEPS
+from svdpp.verification.reference import stack_frames
+from tests.support.family_case import SIZES, STEPS
 from tests.support.range_checks import (
     TinyModel,
     assert_equal,
     check_every_cut,
     loaded,
     nothing,
+    photograph,
     whole_clip,
 )
 from tests.support.tiny_families import CASES, FIRST, chosen, save_tiny
@@ -73,6 +77,32 @@ def test_every_cut_gives_the_bits_of_the_whole_call(tiny_models: TinyModels, nam
     }
     ends = tiny_model.rank_for(0, 1), tiny_model.rank_for(tiny_model.steps - 1, tiny_model.steps)
     assert {name for each in ends for name in loaded(each)} == denoisers
+
+
+@pytest.mark.parametrize("name", ["wan-last-image", "ltx-condition-last-image"])
+def test_a_last_image_is_the_one_of_a_plain_call_of_diffusers(
+    tiny_models: TinyModels, name: str
+) -> None:
+    tiny_model, case = tiny_models(name), CASES[name]
+    request, source = tiny_model.request(), tiny_model.source
+    assert isinstance(source, dict)
+    ours = whole_clip(tiny_model.model, tiny_model.sampling, request, source)[1]
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tiny_model.checkpoint.folder)
+    if isinstance(pipe, diffusers.LTXConditionPipeline):
+        pair = [(source["image"], 0), (source["last_image"], tiny_model.sampling.frames - 1)]
+        images: dict[str, Any] = {
+            "conditions": [LTXVideoCondition(image=image, frame_index=at) for image, at in pair]
+        }
+    else:
+        images = dict(source)
+    options: dict[str, Any] = {**SIZES, **case.sampling, "prompt": request.prompt}
+    generator = torch.Generator().manual_seed(request.seed)
+    plain = pipe(**images, **options, generator=generator, output_type="pil").frames[0]
+    assert np.array_equal(ours, stack_frames(plain))
+    other = whole_clip(
+        tiny_model.model, tiny_model.sampling, request, {**source, "last_image": photograph(2)}
+    )[1]
+    assert not np.array_equal(other, ours)
 
 
 REFUSALS = [

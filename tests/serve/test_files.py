@@ -102,7 +102,7 @@ def test_a_file_has_a_readable_name(file: PrivateFile) -> None:
     assert clip_name(job) == "the-sea-at-night-夜の海-seed1.mp4"
     assert clip_name(new_job(input_file="", input_name="", prompt="...")) == "clip-seed1.mp4"
     job = new_job(
-        id="video_1", input_file="video_1.gif", input_name="sea.html", videos={"pose": "0"}
+        id="video_1", input_file="video_1.gif", input_name="sea.html", further_inputs={"pose": "0"}
     )
     assert input_name(job, Path("/photos/video_1.gif")) == "sea.gif"
     assert input_name(job, Path("/photos/video_1.pose")) == "pose.mp4"

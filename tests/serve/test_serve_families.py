@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, WanSampling
 from svdpp.errors import InputError
-from svdpp.media.inputs import example_images
+from svdpp.media.inputs import example_images, read_image
 from svdpp.media.video import frames_sha256
 from svdpp.serve.job import new_id
 from svdpp.serve.request_schema import Capabilities
@@ -35,6 +36,7 @@ __all__ = ["driver"]  # a fixture
 CPU = ("--device", "cpu", "--world", "2", "--threads", "1", "--max-prompt-tokens", "8")
 WAN = (*CPU, "--steps", "4", "--height", "32", "--width", "32", "--frames", "5")
 PROMPT = "the sea at night"
+_BASE64 = base64.b64encode(PHOTO).decode()
 SAMPLING = WanSampling(
     num_inference_steps=4, height=32, width=32, num_frames=5, max_sequence_length=8
 )
@@ -83,6 +85,7 @@ def test_a_clip_from_text_has_the_bits_of_diffusers(wan: HttpServer, wan_folder:
         ({"prompt": "x" * 20_001}, "prompt"),
         ({"negative_prompt": "x", "guidance_scale": 1}, "has no effect"),
         ({"photo": PHOTO}, "input_reference is unknown"),
+        ({"last_image": "x"}, "last_image is unknown"),
         ({"decode_timestep": 0.1}, "decode_timestep is unknown"),
         ({"frames": 6}, "frames must be a multiple of 4 plus 1"),
         ({"flow_shift": 100}, "expert"),
@@ -103,7 +106,8 @@ def test_a_wrong_request_is_refused_at_once(
 def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     (model,) = wan.client.get("/v1/models").json()["data"]
 
-    inputs = {"input_reference": "refused", "prompt": "needed", "negative_prompt": "optional"}
+    inputs = {"input_reference": "refused", "last_image": "refused"}
+    inputs |= {"prompt": "needed", "negative_prompt": "optional"}
     assert (model["family"], model["inputs"]) == ("wan", inputs)
     assert {"guidance_scale", "guidance_scale_2", "flow_shift"} <= set(model["fields"])
     assert not {"motion_bucket_id", "fit"} & {*model["fields"], *model["defaults"]}
@@ -225,7 +229,7 @@ def test_further_videos_are_kept_beside_the_image(
     error_of(animate.client.get(f"{url}mask_video"), 404, "no_input")
     assert animate.request(**request).json()["id"] == id
     other = animate.request(**{**request, "face_video": videos["pose_video"]})
-    assert "with another video" in error_of(other, 422, "invalid_request")["message"]
+    assert "with another further input" in error_of(other, 422, "invalid_request")["message"]
     _delete(animate, id)
 
 
@@ -310,7 +314,7 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
 
 def test_the_fields_that_errors_know_are_those_of_all_forms() -> None:
     forms = [
-        _wan(sampling=kind(), image_use="needed").request_model
+        _wan(sampling=kind(), image_use="needed", last_image_use="optional").request_model
         for kind in SAMPLING_CLASSES.values()
     ]
     assert {name for form in forms for name in form.model_fields} == FIELDS
@@ -329,6 +333,66 @@ def test_an_image_can_be_optional() -> None:
     assert _wan(image_use="optional").request_model(prompt=PROMPT).files == {}
     with pytest.raises(ValidationError, match="input_reference"):
         _wan(image_use="needed").request_model(prompt=PROMPT)
+
+
+@pytest.mark.parametrize("use", ["needed", "optional", "refused"])
+def test_a_last_image_is_taken_as_the_model_takes_it(use: Any) -> None:
+    server = _wan(image_use="needed", last_image_use=use)
+    first = {"prompt": PROMPT, "input_reference": f"data:image/jpeg;base64,{_BASE64}"}
+    both = {**first, "last_image": first["input_reference"]}
+    assert server.to_json()["inputs"]["last_image"] == use
+    if use == "refused":
+        with pytest.raises(ApiError, match="last_image is unknown") as caught:
+            server.validate(both)
+        assert "families that take one: wan, ltx_condition, " in caught.value.hint
+    else:
+        assert server.sampling_of(server.validate(both)).has_last_image
+    if use == "needed":
+        with pytest.raises(ApiError, match="last_image is missing"):
+            server.validate(first)
+    else:
+        assert not server.sampling_of(server.validate(first)).has_last_image
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_clip_that_ends_at_an_image_has_the_bits_of_diffusers(tmp_path: Path) -> None:
+    folder = save_tiny_wan(tmp_path / "wan", image=True, boundary_ratio=0.9)
+    images = [example_images()[index] for index in (0, 1)]
+    first, last = (image.read_bytes() for image in images)
+    form = {"photo": first, "prompt": PROMPT, "seed": 1}
+    with ServerHere(tmp_path / "data", *WAN, "--model", str(folder)) as server:
+        server.wait_ready()
+        (alone,) = server.add(**form)
+        (id,) = server.add(**form, last_image=("b.jpg", last), key="a")
+        server.wait_for(alone, "completed")
+        video = server.wait_for(id, "completed")
+        assert video["last_image"] == {"sha256": hashlib.sha256(last).hexdigest()}
+        assert "videos" not in video
+        assert "last_image" not in server.video(alone)
+        answer = server.client.get(f"/v1/videos/{id}/input?field=last_image")
+        assert answer.content == last
+        other = server.request(**form, last_image=("b.jpg", first), key="a")
+        error_of(other, 422, "invalid_request")
+        bad = error_of(server.request(**form, last_image=("b.jpg", b"x")), 422, "invalid_image")
+        assert bad["details"]["field"] == "last_image"
+        server.client.post(f"/v1/videos/{id}/verify")
+        wait(lambda: server.video(id)["proof"] == "equal", lambda: f"{server.video(id)}")
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+        before = server.client.get(f"/v1/videos/{alone}/metadata").json()
+        _delete(server, alone, id)
+    sampling = replace(SAMPLING, from_image=True, has_last_image=True)
+    source: Any = dict(zip(("image", "last_image"), map(_opened, images), strict=True))
+    latents, frames, _ = whole_clip(
+        ModelConfig(name=str(folder)), sampling, ClipRequest(seed=1, prompt=PROMPT), source
+    )
+    expected = (tensor_sha256(latents[-1]), frames_sha256(frames))
+    assert (metadata["latents_sha256"], metadata["frames_sha256"]) == expected
+    assert before["latents_sha256"] != expected[0]
+
+
+def _opened(path: Path) -> Image.Image:
+    return read_image(path)[0]
 
 
 def test_seconds_become_a_number_of_frames_that_the_family_makes() -> None:

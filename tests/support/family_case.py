@@ -28,6 +28,7 @@ class Case:
     family: str
     sampling: dict[str, Any]
     image: bool = False
+    last_image: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
     negative: str | None = None
     is_stateless: bool = False
@@ -45,10 +46,10 @@ class Case:
 
     def config(self, **changes: Any) -> SamplingConfig:
         kind: Any = SAMPLING_CLASSES[self.family]
-        values = {**SIZES, **self.sampling, **changes}
+        values = {**SIZES, **self.sampling}
         if self.family == "svd":
             values.pop("max_sequence_length")
         else:
-            values["from_image"] = self.image
-        config: SamplingConfig = kind(**values)
+            values |= {"from_image": self.image, "has_last_image": self.last_image}
+        config: SamplingConfig = kind(**{**values, **changes})
         return config

@@ -33,14 +33,16 @@ def model_of(checkpoint: Any, dtype: Any = "fp32") -> ModelConfig:
     return ModelConfig(name=checkpoint.name, family=checkpoint.family, dtype=dtype)
 
 
-def photograph() -> Image.Image:
+def photograph(seed: int = 0) -> Image.Image:
     """A picture that fits no size of the tests."""
-    pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (50, 70, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def source(sampling: Any) -> ModelInput:
-    """The picture, or frames of a video, or both, fitted."""
+    """The picture, two of them, frames of a video, or a picture and frames, fitted."""
+    if sampling.has_last_image:
+        return {"image": photograph(), "last_image": photograph(1)}
     if sampling.videos:
         sides = enumerate(sampling.videos.values(), start=1)
         videos = [_frames(sampling, seed, side) for seed, side in sides]

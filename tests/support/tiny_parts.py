@@ -72,6 +72,10 @@ def t5_sizes(width: int) -> dict[str, Any]:
     }
 
 
+#: Tokens by which `clip_vision` of 32 pixels describes an image: of 4 x 4 patches, and one more.
+VISION_TOKENS = 17
+
+
 def clip_vision(kind: type[Any], image_size: int) -> Parts:
     return {
         "image_encoder": kind(vision(image_size, 8)),

@@ -27,6 +27,7 @@ from svdpp.cli.options.declare import (
     path_option,
 )
 from svdpp.config import OutputConfig, VideoFormat
+from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
 from svdpp.config.limits import (
     MAX_CLIPS,
     MAX_MEGAPIXELS,
@@ -111,6 +112,15 @@ class PromptOptions:
         str | None,
         option(panel=PROMPTS, metavar="TEXT", help="What must not be in the clip.", common=True),
     ] = None
+    last_image: Annotated[
+        Path | None,
+        path_option(
+            panel=PROMPTS,
+            metavar="FILE",
+            help="Image at which each clip ends, for models of the families "
+            f"{', '.join(LAST_IMAGE_FAMILIES)}.",
+        ),
+    ] = None
     video: Annotated[
         list[str] | None,
         option(
@@ -134,7 +144,7 @@ class PromptOptions:
         Args:
             images: None stands for a clip without an image.
             sampling: Parameters of the clips; its family decides which further videos are taken.
-            max_pixels: Largest frame of a further video.
+            max_pixels: Largest last image, or frame of a further video.
             example: Prompt if none is given; None: clips have none.
 
         Returns:
@@ -146,20 +156,22 @@ class PromptOptions:
                 the family.
             InputError: A file cannot be read, or holds no valid prompt.
         """
-        from svdpp.media.inputs import ClipInput
+        from svdpp.media.inputs import ClipInput, read_image
 
         self.check_prompts()
+        videos = self._videos(sampling, max_pixels)
+        last_image = None
+        if self.last_image is not None:
+            last_image = read_image(self.last_image, max_pixels)[1]
         if self.uses_captions:
             captions = self._captions(images)
-            videos = self._videos(sampling, max_pixels)
             return [
-                ClipInput(image, prompt, self.negative_prompt, videos)
+                ClipInput(image, prompt, self.negative_prompt, videos, last_image)
                 for image, prompt in zip(images, captions, strict=True)
             ]
         prompts: list[str | None] = [*self._all_prompts()] or [example]
-        videos = self._videos(sampling, max_pixels)
         return [
-            ClipInput(image, prompt, self.negative_prompt, videos)
+            ClipInput(image, prompt, self.negative_prompt, videos, last_image)
             for image in images
             for prompt in prompts
         ]

@@ -233,6 +233,16 @@ class ModelOptions:
         """Whether clips of the model need an image."""
         return self.image_use == "needed"
 
+    @property
+    def last_image_use(self) -> InputUse:
+        """Use of a last image by clips from an image."""
+        return "refused" if self.checkpoint is None else self.checkpoint.last_image_use
+
+    @property
+    def needs_last_image(self) -> bool:
+        """Whether clips of the model need a last image."""
+        return self.last_image_use == "needed"
+
     def model_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
         """Return the configuration; the default precision is that of diffusers' examples.
 
@@ -258,11 +268,14 @@ class ModelOptions:
             **more,
         )
 
-    def sampling_config(self, *, from_image: bool = True) -> SamplingConfig:
+    def sampling_config(
+        self, *, from_image: bool = True, has_last_image: bool | None = None
+    ) -> SamplingConfig:
         """Return the given values, else the model's defaults, else those of diffusers.
 
         Args:
             from_image: Whether clips start from an image, for families that need not.
+            has_last_image: Whether clips also end at one; None: if the model needs one.
 
         Raises:
             RequestError: A parameter is not of the model's family, or out of range.
@@ -270,8 +283,15 @@ class ModelOptions:
         values = {**vars(self), "num_inference_steps": self.steps}
         values = {name: values[name] for name in (*OPTION_PARAMS, "fit")}
         values |= parse_params(self.param or (), self.family)
+        if has_last_image is None:
+            has_last_image = self.needs_last_image
         return sampling_of_model(
-            self.model, self.family, values, from_image=from_image, memory_opt=self.memory_opt
+            self.model,
+            self.family,
+            values,
+            from_image=from_image,
+            has_last_image=has_last_image,
+            memory_opt=self.memory_opt,
         )
 
 

@@ -209,6 +209,7 @@ class PipelineOptions(ModelOptions):
         *,
         device: str = "",
         from_image: bool | None = None,
+        has_last_image: bool | None = None,
         settings: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> PipelineRequest:
@@ -217,6 +218,7 @@ class PipelineOptions(ModelOptions):
         Args:
             device: Type of the device, `cuda` or `cpu`, if it is decided; "": decide it here.
             from_image: Whether clips start from an image; None: if the model needs one.
+            has_last_image: Whether clips end at an image; None: if the model needs one.
             settings: Further fields of the `PipelineConfig`.
             more: Further fields of the request.
 
@@ -224,7 +226,8 @@ class PipelineOptions(ModelOptions):
             RequestError: The options contradict each other, or the model.
         """
         sampling = self.sampling_config(
-            from_image=self.needs_image if from_image is None else from_image
+            from_image=self.needs_image if from_image is None else from_image,
+            has_last_image=has_last_image,
         )
         device = device or self.device_name()
         if self.costs is not None and "costs" not in more:

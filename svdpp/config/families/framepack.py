@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from svdpp.config.families.spec import TWO_TEXT_ENCODERS, FamilySpec
+from svdpp.config.families.spec import TWO_TEXT_ENCODERS, FamilySpec, two_images
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
@@ -64,7 +64,9 @@ FRAMEPACK = FamilySpec(
     license="Tencent Hunyuan Community License",
     denoiser="HunyuanVideoFramepackTransformer3DModel",
     image_pipeline="HunyuanVideoFramepackPipeline",
+    last_image_arguments=two_images,
     encode_components=TWO_TEXT_ENCODERS,
+    record_uses={"encode_image": 0},  # of the first image; that of the last one is not used
     latent_frames=lambda *_: _LATENT_FRAMES,
     frame_limits=(1 + _CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
     check_sampling=_check_sampling,

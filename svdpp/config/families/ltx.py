@@ -56,7 +56,7 @@ class LtxConditionSampling(PromptedSampling):
         "guidance_rescale": Param(highest=1, help="Rescaling of the guided video."),
         "decode_timestep": Param(highest=1, help="Noise level of the decode."),
         "decode_noise_scale": Param(highest=1, help="Share of noise in the decode."),
-        "strength": Param(highest=1, help="How closely the first frame follows the image."),
+        "strength": Param(highest=1, help="How closely a frame follows its image."),
         "image_cond_noise_scale": Param(highest=1, help="Noise that each step adds to the image."),
     }
 
@@ -115,6 +115,20 @@ def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: s
     return device if sampling.from_image and checkpoint.decode_draws_noise else "cpu"
 
 
+def _two_conditions(first: Any, last: Any, sampling: Any) -> dict[str, Any]:
+    """Return the conditions of the first and the last frame.
+
+    Their index is a multiple of the 8 frames of a latent one. diffusers makes a condition of each
+    entry of all four lists.
+    """
+    return {
+        "image": [first, last],
+        "video": [None, None],
+        "frame_index": [0, sampling.frames - 1],
+        "strength": [sampling.strength, sampling.strength],
+    }
+
+
 LTX = FamilySpec(
     sampling=LtxSampling,
     title="LTX-Video",
@@ -146,8 +160,10 @@ LTX_CONDITION = replace(
     example="Lightricks/LTX-Video-0.9.5",
     text_pipeline="LTXConditionPipeline",
     image_pipeline="LTXConditionPipeline",
+    last_image_arguments=_two_conditions,
     record_uses={"add_noise_to_image_conditioning_latents": "first step"},
     initial_latent_source="noise",
+    latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
     generator_device=lambda *_: "cpu",
 )
 

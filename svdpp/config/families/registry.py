@@ -24,6 +24,7 @@ from svdpp.config.families import (
 from svdpp.config.families.spec import FamilySpec
 from svdpp.config.limits import check_choice, require, shown
 from svdpp.config.sampling import PromptedSampling, params_of
+from svdpp.errors import RequestError
 
 #: Specs of all families, in the order in which `svdpp models` lists them.
 _SPECS: tuple[FamilySpec, ...] = (
@@ -61,6 +62,26 @@ if TYPE_CHECKING:
     SamplingConfig = svd.SvdSampling | PromptedSampling
 else:  # by this, pydantic finds the class of a message's parameters
     SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
+
+
+#: Families whose pipelines take a last image; a checkpoint of them may not.
+LAST_IMAGE_FAMILIES = tuple(
+    name for name, spec in FAMILY_SPECS.items() if spec.last_image_arguments is not None
+)
+
+
+def check_takes_last_image(family: str) -> None:
+    """Check that clips of a family can end at an image.
+
+    Raises:
+        RequestError: its pipeline in diffusers takes no last image; the hint names those that do.
+    """
+    if family not in LAST_IMAGE_FAMILIES:
+        raise RequestError(
+            f"the family {family} takes no `last_image`",
+            f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
+            details={"family": family, "known": list(LAST_IMAGE_FAMILIES)},
+        )
 
 
 #: Every parameter with an option of its own, by the name of its field.

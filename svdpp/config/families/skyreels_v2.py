@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from svdpp.config.families.spec import FLOW_SCHEDULERS, FamilySpec
-from svdpp.config.families.wan import image_projection, vae_channels
+from svdpp.config.families.spec import (
+    FLOW_SCHEDULERS,
+    CheckpointConfigs,
+    CheckpointFacts,
+    FamilySpec,
+    two_images,
+)
+from svdpp.config.families.wan import image_projection, last_image_facts, vae_channels
 from svdpp.config.sampling import PromptedSampling
 
 
@@ -39,6 +45,10 @@ class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
     family: Literal["skyreels_v2_df"] = "skyreels_v2_df"
 
 
+def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    return {**image_projection(configs), **last_image_facts(configs)}
+
+
 SKYREELS_V2 = FamilySpec(
     sampling=SkyReelsV2Sampling,
     title="SkyReels-V2",
@@ -47,13 +57,14 @@ SKYREELS_V2 = FamilySpec(
     denoiser="SkyReelsV2Transformer3DModel",
     text_pipeline="SkyReelsV2Pipeline",
     image_pipeline="SkyReelsV2ImageToVideoPipeline",
+    last_image_arguments=two_images,
     schedulers=FLOW_SCHEDULERS,
     fp32_components=frozenset({"vae", "image_encoder"}),
     loras_as_wan=True,
     branches="calls",
     latent_channels=vae_channels,
     latent_dtype="stepped",
-    checkpoint_facts=image_projection,
+    checkpoint_facts=_checkpoint_facts,
 )
 
 SKYREELS_V2_FORCING = replace(
@@ -63,6 +74,8 @@ SKYREELS_V2_FORCING = replace(
     example="Skywork/SkyReels-V2-DF-14B-720P-Diffusers",
     text_pipeline="SkyReelsV2DiffusionForcingPipeline",
     image_pipeline=None,
+    last_image_arguments=None,
+    checkpoint_facts=image_projection,
     # Its pipeline gives each frame a timestep of its own, which Euler's `step` does not take.
     schedulers=("UniPCMultistepScheduler",),
     initial_latent_source="latents",

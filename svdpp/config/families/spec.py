@@ -80,6 +80,11 @@ class CheckedCheckpoint(Protocol):
         """Return the timesteps of a clip's steps, a tensor of shape (steps,)."""
 
 
+def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:
+    """Return the arguments of most pipelines that take a last image; see `FamilySpec`."""
+    return {"image": first, "last_image": last}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
     """One family of models, and what the engine does otherwise for it."""
@@ -102,6 +107,9 @@ class FamilySpec:
     """Pipeline's class for clips from an image."""
     image_argument: str = "image"
     """Argument of `__call__` for that image, or for the frames of a video."""
+    last_image_arguments: Callable[[Any, Any, Any], Mapping[str, Any]] | None = None
+    """Returns the arguments of `__call__` for a first and a last image, from both and the sampling
+    parameters; None: the pipeline takes no last image."""
     aliases: tuple[str, ...] = ()
     """Other pipelines whose checkpoints the family runs if it is asked for by name."""
     size_from_image: bool = False

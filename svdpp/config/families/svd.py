@@ -16,6 +16,7 @@ class SvdSampling(CommonSampling):
 
     latent_axes: ClassVar[str] = "BFCHW"
     from_image: ClassVar[bool] = True
+    has_last_image: ClassVar[bool] = False
 
     family: Literal["svd"] = "svd"
     num_inference_steps: int = DEFAULT_NUM_STEPS

@@ -12,6 +12,7 @@ from svdpp.config.families.spec import (
     CheckpointConfigs,
     CheckpointFacts,
     FamilySpec,
+    two_images,
 )
 from svdpp.config.families.strength import STRENGTH, all_steps, check_strength
 from svdpp.config.limits import require, shown
@@ -130,14 +131,40 @@ class WanReplaceSampling(WanSegmentSampling):
     family: Literal["wan_replace"] = "wan_replace"
 
 
+_TWO_IMAGES = "is for a first and a last image"
+
+
 def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
     """Return whether the denoiser takes an image's embedding, whose layers LoRAs may change."""
     transformer = configs.of("transformer", image_dim=None)
     return {"has_image_projection": transformer.values["image_dim"] is not None}
 
 
+def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    """Return whether clips end at an image, as the embedding of images by Wan's denoiser says."""
+    if configs.index.values.get("expand_timesteps"):
+        reason = "diffusers ignores it for a model with expand_timesteps, such as Wan 2.2 5B"
+        return {"last_image_use": "refused", "last_image_reason": reason}
+    transformer = configs.of("transformer", image_dim=None, pos_embed_seq_len=None)
+    if transformer.values["image_dim"] is None:
+        transformer.refuse("pos_embed_seq_len", _TWO_IMAGES)
+        return {}
+    if transformer.values["pos_embed_seq_len"] is not None:
+        return {"last_image_use": "needed"}
+    reason = "its denoiser embeds one image (no pos_embed_seq_len, as Wan2.1-FLF2V has)"
+    return {"last_image_use": "refused", "last_image_reason": reason}
+
+
+def _wan_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    return {**_checkpoint_facts(configs), **last_image_facts(configs)}
+
+
+def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
+    configs.of("transformer").refuse("pos_embed_seq_len", _TWO_IMAGES)
+    return _checkpoint_facts(configs)
+
+
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    configs.of("transformer").refuse("pos_embed_seq_len", "is for a first and a last image")
     unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
     index, has_second = configs.index, "transformer_2" in configs.classes
     ratio = index.values.get("boundary_ratio")
@@ -156,7 +183,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
-    found = _checkpoint_facts(configs)
+    found = _facts_of_one_image(configs)
     if "image_use" in found or found["boundary_ratio"] is not None:
         raise configs.index.error("only Wan 2.1 for text makes clips from a video")
     return found
@@ -200,6 +227,7 @@ WAN = FamilySpec(
     denoiser="WanTransformer3DModel",
     text_pipeline="WanPipeline",
     image_pipeline="WanImageToVideoPipeline",
+    last_image_arguments=two_images,
     schedulers=FLOW_SCHEDULERS,
     denoisers=("transformer", "transformer_2"),
     fp32_components=frozenset({"vae", "image_encoder"}),
@@ -207,7 +235,7 @@ WAN = FamilySpec(
     branches="calls",
     latent_channels=vae_channels,
     latent_dtype="stepped",
-    checkpoint_facts=_checkpoint_facts,
+    checkpoint_facts=_wan_facts,
     check_sampling=_check_sampling,
 )
 
@@ -220,6 +248,8 @@ WAN_VACE = replace(
     text_pipeline="WanVACEPipeline",
     image_pipeline="WanVACEPipeline",
     image_argument="reference_images",
+    last_image_arguments=None,
+    checkpoint_facts=_facts_of_one_image,
     text_and_image=True,
     encode_components=("tokenizer", "text_encoder", "vae"),
     latent_frames=_frames_with_image,
@@ -242,6 +272,7 @@ WAN_FROM_VIDEO = replace(
     title="Wan 2.1 from a video",
     text_pipeline=None,
     image_pipeline="WanVideoToVideoPipeline",
+    last_image_arguments=None,
     image_argument="video",
     aliases=("WanPipeline",),
     checkpoint_facts=_facts_from_video,
@@ -257,6 +288,8 @@ WAN_ANIMATE = replace(
     denoiser="WanAnimateTransformer3DModel",
     text_pipeline=None,
     image_pipeline="WanAnimatePipeline",
+    last_image_arguments=None,
+    checkpoint_facts=_facts_of_one_image,
     renamed_arguments={"segment_frame_length": "num_frames"},
     record_uses={
         "video_processor.preprocess_video": 1,  # of the face, which steps encode

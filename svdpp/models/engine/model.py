@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.nn import functional
 from transformers.processing_utils import ProcessorMixin
 
 from svdpp.config import ClipRequest, LatentSpec, ModelConfig, SamplingConfig
-from svdpp.config.pipeline import IMAGE, Dtype
+from svdpp.config.families.spec import FamilySpec
+from svdpp.config.pipeline import IMAGE, LAST_IMAGE, Dtype
 from svdpp.errors import NotFiniteError
 from svdpp.models.base import (
     STRUCTURE,
@@ -271,7 +272,7 @@ def call_arguments(
         checkpoint: Checkpoint that it belongs to.
         sampling: Resolved sampling parameters.
         request: Clip with its prompts and seed.
-        source: Image, frames or videos that the clip starts from; None: text alone.
+        source: Images, frames or videos that the clip starts from; None: text alone.
     """
     spec = checkpoint.spec
     pipe.scheduler = checkpoint.build_scheduler(sampling)
@@ -285,11 +286,23 @@ def call_arguments(
     given = {
         **{name: vars(sampling).get(spec.renamed_arguments.get(name, name)) for name in accepted},
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
-        **(source if isinstance(source, dict) else {spec.image_argument: source}),
+        **_input_arguments(spec, source, sampling),
         "generator": torch.Generator(device).manual_seed(request.seed),
     }
     known = {name: value for name, value in given.items() if value is not None}
     return {**known, **spec.call_arguments(sampling)}
+
+
+def _input_arguments(
+    spec: FamilySpec, source: ModelInput | None, sampling: Any
+) -> Mapping[str, Any]:
+    """Return the arguments of `__call__` for what a clip starts from."""
+    if not isinstance(source, dict):
+        return {spec.image_argument: source}
+    if LAST_IMAGE not in source:
+        return source
+    assert spec.last_image_arguments is not None
+    return spec.last_image_arguments(source[IMAGE], source[LAST_IMAGE], sampling)
 
 
 def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
@@ -304,6 +317,8 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
         return None
     width, height = sampling.width, sampling.height
     image = Image.new("RGB", (width, height))
+    if sampling.has_last_image:
+        return {IMAGE: image, LAST_IMAGE: image}
     if not sampling.videos:
         return [image] * (sampling.frames if whole else 1) if sampling.from_video else image
     sizes = {name: (side or width, side or height) for name, side in sampling.videos.items()}

@@ -10,9 +10,10 @@ export const field = (name) => $("new").elements[name];
 export const namesFor = (model) =>
   parameterNames().filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused");
 
-/** The further videos that clips of a model need, by name. */
+/** The last image and the further videos that clips of a model take, by name. */
 export const videosOf = (model) =>
-  Object.keys(model?.inputs ?? {}).filter((name) => !["input_reference", "prompt", "negative_prompt"].includes(name));
+  Object.entries(model?.inputs ?? {}).filter(([name, use]) =>
+    use !== "refused" && !["input_reference", "prompt", "negative_prompt"].includes(name)).map(([name]) => name);
 
 /** Gives the form the fields of a model. */
 export function showModelFields(model) {
@@ -24,7 +25,7 @@ export function showModelFields(model) {
   setText($("drop").querySelector("strong"), `Choose ${word}s`);
   $("photos").setAttribute("aria-label", `Chosen ${word}s`);
   setText(field("fit").closest("label").querySelector("span"), `Fit of the ${word}`);
-  showVideoFields(videosOf(model));
+  showVideoFields(videosOf(model), model.inputs);
   const modelFields = ownParameters(model);
   if (modelFields.join() !== $("model-fields").dataset.names) {
     for (const old of [...$("model-fields").querySelectorAll(".model-field")]) old.remove();
@@ -40,12 +41,12 @@ function showPhotoField(use) {
   setText($("drop-note"), use === "optional" ? "or none, for clips from the prompt alone" : "or drop or paste them here");
 }
 
-function showVideoFields(names) {
+function showVideoFields(names, uses) {
   if (names.join() === $("videos").dataset.names) return;
   $("videos").dataset.names = names.join();
   $("videos").replaceChildren(...names.map((name) => make("label", { className: "field" },
     make("span", { textContent: label(name) }),
-    make("input", { name, type: "file", accept: "video/*,image/*", required: true }))));
+    make("input", { name, type: "file", accept: name === "last_image" ? "image/*" : "video/*,image/*", required: uses[name] === "needed" }))));
 }
 
 function makeField(name) {

@@ -173,7 +173,7 @@ export async function requestAgain(id, changes = {}) {
   try {
     const file = video.input && new File([await getBlob(`/v1/videos/${id}/input`)], video.input.name);
     const files = [];
-    for (const name of Object.keys(video.videos ?? {}))
+    for (const name of [...(video.last_image ? ["last_image"] : []), ...Object.keys(video.videos ?? {})])
       files.push([name, new File([await getBlob(`/v1/videos/${id}/input?field=${name}`)], name)]);
     const made = await send({ file, values: { ...values, ...changes }, files, key: token() });
     toast(`${titleOf(made)}: in the queue.`);

@@ -29,6 +29,13 @@ CASES = {
             ({"num_frames": 38}, "nearest: `num_frames` 37 or `num_frames` 73"),
         ],
     ),
+    "framepack-last-image": Case(
+        "framepack",
+        size(32, 32, 73, num_inference_steps=4),
+        image=True,
+        last_image=True,
+        draws=True,
+    ),
     "framepack-chunks": Case(
         "framepack", size(32, 32, 109, num_inference_steps=6), image=True, draws=True
     ),

@@ -90,4 +90,16 @@ CASES = {
         draws=True,
         unread={"_step_index": _POSITIONS},
     ),
+    "ltx-condition-last-image": Case(
+        "ltx_condition",
+        {**_SIZE, **_DECODED},
+        image=True,
+        last_image=True,
+        draws=True,
+        unread={"_step_index": _POSITIONS},
+        refused=[
+            ({"from_image": False}, "`last_image` needs a first image"),
+            ({"num_frames": 1}, "`last_image` needs at least 2 `num_frames`"),
+        ],
+    ),
 }

@@ -7,13 +7,15 @@ import transformers
 
 from tests.support.families.wan import like_wan, wan_sizes
 from tests.support.family_case import Case, size
-from tests.support.tiny_parts import Parts, clip_vision
+from tests.support.tiny_parts import VISION_TOKENS, Parts, clip_vision
 
 
-def _skyreels_v2(image: bool) -> Parts:
+def _skyreels_v2(image: bool, *, two_images: bool = False) -> Parts:
     sizes = {**wan_sizes(1), "num_layers": 1, "in_channels": 36 if image else 16}
     if image:
         sizes["image_dim"] = 4
+    if two_images:
+        sizes["pos_embed_seq_len"] = 2 * VISION_TOKENS
     parts = like_wan(diffusers.SkyReelsV2Transformer3DModel(**sizes), flow_shift=8.0)
     encoder = transformers.CLIPVisionModelWithProjection
     return parts | clip_vision(encoder, 32) if image else parts
@@ -23,6 +25,13 @@ PARTS = {"skyreels_v2": _skyreels_v2, "skyreels_v2_df": _skyreels_v2}
 CASES = {
     "skyreels-v2": Case("skyreels_v2", size(16, 16, 9)),
     "skyreels-v2-image": Case("skyreels_v2", size(16, 16, 9), image=True),
+    "skyreels-v2-last-image": Case(
+        "skyreels_v2",
+        size(16, 16, 9),
+        image=True,
+        last_image=True,
+        changes={"two_images": True},
+    ),
     "skyreels-v2-df": Case(
         "skyreels_v2_df",
         size(16, 16, 9),

@@ -10,7 +10,7 @@ import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from tests.support.family_case import BF16, UNGUIDED, Case, size
-from tests.support.tiny_parts import TEXT, Parts, clip_vision, t5
+from tests.support.tiny_parts import TEXT, VISION_TOKENS, Parts, clip_vision, t5
 
 #: Config of the published Wan 2.2 (Wan-AI/Wan2.2-T2V-A14B-Diffusers).
 WAN_UNIPC = {
@@ -34,6 +34,7 @@ def _wan(
     boundary_ratio: float | None = None,
     expand_timesteps: bool = False,
     image_encoder: bool = False,
+    two_images: bool = False,
     scheduler: Any = None,
     dtype: torch.dtype = torch.float32,
     width: int = 1,
@@ -41,7 +42,8 @@ def _wan(
 ) -> Parts:
     """Wan; with a `boundary_ratio` there are two transformers, as in Wan 2.2 A14B.
 
-    `expand_timesteps` is as in Wan 2.2 5B, and `image_encoder` as in Wan 2.1 image to video.
+    `expand_timesteps` is as in Wan 2.2 5B, and `image_encoder` as in Wan 2.1 image to video, also
+    for `two_images`, as FLF2V.
     `width` multiplies all channels.
     """
     z_dim = 8 if expand_timesteps else 4
@@ -49,6 +51,7 @@ def _wan(
         **{**wan_sizes(width), "num_layers": layers, "out_channels": z_dim},
         **{"in_channels": 2 * z_dim + 4 if image else z_dim},
         **({"image_dim": 4, "added_kv_proj_dim": 24 * width} if image_encoder else {}),
+        **({"pos_embed_seq_len": 2 * VISION_TOKENS} if two_images else {}),
     }
     # In this order, on which the weights depend, and so the clips in tests/golden.
     parts = {
@@ -155,7 +158,17 @@ CASES = {
     "wan-2.1-image": _case(
         {"image_encoder": True},
         image=True,
-        refused=[({"guidance_scale_2": 2.0}, "`guidance_scale_2` has no effect on model")],
+        refused=[
+            ({"guidance_scale_2": 2.0}, "`guidance_scale_2` has no effect on model"),
+            ({"has_last_image": True}, "takes no `last_image`: its denoiser embeds one image"),
+        ],
+    ),
+    "wan-last-image": _case(I2V, image=True, last_image=True),
+    "wan-2.1-last-image": _case(
+        {"image_encoder": True, "two_images": True},
+        image=True,
+        last_image=True,
+        refused=[({"has_last_image": False}, "needs a `last_image`")],
     ),
     "wan-video": Case(
         "wan_v2v",
@@ -171,6 +184,7 @@ CASES = {
         negative="static",
         refused=[
             ({"height": 48}, "multiple of 32 from 32 to 4096, got 48"),
+            ({"has_last_image": True}, "takes no `last_image`: ... expand_timesteps"),
             ({"num_inference_steps": 500}, "500 steps have the same timestep, 999"),
         ],
     ),
