@@ -169,7 +169,7 @@ class UploadStore:
             id: id of the job.
             name: name for messages, by `sanitize_filename`.
             video_frames: number of frames of a video that is taken as well; 0 takes images only.
-            further: name in `Job.further_paths`; empty for `Job.input_file`.
+            further: Name in `Job.further_paths`; empty for `Job.input_file`.
             owner: name of the key, whose turn it must be.
 
         Returns:
