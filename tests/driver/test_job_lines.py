@@ -79,6 +79,39 @@ def test_a_yaml_clip_can_take_the_fields_of_another() -> None:
     }
 
 
+def test_a_line_has_a_last_image_of_its_own() -> None:
+    takes = replace(WAN, last_image_use="optional")
+    name = Path(PHOTO).name
+    text = f"prompt,image,last_image\nsea,{name},{name}\nsea,{name},\nsea,,{name}\nsea,{name},x"
+    (both, one), errors = read(text, takes, kind="csv")
+    assert both.made_from.last_image == both.made_from.media_file
+    assert [job.sampling.has_last_image for job in (both, one) if job.sampling] == [True, False]
+    assert both.request().last_image_sha256 is not None
+    assert (one.request().last_image, one.made_from.last_image) == (None, None)
+    first, missing = errors
+    assert first.startswith("line 4, last_image: needs a first image, too")
+    assert "line 5, last_image: " in missing
+    assert "x' does not exist" in missing
+
+    defaults = replace(takes, last_image=PHOTO)
+    jobs, errors = read(f"prompt,image\nsea,{name}\nsea,", defaults, kind="csv")
+    assert [job.made_from.last_image is None for job in jobs] == [False, True]
+    needed = replace(takes, last_image_use="needed")
+    assert read(f"prompt,image\nsea,{name}", needed, kind="csv")[1] == [
+        "line 2, last_image: is missing"
+    ]
+    for defaults, hint in (
+        (SVD, "families that take one: wan, ltx_condition"),
+        (replace(WAN, last_image_reason="its denoiser embeds one"), "its denoiser embeds one"),
+    ):
+        file = JobFile("clips", Path(PHOTO).parent, "csv", f"last_image\n{name}")
+        messages = {
+            error.message: error for error in LineReader(defaults, file).read(file.lines())[1]
+        }
+        wrong = f"clips, line 2, last_image: model {defaults.model!r} takes no last image"
+        assert messages[wrong].hint.startswith(hint)
+
+
 def test_a_file_has_its_kind_by_its_suffix(tmp_path: Path) -> None:
     path = tmp_path / "clips.CSV"
     path.write_bytes("\ufeffprompt\nein Käfer\n".encode())
