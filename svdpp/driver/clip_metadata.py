@@ -283,7 +283,8 @@ def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
     """Return the sampling parameters in a clip's metadata, which have been checked."""
     names = ("family", *sampling_fields(metadata["family"]))
-    last_image = {"has_last_image": True} if "last_image_sha256" in metadata else {}
+    has_last_image = metadata.get("last_image_sha256") is not None
+    last_image = {"has_last_image": True} if has_last_image else {}
     return sampling_from({name: metadata[name] for name in names} | last_image)
 
 
