@@ -25,7 +25,7 @@ from svdpp.errors import (
     first_line,
     is_out_of_memory,
 )
-from svdpp.models.base import DTYPES, LATENTS, Audio, ModelInput, PreparedInput
+from svdpp.models.base import DTYPES, LATENTS, STRUCTURE, Audio, ModelInput, PreparedInput
 from svdpp.models.video_model import VideoModel
 from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.worker.background import ImageReader
@@ -229,7 +229,7 @@ class PipelineStage:
         if len(self._first_specs) >= _KINDS_KEPT:
             self._first_specs.clear()
         first = self._first_specs.setdefault((sampling, *prompts, action.start), specs)
-        return {name: _expected_like(name, specs.get(name), spec) for name, spec in first.items()}
+        return {name: expected_like(name, specs.get(name), spec) for name, spec in first.items()}
 
     def _check_sends(self) -> None:
         rank, nothing = self._context.rank, (None, None)
@@ -422,12 +422,18 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
         ) from error
 
 
-def _expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
+def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
     """Return the spec that a tensor must have, given the spec in the first packet of its kind.
 
-    A recorded tensor may have another shape, but not another dtype or number of dimensions.
+    A recorded tensor may have another shape, but not another dtype or number of dimensions. So may
+    the structure, which is text with these shapes in it.
+
+    Args:
+        name: Name of the tensor.
+        spec: Spec that the packet's structure gives; None: it does not name the tensor.
+        first: Spec in the first packet of the kind.
     """
-    if spec is None or not name.startswith(_RECORD):
+    if spec is None or not (name == STRUCTURE or name.startswith(_RECORD)):
         return first
     is_alike = (spec.dtype, len(spec.shape)) == (first.dtype, len(first.shape))
     return spec if is_alike else first

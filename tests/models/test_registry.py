@@ -17,6 +17,7 @@ import pytest
 import torch
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 
+from svdpp.comm.packet import TensorSpec, check_tensors
 from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
@@ -26,6 +27,7 @@ from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.model import EngineModel, load_engine_model
 from svdpp.plan.roles import Roles
 from svdpp.verification.reference import stack_frames
+from svdpp.worker.stage import expected_like
 from tests.support.family_case import SIZES, STEPS
 from tests.support.range_checks import (
     TinyModel,
@@ -56,6 +58,10 @@ AGAIN = {
     ),
     *("ltx-condition", "kandinsky5", "hunyuan-video", "wan-order-3"),
 }
+
+
+def _takes_prompt(name: str) -> bool:
+    return FAMILY_SPECS[CASES[name].family].takes_prompt
 
 
 @pytest.mark.parametrize("name", chosen([name for name in CASES if name not in AGAIN], CASES))
@@ -267,6 +273,24 @@ def both_ranks(tiny_model: TinyModel, **changes: Any) -> list[EngineModel]:
         load_engine_model(tiny_model.checkpoint, tiny_model.model, sampling, "cpu", roles)
         for _ in range(2)
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    chosen(["latte"], FIRST.values(), [name for name in FIRST.values() if _takes_prompt(name)]),
+)
+def test_a_rank_takes_clips_whose_prompts_have_other_lengths(
+    tiny_models: TinyModels, name: str
+) -> None:
+    """Some pipelines cut the text to its tokens, so that their packets differ in size."""
+    tiny_model = tiny_models(name)
+    packets = [tiny_model.encode(tiny_model.request(prompt)) for prompt in ("a", "a wave " * 12)]
+    sent, first = (
+        {name: TensorSpec.of(tensor) for name, tensor in packet.items()} for packet in packets
+    )
+    check_tensors(
+        sent, {key: expected_like(key, sent.get(key), spec) for key, spec in first.items()}
+    )
 
 
 @pytest.mark.parametrize("name", chosen([FIRST_PAIRED["wan"]], FIRST_PAIRED.values(), PAIRED))
