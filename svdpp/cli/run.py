@@ -7,6 +7,7 @@ import os
 import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -22,7 +23,7 @@ from svdpp.cli.options.files import (
 )
 from svdpp.cli.options.model import parse_seeds
 from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
+from svdpp.config import Lora, PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (
     InputError,
@@ -37,7 +38,7 @@ from svdpp.errors import (
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from svdpp.diagnostics.run_metrics import RunMetrics
     from svdpp.driver.clip_names import NameTemplate
@@ -148,6 +149,7 @@ def run(
         device=device,
         from_image=command.from_image,
         has_last_image=command.has_last_image,
+        clip_loras=_loras_of(jobs),
     )
     config, why = replace(request, sampling=command.pipeline_sampling(jobs)).resolve()
     log.open(console, launched)
@@ -157,6 +159,8 @@ def run(
         serve_member(command.pipeline(config), launched, console)
         return
     jobs, input_errors = command.check_jobs(config, jobs, input_errors)
+    # Without those of lines that are left out.
+    config = replace(config, model=replace(config.model, clip_loras=_loras_of(jobs)))
     if options.dry_run:
         command.show_plan(config, jobs, why, input_errors)
         return
@@ -394,7 +398,8 @@ class RunCommand:
         files += [video for job in jobs for _, video in job.made_from.videos]
         files += [job.made_from.last_image for job in jobs if job.made_from.last_image]
         folders = {file.path.parent: file.path for file in files}
-        shared = [self.policy.folder, *folders.values()]
+        loras = {Path(lora.name).expanduser() for lora in config.model.clip_loras}
+        shared = [self.policy.folder, *folders.values(), *filter(Path.exists, sorted(loras))]
         return Pipeline(
             config,
             checkpoint=self.options.checkpoint,
@@ -716,6 +721,11 @@ def _range(numbers: Sequence[int]) -> str:
 
 def _plural(number: str, noun: str) -> str:
     return f"{number} {noun}{'' if number == '1' else 's'}"
+
+
+def _loras_of(jobs: Iterable[RunJob]) -> tuple[Lora, ...]:
+    """Return the LoRAs of clips, each once."""
+    return tuple(dict.fromkeys(lora for job in jobs for lora in job.made_from.loras))
 
 
 def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:

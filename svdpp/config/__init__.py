@@ -13,6 +13,7 @@ from svdpp.config.families.registry import (
 )
 from svdpp.config.families.svd import SvdSampling
 from svdpp.config.families.wan import WanSampling
+from svdpp.config.loras import Lora, parse_loras
 from svdpp.config.pipeline import (
     DEFAULT_MODEL,
     DEMO_MODEL,
@@ -20,7 +21,6 @@ from svdpp.config.pipeline import (
     ClipRequest,
     Dtype,
     LatentSpec,
-    Lora,
     ModelConfig,
     OutputConfig,
     PipelineConfig,

@@ -26,6 +26,8 @@ MAX_SIDE = 4096
 MAX_CLIP_PIXELS = 2**28
 #: Largest absolute weight of a LoRA; usual are 0.5 to 1.
 MAX_LORA_WEIGHT = 100.0
+#: LoRAs of a model, and of a clip besides those; usual are one or two, of two experts twice that.
+MAX_LORAS = 16
 MAX_PROMPT_CHARACTERS = 20_000
 #: Largest size of an input image, in millions of pixels.
 MAX_MEGAPIXELS = 50

@@ -25,7 +25,6 @@ from svdpp.config.families.svd import SvdSampling
 from svdpp.config.limits import (
     MAX_CUDA_INDEX,
     MAX_LATENT_ELEMENTS,
-    MAX_LORA_WEIGHT,
     MAX_PROMPT_CHARACTERS,
     MAX_SEED,
     MAX_STEPS,
@@ -33,12 +32,11 @@ from svdpp.config.limits import (
     check_int,
     check_seconds,
     check_type,
-    detail_value,
-    is_number,
     max_threads,
     require,
     shown,
 )
+from svdpp.config.loras import Lora
 from svdpp.config.sampling import extra_params
 from svdpp.config.tolerance import Tolerance
 from svdpp.errors import RequestError, nearest
@@ -49,8 +47,6 @@ from svdpp.plan.split import MAX_RANKS
 
 _Config = TypeVar("_Config")
 Dtype = Literal["fp32", "fp16", "bf16"]
-#: One of two experts: that of the steps with high noise, which come first, or with low noise.
-Expert = Literal["high", "low"]
 
 DEFAULT_MODEL = "stabilityai/stable-video-diffusion-img2vid-xt"
 DEMO_MODEL = "demo"
@@ -103,34 +99,6 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
-    """LoRA, and the weight with which it is added to the denoiser."""
-
-    name: str
-    """Path of a safetensors file, or `OWNER/NAME/PATH` of one on the hub."""
-    weight: float = 1.0
-    expert: Expert | None = None
-    """Expert that the LoRA is for; None: the model has one denoiser."""
-    revision: str | None = None
-    """Branch, tag or commit of a file on the hub; None: its main branch."""
-    sha256: str | None = None
-    """SHA-256 that the file must have; None: any."""
-
-    def __post_init__(self) -> None:
-        check_type("loras", self.name, str)
-        require(bool(self.name.strip()), "`loras` is empty", "name a safetensors file")
-        require(
-            is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT,
-            f"the weight of `loras` must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
-            f"{shown(self.weight)}",
-            lora=self.name,
-            weight=detail_value(self.weight),
-            lowest=-MAX_LORA_WEIGHT,
-            highest=MAX_LORA_WEIGHT,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model, and how it is loaded."""
 
@@ -152,7 +120,12 @@ class ModelConfig:
     channels_last: bool = False
     """Whether UNet and VAE have the memory format channels_last, which changes the bits."""
     loras: tuple[Lora, ...] = ()
-    """LoRAs, which are added to the denoiser in this order."""
+    """LoRAs of all clips, which are added to the denoiser in this order."""
+    clip_loras: tuple[Lora, ...] = ()
+    """LoRAs that some clips have besides: checked and counted as memory before the ranks start.
+
+    Their weights do not matter. A request may have others, which are checked when it is submitted.
+    """
     dummy_latent_shape: tuple[int, ...] | None = None
     """Shape (B, C, F, H, W) of the dummy model's latent. None: that of SVD at 512 pixels, or a tiny
     one if the dummy sleeps, because its computation must fit in the sleep."""
@@ -167,7 +140,8 @@ class ModelConfig:
         require(bool(self.name.strip()), "`model` is empty", "`model` demo needs no download")
         for name in ("family", "revision", "variant"):
             check_type(name, getattr(self, name), str, type(None))
-        for name, given in (("loras", self.loras), ("family", self.family)):
+        loras = self.loras or self.clip_loras
+        for name, given in (("loras", loras), ("family", self.family)):
             require(not (given and self.is_dummy), f"the dummy model takes no `{name}`")
         self.dummy_latent  # noqa: B018  checks the shape
 
@@ -418,6 +392,8 @@ class ClipRequest:
     """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
     videos_sha256: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of these videos in hex, by name, when they were checked."""
+    loras: tuple[Lora, ...] = ()
+    """LoRAs of this clip alone, which are added to the denoiser after those of the model."""
     output: OutputConfig | None = None
     """File of the clip; None: no file is written, and the result has only the hashes."""
     latents_key: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -35,6 +35,7 @@ from svdpp.config.sampling import as_whole
 from svdpp.errors import InputError, describe_fault, fault_details, recorded_name, recorded_path
 from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.lora_files import LoraFile
 
 #: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.
 SCHEMA_VERSION = 2
@@ -59,6 +60,7 @@ def clip_metadata(
     output: OutputConfig,
     config: PipelineConfig,
     checkpoint: Checkpoint,
+    loras: Sequence[LoraFile] = (),
 ) -> dict[str, Any]:
     """Return the request as a clip's JSON records it; the clip writer adds hashes and times.
 
@@ -69,7 +71,9 @@ def clip_metadata(
             hide the user's name.
         config: Resolved configuration.
         checkpoint: Checkpoint of the model.
+        loras: LoRAs of the clip besides the model's.
     """
+    loras = (*checkpoint.loras, *loras)
     folder, media_file, sampling = Path(output.path).parent, inputs.media_file, config.sampling
     metadata = {
         "schema_version": SCHEMA_VERSION,
@@ -84,7 +88,7 @@ def clip_metadata(
         "revision": checkpoint.revision,
         "weights_fingerprint": checkpoint.fingerprint,
         "variant": config.model.variant,
-        **_loras(checkpoint),
+        **_loras(loras),
         **_fields(config.model, "dtype", "memory_opt", "channels_last"),
         "device": config.device.partition(":")[0],
         "world_size": config.world_size,
@@ -93,7 +97,7 @@ def clip_metadata(
         **({} if sampling.family == "svd" else _fields(inputs, *_PROMPT_FIELDS)),
         **_fields(sampling, *sampling_fields(sampling.family)),
         **_fields(output, "format", "crf"),
-        "versions": versions() | ({"peft": version("peft")} if checkpoint.loras else {}),
+        "versions": versions() | ({"peft": version("peft")} if loras else {}),
         "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
@@ -117,14 +121,14 @@ def _videos(inputs: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
     }
 
 
-def _loras(checkpoint: Checkpoint) -> dict[str, Any]:
+def _loras(files: Sequence[LoraFile]) -> dict[str, Any]:
     loras = [
         {
             **asdict(file.lora),
             "name": recorded_name(file.lora.name),
             "ignored": dict(file.ignored),
         }
-        for file in checkpoint.loras
+        for file in files
     ]
     return {"lora": loras} if loras else {}
 

@@ -20,7 +20,7 @@ CLIP_TABLE = "clips.jsonl"
 # Far above the size of a table with the largest allowed number of clips.
 _MAX_BYTES = 2**30
 _REQUEST_FIELDS = (
-    *("output", "input", "last_image", "videos", "prompt", "negative_prompt", "seed"),
+    *("output", "input", "last_image", "videos", "prompt", "negative_prompt", "lora", "seed"),
 )
 _RESULT_FIELDS = (
     *("parameters_sha256", "input_sha256", "latents_sha256", "frames_sha256", "audio_sha256"),

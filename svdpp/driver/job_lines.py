@@ -12,7 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig, VideoFormat
+from svdpp.config import (
+    Fit,
+    Lora,
+    Param,
+    PromptedSampling,
+    SamplingConfig,
+    VideoFormat,
+    parse_loras,
+)
 from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
 from svdpp.config.limits import (
     MAX_FRAMES,
@@ -39,7 +47,6 @@ _OF_SERVERS: Mapping[str, str] = {
     "priority": "is for a server: clips are made in the order of the lines",
     "callback_url": "is for a server: leave it out",
     "decode_chunk_size": "give `decode_chunk_size` as an option: it is the same for all clips",
-    "lora": "give `lora` as an option: it is the same for all clips",
 }
 #: Errors of a file that are printed; `details` has all.
 MAX_PRINTED = 20
@@ -117,7 +124,7 @@ class LineReader:
         prompts = () if self._defaults.prompt_use == "refused" else ("prompt", "negative_prompt")
         image = () if self._defaults.image_use == "refused" else (self.image_field, "fit")
         last_image = () if self._defaults.last_image_use == "refused" else (LAST_IMAGE,)
-        more = ("seed", "size", "width", "height", "seconds", "out")
+        more = ("seed", "size", "width", "height", "seconds", "lora", "out")
         return (*image, *last_image, *self._kind.videos, *prompts, *more, *self._params)
 
     @cached_property
@@ -135,7 +142,7 @@ class LineReader:
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
-            "negative_prompt": "negative_prompt",
+            **{"negative_prompt": "negative_prompt", "loras": "lora"},
         }
 
     # --- a line ---------------------------------------------------------------------------------
@@ -147,6 +154,8 @@ class LineReader:
             out = self._out(values.get("out"))
         with self._errors_of("seed"):
             seed = self._seed(values.get("seed"))
+        with self._errors_of("lora"):
+            loras = self._loras(values.get("lora"))
         with self._errors_of("prompt"):
             prompt = self._text("prompt", values.get("prompt"))
         with self._errors_of("negative_prompt"):
@@ -178,7 +187,7 @@ class LineReader:
         if negative is None:
             negative = self._defaults.negative_prompt
         found = tuple((name, file) for name, file in further if file is not None)
-        made_from = ClipInput(media_file, prompt, negative, found, last_file)
+        made_from = ClipInput(media_file, prompt, negative, found, last_file, loras)
         return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
 
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,6 +241,14 @@ class LineReader:
         seed = _number(value, int)
         check_int("seed", seed, 0, MAX_SEED)
         return int(seed)
+
+    def _loras(self, value: Any) -> tuple[Lora, ...]:
+        """Return the LoRAs of a line; relative paths are those of the file's folder."""
+        loras = []
+        for lora in parse_loras(value):
+            path = self.file.folder / lora.name
+            loras.append(replace(lora, name=str(path)) if path.exists() else lora)
+        return tuple(loras)
 
     def _text(self, name: str, value: Any) -> str | None:
         if value is None:
@@ -371,7 +388,7 @@ class LineReader:
     def _add(self, message: str, hint: str, name: str) -> None:
         self._errors.append(self.file.error(self._line, message, hint, name))
 
-    def line_error(self, line: int, error: RequestError, name: str | None = None) -> RequestError:
+    def line_error(self, line: int, error: SvdppError, name: str | None = None) -> RequestError:
         """Return an error about the values of a line with its place, and fields as in the file.
 
         Args:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.config import Lora, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, require
+from svdpp.config.loras import ordered_by_loras
 from svdpp.config.pipeline import (
     identity_fields,
     latents_key,
@@ -22,7 +23,7 @@ from svdpp.driver.manifest import MANIFEST, read_manifest
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.run_job import RunJob
 from svdpp.driver.run_plan import JobResolver, PlannedClip, RunPlan
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, ModelError, RequestError, SvdppError
 from svdpp.media import output_files, video
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.models.checkpoint import Checkpoint
@@ -31,7 +32,7 @@ _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 #: What a line of a jobs file sets besides the sampling parameters, as a clip's JSON calls it.
 _LINE_FIELDS = (
     *("input_sha256", "last_image_sha256", "videos_sha256"),
-    *("prompt", "negative_prompt", "seed"),
+    *("prompt", "negative_prompt", "seed", "lora"),
 )
 
 
@@ -166,7 +167,7 @@ def _check_own_files(policy: OutputPolicy) -> None:
 
 def find_refused_jobs(
     jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint
-) -> list[tuple[RunJob, RequestError]]:
+) -> list[tuple[RunJob, SvdppError]]:
     """Return the jobs that the model or the ranks cannot make, each with the reason.
 
     Args:
@@ -176,7 +177,8 @@ def find_refused_jobs(
     """
     scheduler = RequestScheduler(config, checkpoint)
     resolver = JobResolver(config, checkpoint, folder=Path())
-    errors: dict[SamplingConfig, RequestError | None] = {}
+    errors: dict[SamplingConfig, SvdppError | None] = {}
+    lora_errors: dict[tuple[Lora, ...], SvdppError | None] = {}
     refused = []
     for job in jobs:
         error = None
@@ -187,15 +189,20 @@ def find_refused_jobs(
         if error is None:
             sampling = resolver.sampling_of(job) or config.sampling
             error = _refusal(checkpoint.check_request, sampling, job.request())
+        if error is None:
+            loras = job.made_from.loras
+            if loras not in lora_errors:
+                lora_errors[loras] = _refusal(scheduler.find_loras, loras)
+            error = lora_errors[loras]
         if error is not None:
             refused.append((job, error))
     return refused
 
 
-def _refusal(check: Callable[..., None], *values: Any) -> RequestError | None:
+def _refusal(check: Callable[..., object], *values: Any) -> SvdppError | None:
     try:
         check(*values)
-    except RequestError as error:
+    except (RequestError, ModelError) as error:
         return error
     return None
 
@@ -254,6 +261,9 @@ def plan_clips(
                 replaces=is_changed,
             )
         )
+    # Ranks switch LoRAs once for each set.
+    order = ordered_by_loras(clip.job.made_from.loras for clip in plan.clips)
+    plan.clips = [plan.clips[place] for place in order]
     # All ranks wait for the first images; the others are prepared while the ranks work.
     num_first = config.parallel.data_parallel_size
     first = [clip for clip in plan.clips if not _is_large(clip.job)][:num_first]

@@ -29,7 +29,10 @@ from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
 
 # Fields of the configuration that may differ by host, or are compared otherwise.
-_HOST_SPECIFIC_FIELDS = ("sampling", "loras", "local_files_only", "start_timeout_seconds")
+_HOST_SPECIFIC_FIELDS = (
+    *("sampling", "loras", "clip_loras"),
+    *("local_files_only", "start_timeout_seconds"),
+)
 # A dropped pipeline ends within one poll, unless an observer blocks its thread.
 _ABORT_SECONDS = 5.0
 

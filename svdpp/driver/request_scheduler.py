@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, Lora, PipelineConfig, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, first_line
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.lora_files import LoraFile, check_loras, find_lora
 from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
@@ -34,11 +35,22 @@ class RequestScheduler:
         self._config = config
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
+        known = {} if checkpoint is None else checkpoint.clip_loras
+        # By the LoRA as it is asked for, and as it is found, with weight 1.
+        self._found_loras = {**known, **{file.lora: file for file in known.values()}}
         self.router = Router(config, checkpoint)
         """Routes of the clips; each rank has an equal one."""
 
     def resolve_request(self, request: ClipRequest) -> ClipRequest:
-        """Return `request` with numbers for its frame count and the pipeline's decode chunk."""
+        """Return `request` with its LoRAs found, and numbers for its frames and decode chunk.
+
+        Raises:
+            RequestError: The model loads no LoRAs.
+            ModelError: A LoRA is missing, damaged, or does not fit the model.
+        """
+        if request.loras:
+            loras = tuple(file.lora for file in self.find_loras(request.loras))
+            request = replace(request, loras=loras)
         requested = request.sampling
         if requested is None:
             return request
@@ -50,6 +62,33 @@ class RequestScheduler:
             return replace(request, sampling=None)
         self.router.config_with(sampling)
         return replace(request, sampling=sampling)
+
+    def find_loras(self, loras: Iterable[Lora]) -> tuple[LoraFile, ...]:
+        """Return the files of a clip's LoRAs; each is searched for and checked once.
+
+        Args:
+            loras: LoRAs of the clip, as they are asked for or as they were found.
+
+        Raises:
+            RequestError: The model loads no LoRAs.
+            ModelError: A LoRA is missing, damaged, or does not fit the model.
+        """
+        return tuple(self._find_lora(lora).with_weight(lora.weight) for lora in loras)
+
+    def _find_lora(self, lora: Lora) -> LoraFile:
+        checkpoint, model = self._checkpoint, self._config.model
+        if checkpoint is None:
+            raise RequestError("the dummy model takes no `loras`")
+        if lora.source not in self._found_loras:
+            from svdpp.models.engine.loras import check_loras_fit  # diffusers: seconds
+
+            check_loras([lora], checkpoint)
+            file = find_lora(
+                lora.source, local_files_only=model.local_files_only, checkpoint=checkpoint
+            )
+            check_loras_fit([file], checkpoint)
+            self._found_loras |= {lora.source: file, file.lora: file}
+        return self._found_loras[lora.source]
 
     def check_routes(self, sampling: SamplingConfig) -> None:
         """Check that the ranks can make clips with these parameters, whatever their index.

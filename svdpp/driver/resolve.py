@@ -56,6 +56,10 @@ def resolve_config(
     if weights == "host":
         components = components_on_host(with_defaults, checkpoint, world)
     checkpoint = with_weights(checkpoint, config.model, components)
+    if checkpoint.clip_loras:
+        from svdpp.models.engine.loras import check_loras_fit  # diffusers: seconds
+
+        check_loras_fit(checkpoint.clip_loras.values(), checkpoint)
     return _with_model_defaults(config, checkpoint), checkpoint
 
 

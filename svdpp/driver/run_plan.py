@@ -86,12 +86,15 @@ class JobResolver:
     def metadata_of(self, job: RunJob, sampling: SamplingConfig | None) -> dict[str, Any]:
         """Return the request as the clip's JSON records it; see `clip_metadata`."""
         config, output = self.config_of(sampling), self.output_of(job)
-        return clip_metadata(job.made_from, job.seed, output, config, self.checkpoint)
+        loras = self._scheduler.find_loras(job.made_from.loras)
+        return clip_metadata(job.made_from, job.seed, output, config, self.checkpoint, loras)
 
     def request_of(self, clip: PlannedClip) -> ClipRequest:
         """Return the request of a planned clip."""
+        loras = self._scheduler.find_loras(clip.job.made_from.loras)
         return replace(
             clip.job.request(),
+            loras=tuple(file.lora for file in loras),
             sampling=clip.sampling,
             output=self.output_of(clip.job),
             latents_key=clip.latents_key,

@@ -23,7 +23,7 @@ from typing import IO, Literal
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, ImageSequence, UnidentifiedImageError
 
-from svdpp.config import DEMO_MODELS, ClipRequest, Fit, PipelineConfig, SamplingConfig
+from svdpp.config import DEMO_MODELS, ClipRequest, Fit, Lora, PipelineConfig, SamplingConfig
 from svdpp.config.limits import MAX_MEGAPIXELS
 from svdpp.config.pipeline import IMAGE, LAST_IMAGE
 from svdpp.config.sampling import PromptedSampling
@@ -89,6 +89,8 @@ class ClipInput:
     """The further videos that the family takes, by name."""
     last_image: MediaFile | None = None
     """The image at which the clip ends."""
+    loras: tuple[Lora, ...] = ()
+    """LoRAs of its clips besides those of the model, as they are asked for."""
 
     @property
     def name(self) -> str:
@@ -109,6 +111,7 @@ class ClipInput:
             last_image_sha256=None if self.last_image is None else self.last_image.sha256,
             videos={name: str(video.path) for name, video in self.videos},
             videos_sha256={name: video.sha256 for name, video in self.videos},
+            loras=self.loras,
         )
 
     def __str__(self) -> str:

@@ -20,6 +20,7 @@ from svdpp.config import (
     DEFAULT_MODEL,
     DEMO_MODELS,
     ClipRequest,
+    Lora,
     ModelConfig,
     SamplingConfig,
 )
@@ -72,6 +73,8 @@ class Checkpoint:
     """Variant of the files, such as fp16; None: the plain files."""
     loras: tuple[LoraFile, ...] = ()
     """LoRAs of the model; empty until the weights are found."""
+    clip_loras: Mapping[Lora, LoraFile] = field(default_factory=dict, hash=False)
+    """The model's `clip_loras`, as they are asked for with weight 1, and their files."""
     family: str
     """Name of the family, as in its sampling parameters."""
     classes: tuple[tuple[str, str], ...]
@@ -115,7 +118,8 @@ class Checkpoint:
     @property
     def remarks(self) -> list[str]:
         """Sentences about tensors of LoRAs that do not fit the model and are ignored."""
-        return [file.remark for file in self.loras if file.remark]
+        files = (*self.loras, *self.clip_loras.values())
+        return [file.remark for file in files if file.remark]
 
     @property
     def prompt_use(self) -> InputUse:
@@ -368,10 +372,12 @@ def with_weights(
     Raises:
         ModelError: Weights or LoRAs are missing, damaged, quantised, or do not fit the model.
     """
-    loras = [
-        find_lora(lora, local_files_only=model.local_files_only, checkpoint=checkpoint)
-        for lora in model.loras
-    ]
+    check_loras(model.clip_loras, checkpoint)
+    clip_loras = dict.fromkeys(each.source for each in model.clip_loras)
+    files = {
+        lora: find_lora(lora, local_files_only=model.local_files_only, checkpoint=checkpoint)
+        for lora in (*model.loras, *clip_loras)
+    }
     with _located(model) as local:
         if local is None:
             pinned = replace(model, revision=checkpoint.revision or model.revision)
@@ -380,12 +386,13 @@ def with_weights(
             # here.
             checkpoint = _check_configs(model, folder, local)
         checked = components if local is None else checkpoint.weighted_components
-        files = [path for part in checked for path in checkpoint.weight_files(part)]
+        weights = [path for part in checked for path in checkpoint.weight_files(part)]
         changes = local is not None and model.name not in DEMO_MODELS
         return replace(
             checkpoint,
-            loras=tuple(loras),
-            fingerprint=fingerprint(checkpoint.folder, files) if changes else None,
+            loras=tuple(files[lora] for lora in model.loras),
+            clip_loras={lora: files[lora] for lora in clip_loras},
+            fingerprint=fingerprint(checkpoint.folder, weights) if changes else None,
         )
 
 
@@ -537,7 +544,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
         scheduler_config=configs.scheduler.values,
         **facts,
     )
-    check_loras(model, checkpoint)
+    check_loras(model.loras, checkpoint)
     return checkpoint
 
 

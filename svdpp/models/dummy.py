@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from svdpp.config import ClipRequest, LatentSpec, SamplingConfig
+from svdpp.config import ClipRequest, LatentSpec, Lora, SamplingConfig
 from svdpp.models.base import (
     DTYPES,
     LATENTS,
@@ -95,6 +95,10 @@ class DummyModel:
     def prepare(self, source: ModelInput) -> Tensors:  # noqa: ARG002
         """Return nothing: the dummy uses no image."""
         return {}
+
+    def use_loras(self, loras: tuple[Lora, ...]) -> None:
+        """Take no LoRAs: requests that have some are refused before."""
+        assert not loras, "the dummy model takes no LoRAs"
 
     def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:  # noqa: ARG002
         """Draw a clip's noise on the CPU, so that every device starts from the same latent.

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,11 @@ from svdpp.models.hashes import file_sha256
 
 # Name of the file that diffusers writes; the default for a folder or a repository.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
+
+#: LoRAs of clips that a rank keeps for each of its denoisers, loaded but not active. Few, because
+#: each may take as much memory as 1 to 5 % of the denoiser; more than two, because requests of
+#: several users alternate. An inactive LoRA costs no time in a step, and changes no bit.
+CLIP_LORAS_KEPT = 4
 
 #: Name of the metadata in a file with the configuration of the adapter, as diffusers writes it.
 _ADAPTER_CONFIG = "lora_adapter_metadata"
@@ -65,10 +70,14 @@ class LoraFile:
     ignored: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Number of tensors that the model has no place for, by the part that they are for."""
 
+    def with_weight(self, weight: float) -> LoraFile:
+        """Return the same LoRA with another weight."""
+        return replace(self, lora=replace(self.lora, weight=weight))
+
     @property
     def part(self) -> str:
         """Name of the denoiser that it changes."""
-        return "transformer_2" if self.lora.expert == "low" else "transformer"
+        return self.lora.part
 
     @property
     def identity(self) -> str:
@@ -205,25 +214,25 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
 # --- finding a file ------------------------------------------------------------------------------
 
 
-def check_loras(model: ModelConfig, checkpoint: Any) -> None:
-    """Check that a model can load its LoRAs, before any file is looked for.
+def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
+    """Check that a model can load LoRAs, before any file is looked for.
 
     Args:
-        model: model with the LoRAs that are asked for.
-        checkpoint: its checkpoint, without weights.
+        loras: LoRAs that are asked for.
+        checkpoint: checkpoint of the model, without weights.
 
     Raises:
         RequestError: the family loads no LoRAs, peft is not installed, or the expert of a LoRA is
             missing or superfluous.
     """
-    if not model.loras:
+    if not loras:
         return
     label, two_experts = checkpoint.label, checkpoint.num_experts == 2
     if not checkpoint.spec.loras:
         raise RequestError(f"{label} takes no `loras`: diffusers' pipeline for it cannot load one")
     if importlib.util.find_spec("peft") is None:
         raise RequestError("`loras` needs the package peft", "pip install 'svdpp[lora]'")
-    for lora in model.loras:
+    for lora in loras:
         name = display_name(lora.name)
         if two_experts == (lora.expert is None):
             experts = "two experts: say which" if two_experts else "one expert: say none"
@@ -274,14 +283,22 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 def lora_bytes(model: ModelConfig) -> int:
     """Return the bytes of a denoiser's LoRA files; of two experts, those of the one with more.
 
+    They are the files of the model, and the largest ones of clips, as many as a rank keeps.
+
     Raises:
         ModelError: a file is missing or damaged.
     """
-    sizes: Counter[str] = Counter()
-    for each in model.loras:
-        file = find_lora(each, local_files_only=model.local_files_only)
-        sizes[file.part] += file.path.stat().st_size
-    return max(sizes.values(), default=0)
+
+    def sizes(loras: Iterable[Lora], part: str) -> list[int]:
+        own = [each for each in loras if each.part == part]
+        files = (find_lora(each, local_files_only=model.local_files_only) for each in own)
+        return sorted((file.path.stat().st_size for file in files), reverse=True)
+
+    clip_loras = dict.fromkeys(each.source for each in model.clip_loras)
+    return max(
+        sum(sizes(model.loras, part)) + sum(sizes(clip_loras, part)[:CLIP_LORAS_KEPT])
+        for part in ("transformer", "transformer_2")
+    )
 
 
 def _download_lora(lora: Lora, local_files_only: bool) -> Path:

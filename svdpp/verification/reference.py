@@ -32,7 +32,7 @@ from svdpp.models.engine.load import (
     silence_libraries,
     text_processors,
 )
-from svdpp.models.engine.loras import load_loras
+from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.model import call_arguments, to_audio
 from svdpp.models.engine.records import Packer, patch_methods, scheduler_changes, scheduler_snapshot
 from svdpp.models.files import library_errors
@@ -207,7 +207,7 @@ class Reference:
             )
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.to(device)
-        load_loras(self.pipe, checkpoint)
+        self._loras = PipelineLoras(self.pipe, checkpoint, local_files_only=model.local_files_only)
         for part in {"vae", *checkpoint.spec.denoisers} & self.pipe.components.keys():
             apply_memory_options(checkpoint, part, getattr(self.pipe, part), model)
 
@@ -223,7 +223,7 @@ class Reference:
         """Make one clip by the pipeline's `__call__`.
 
         Args:
-            request: Seed and prompts of the clip.
+            request: Seed, prompts and LoRAs of the clip.
             source: Image or frames, fitted to the clip's size; None: the clip starts from text.
             sampling: Resolved sampling parameters.
             before_steps: Callback before the denoiser's first call.
@@ -235,6 +235,7 @@ class Reference:
             None if the model makes none.
         """
         pipe, spec = self.pipe, self._checkpoint.spec
+        self._loras.activate(request.loras)
         arguments = call_arguments(pipe, self._checkpoint, sampling, request, source)
         steps = _StepObserver(pipe, spec, before_steps, after_step)
         callback = step_callback(pipe, steps.end)

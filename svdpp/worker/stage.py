@@ -255,7 +255,9 @@ class PipelineStage:
         denoising = Denoising(self._context, action, packet)
         if not packet.tombstone:
             with self._isolate_failure(packet), self._timed(action):
-                denoising.run(self._model_of(self._sampling_of(action)))
+                model = self._model_of(self._sampling_of(action))
+                model.use_loras(self._jobs[action.clip].request.loras)
+                denoising.run(model)
         if packet.tombstone:
             denoising.drop()
         packet.next_step = action.end

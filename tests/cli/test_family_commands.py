@@ -335,6 +335,48 @@ def test_a_clip_that_ends_at_an_image_is_made_verified_and_resumed(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_lines_with_loras_of_their_own_are_made_by_the_same_ranks(
+    folder: Path, tmp_path: Path
+) -> None:
+    """By two ranks with an expert each; a fresh pipeline of diffusers proves each clip."""
+    lines = []
+    for seed in (1, 2):
+        high, low = (tmp_path / f"{seed}-{expert}.safetensors" for expert in ("high", "low"))
+        save_tiny_lora(folder / "wan", high, seed=seed)
+        save_tiny_lora(folder / "wan", low, part="transformer_2", seed=seed)
+        # Relative to the file.
+        lora = [f"{high.name}:0.5:high", {"name": low.name, "scale": 0.5, "expert": "low"}]
+        lines.append({"prompt": "sea", "out": f"lora{seed}", "lora": lora})
+    lines += [{"prompt": "sea", "out": "plain"}, {**lines[0], "out": "again"}]
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = f"run --model wan --jobs {jobs} --steps 4 --world 2 --split balanced {ON_CPU} {SMALL}"
+    out = ("--out", str(tmp_path / "out"))
+
+    bad = {"prompt": "sea", "lora": ["2-low.safetensors:high", "1-low.safetensors:low"]}
+    other = tmp_path / "bad.jsonl"
+    wrong = [{**bad, "lora": "none.safetensors:high"}, {**bad, "lora": "2-low.safetensors"}, bad]
+    other.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+    refused = ask(asked.replace(str(jobs), str(other)), *out, "--dry-run")
+    assert refused.code == 2
+    assert "bad.jsonl: 2 of 3 lines cannot be used" in refused.err
+    assert "line 1, lora: 'none.safetensors': there is no such file" in refused.err
+    assert "line 2, lora: model 'wan' has two experts: say which" in refused.err
+
+    succeed(asked, *out)
+    names = ("lora1", "again", "lora2", "plain")
+    latents = [metadata_of(tmp_path / "out" / f"{name}.mp4")["latents_sha256"] for name in names]
+    assert latents[0] == latents[1]
+    assert len(set(latents)) == 3
+    clips = [str(tmp_path / "out" / f"{name}.mp4") for name in names]
+    assert "4 of 4 clips are bitwise equal" in succeed("verify", *clips).out
+    assert succeed(asked, *out, "--resume").out.count("was finished") == 4
+    lines[1]["lora"][0] = "2-high.safetensors:0.75:high"
+    jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert succeed(asked, *out, "--resume").out.count("was finished") == 3
+
+
+@pytest.mark.slow
 def test_clips_with_loras_are_made_verified_and_told_apart(folder: Path, tmp_path: Path) -> None:
     high, low = tmp_path / "high.safetensors", tmp_path / "low.safetensors"
     save_tiny_lora(folder / "wan", high, seed=1)

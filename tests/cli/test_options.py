@@ -17,7 +17,7 @@ import torch
 from svdpp.cli.options.files import PromptOptions
 from svdpp.cli.options.model import ModelOptions, parse_params, parse_seeds
 from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling
+from svdpp.config import DUMMY_MODEL, SAMPLING_CLASSES, Dtype, Lora, SvdSampling, parse_loras
 from svdpp.config.cost_files import read_costs
 from svdpp.driver import resolve
 from svdpp.errors import InputError, RequestError
@@ -80,6 +80,35 @@ def test_dtypes(text: Dtype | None, device: str, family: str | None, dtype: str)
 )
 def test_a_lora_is_a_file_a_weight_and_an_expert(text: str, lora: Lora) -> None:
     assert ModelOptions(lora=[text]).model_config("cpu", "wan").loras == (lora,)
+
+
+def test_loras_of_a_clip_are_texts_or_objects_or_lists_of_both() -> None:
+    first, second = Lora(name="a", weight=0.5), Lora(name="b", expert="low")
+    given = [{"name": "a", "scale": 0.5}, {"name": "b", "expert": "low"}]
+    for value in (given, ["a:0.5", given[1]], [{"name": "a", "weight": 0.5}, "b:low"]):
+        assert parse_loras(value) == (first, second)
+    assert parse_loras(given[0]) == parse_loras("a:.5") == (first,)
+    assert parse_loras(None) == parse_loras([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (3, "`loras` 3 is no LoRA"),
+        ([["a"]], "is no LoRA"),
+        ({"scale": 1}, "has no name"),
+        ({"name": "a", "scael": 1}, "has no field 'scael'"),
+        ({"name": "a", "path": "/etc"}, "has no field 'path'"),
+        ({"name": "a", "scale": 1, "weight": 1}, "`scale` and `weight` of a LoRA are one thing"),
+        ({"name": "a", "scale": "1"}, "the weight of `loras` must be"),
+        ({"name": "a", "expert": "middle"}, "must be high or low"),
+        ({"name": 1}, "`loras` must be str"),
+        (["a"] * 17, "`loras` must be at most 16, got 17"),
+    ],
+)
+def test_what_is_no_lora_of_a_clip_is_refused(value: object, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        parse_loras(value)
 
 
 def test_what_is_no_lora_and_what_takes_none_is_refused() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from svdpp.config import (
     ClipRequest,
+    Lora,
     ModelConfig,
     OutputConfig,
     ParallelConfig,
@@ -41,10 +42,12 @@ from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
 from svdpp.media.inputs import ClipInput, MediaFile, read_image
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.hashes import file_sha256
 from svdpp.models.memory import estimate
 from svdpp.plan.roles import Roles
 from svdpp.verification import verify
 from svdpp.verification.verify import run_reference
+from tests.support.builders import save_tiny_lora
 from tests.support.shell import DEMO, PHOTO, Answer, assert_error, svdpp_here
 from tests.support.tiny_families import save_tiny_wan
 
@@ -97,6 +100,43 @@ def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
     names = [Path(request.image or "").stem for request in plan.requests]
     assert names == [str(index) for index in first + rest]
     assert [metadata["input"] for metadata in plan.metadata] == [f"{name}.jpg" for name in names]
+
+
+def test_clips_with_the_same_loras_follow_each_other(tmp_path: Path) -> None:
+    """In the order of the first clip of each set; the JSON of each has its LoRAs with the hash."""
+    folder = save_tiny_wan(tmp_path / "wan")
+    files = [save_tiny_lora(folder, tmp_path / f"{n}.safetensors", seed=n) for n in (1, 2)]
+    first, second = (Lora(name=str(file), weight=0.5) for file in files)
+    sets = [(first,), (), (second, first), (first,), (), (replace(first, weight=1.5),)]
+    inputs = [ClipInput(prompt=f"clip {index}", loras=loras) for index, loras in enumerate(sets)]
+    model = ModelConfig(name=str(folder), clip_loras=(first, second))
+    sampling = WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5)
+    config = PipelineConfig(world_size=2, model=model, sampling=sampling)
+    config, checkpoint = resolve_config(config)
+    assert checkpoint is not None
+    policy = OutputPolicy(folder=tmp_path / "out", latents_folder=tmp_path / "latents")
+    plan = plan_clips(name_jobs(combine_jobs(inputs, [0])), policy, config, checkpoint)
+    assert [request.prompt for request in plan.requests] == [
+        f"clip {index}" for index in (0, 3, 1, 4, 2, 5)
+    ]
+    hashes = [file_sha256(file) for file in files]
+    found = [
+        [(lora["name"], lora["weight"], lora["sha256"]) for lora in each.get("lora", ())]
+        for each in plan.metadata
+    ]
+    one, two = (str(files[0]), 0.5, hashes[0]), (str(files[1]), 0.5, hashes[1])
+    assert found == [[one], [one], [], [], [two, one], [(str(files[0]), 1.5, hashes[0])]]
+    assert [len(request.loras) for request in plan.requests] == [1, 1, 0, 0, 2, 1]
+    assert len({request.latents_key for request in plan.requests}) == len(sets)
+    sameness = {json.dumps(each.get("lora")) for each in plan.metadata}
+    assert len(sameness) == 4
+    assert len({each["parameters_sha256"] for each in plan.metadata}) == len(sets)
+    of_model = replace(config, model=ModelConfig(name=str(folder), loras=(first,)))
+    jobs = name_jobs(combine_jobs([ClipInput(prompt="clip 0")], [0]))
+    whole, with_lora = resolve_config(of_model)
+    assert with_lora is not None
+    (as_model,) = plan_clips(jobs, policy, whole, with_lora).metadata
+    assert as_model["parameters_sha256"] == plan.metadata[0]["parameters_sha256"]
 
 
 def test_a_clip_takes_little_work_and_memory_to_plan(media_file: MediaFile, tmp_path: Path) -> None:

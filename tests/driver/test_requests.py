@@ -14,24 +14,35 @@ from typing import Any
 
 import pytest
 
-from svdpp.config import ClipRequest, OutputConfig, ParallelConfig, SvdSampling
+from svdpp.config import (
+    ClipRequest,
+    Lora,
+    LtxSampling,
+    ModelConfig,
+    OutputConfig,
+    ParallelConfig,
+    PipelineConfig,
+    SvdSampling,
+)
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import resolve_config
-from svdpp.errors import ClosedError, NotFiniteError, RequestError
+from svdpp.errors import ClosedError, ModelError, NotFiniteError, RequestError
 from svdpp.media.inputs import example_images, fit_image, read_image
 from svdpp.media.video import frames_sha256, read_frames
+from svdpp.models.hashes import file_sha256
 from svdpp.plan.actions import Kind
 from svdpp.verification.verify import run_reference
 from svdpp.worker.messages import parse
 from svdpp.worker.routes import Router
 from svdpp.worker.tensor_files import tensor_sha256
-from tests.support.builders import small_svd
+from tests.support.builders import save_tiny_lora, small_svd
 from tests.support.damage import Damage
 from tests.support.dummies import HANG_SECONDS, clips, config
 from tests.support.markdown_pages import code_blocks
 from tests.support.range_checks import whole_clip
 from tests.support.shell import PYTHONPATH, Answer, python
+from tests.support.tiny_families import save_tiny_ltx
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 _BLOCKS = code_blocks(PAGE.read_text())
@@ -41,6 +52,33 @@ PROGRAMS = [
     for program, output in pairwise(_BLOCKS)
     if (program.language, output.language) == ("python", "text")
 ]
+
+
+def test_loras_of_requests_are_found_and_checked_when_they_are_submitted(tmp_path: Path) -> None:
+    folder = save_tiny_ltx(tmp_path / "ltx")
+    file = save_tiny_lora(folder, tmp_path / "x.safetensors", seed=1)
+    sampling = LtxSampling(num_inference_steps=2, height=64, width=64, num_frames=9)
+    whole, checkpoint = resolve_config(
+        PipelineConfig(world_size=2, model=ModelConfig(name=str(folder)), sampling=sampling)
+    )
+    scheduler = RequestScheduler(whole, checkpoint)
+
+    def found(*loras: Lora) -> tuple[Lora, ...]:
+        request = ClipRequest(seed=0, prompt="sea", loras=loras)
+        return scheduler.resolve_requests([request])[0].loras
+
+    lora = Lora(name=str(file), weight=0.5)
+    resolved = replace(lora, sha256=file_sha256(file))
+    assert found(lora, replace(lora, weight=2.0)) == (resolved, replace(resolved, weight=2.0))
+    assert found(resolved) == (resolved,)
+    with pytest.raises(RequestError, match="has one expert"):
+        found(replace(resolved, expert="low"))
+    weights = next((folder / "transformer").glob("*.safetensors"))
+    for name, words in ((str(tmp_path / "y"), "there is no such file"), (str(weights), "the LoRA")):
+        with pytest.raises(ModelError, match=words):
+            found(Lora(name=name))
+    with pytest.raises(RequestError, match="the dummy model takes no `loras`"):
+        RequestScheduler(config(2), None).resolve_request(ClipRequest(seed=0, loras=(lora,)))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from safetensors.torch import load_file, save_file
 from svdpp.config import Lora, ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
+from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.engine.loras import check_loras_fit
+from svdpp.models.lora_files import CLIP_LORAS_KEPT, lora_bytes
 from svdpp.verification.reference import Reference
 from tests.models.test_registry import TinyModels
 from tests.support.builders import save_tiny_lora
@@ -83,13 +87,61 @@ def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...
     """Latents and frames of the whole call; the LoRAs are loaded as diffusers' manual says."""
     model = ModelConfig(name=str(folder))
     reference = Reference(read_folder(folder), model, "cpu", from_image=False)
-    pipe, names = reference.pipe, ["first", "second"][: len(loras)]
+    pipe, names = reference.pipe, [f"adapter{index}" for index in range(len(loras))]
     for lora, name in zip(loras, names, strict=True):
         options = {"load_into_transformer_2": True} if lora.expert == "low" else {}
         pipe.load_lora_weights(lora.name, adapter_name=name, **options)
     if loras:
         pipe.set_adapters(names, [lora.weight for lora in loras])
     return run_reference(reference, sampling, request)
+
+
+#: Sets of LoRAs of clips that follow each other on the same ranks, as places in a list: A, B, none,
+#: both in the other order, others in whose place A is unloaded, and A again.
+SETS = ((0,), (1,), (), (1, 0), (2, 3, 4), (0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "has_model_lora"), [("wan", False), pytest.param("ltx", True, marks=pytest.mark.slow)]
+)
+def test_clips_with_loras_of_their_own_have_the_bits_of_a_fresh_pipeline(
+    tiny_models: TinyModels, tmp_path: Path, name: str, has_model_lora: bool
+) -> None:
+    """Of two experts both switch; a LoRA of the model stays active."""
+    tiny_model = tiny_models(name)
+    folder, sampling, request = (
+        tiny_model.checkpoint.folder,
+        tiny_model.sampling,
+        tiny_model.request(),
+    )
+    own = loras_of(tiny_model.checkpoint.family, folder, tmp_path)
+    of_clips = []
+    for number in range(5):
+        for_experts = own if len({lora.part for lora in own}) == 2 else own[:1]
+        loras = []
+        for lora in for_experts:
+            file = tmp_path / f"{number}-{lora.part}.safetensors"
+            save_tiny_lora(folder, file, part=lora.part, seed=10 + number)
+            loras.append(replace(lora, name=str(file), weight=0.5 + number))
+        of_clips.append(loras)
+    model = ModelConfig(name=str(folder), loras=own[:1] if has_model_lora else ())
+    rank_for = ranks(find_checkpoint(model), sampling, model=model)
+    packet = rank_for(0, 0).encode({}, request)
+    made = []
+    for numbers in SETS:
+        loras = tuple(lora for number in numbers for lora in of_clips[number])
+        latents, *_ = _diffusers(folder, sampling, request, (*model.loras, *loras))
+        tensors = packet
+        for step in range(tiny_model.steps):
+            rank = rank_for(step, step + 1)
+            rank.use_loras(loras)
+            tensors = rank.denoise(tensors, step, step + 1, nothing)
+            assert torch.equal(tensors[LATENTS], latents[step]), (numbers, step)
+        made.append(tensors[LATENTS].numpy().tobytes())
+    assert made[0] == made[-1]
+    assert len(set(made)) == len(SETS) - 1
+    adapters = rank_for(0, 1)._pipe.transformer.peft_config
+    assert len(adapters) == CLIP_LORAS_KEPT + has_model_lora
 
 
 def test_the_rows_say_which_pipelines_load_loras() -> None:
@@ -215,8 +267,12 @@ def test_tensors_that_have_no_place_in_the_denoiser_are_refused(
         f"{OTHER}.lora_B.weight": torch.ones(24, 2),
     }
     lora = _changed(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
-    with pytest.raises(ModelError, match=r"'blocks.0.attn9.to_q.lora_A.weight' is not in a Wan"):
-        ranks(_find(tiny_model.checkpoint.folder, lora), tiny_model.sampling)(0, 1)
+    checkpoint = _find(tiny_model.checkpoint.folder, lora)
+    words = r"'blocks.0.attn9.to_q.lora_A.weight' is not in a Wan"
+    with pytest.raises(ModelError, match=words):
+        ranks(checkpoint, tiny_model.sampling)(0, 1)
+    with pytest.raises(ModelError, match=words):
+        check_loras_fit(checkpoint.loras, checkpoint)
 
 
 def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
@@ -295,5 +351,44 @@ def test_weights_and_the_lora_of_another_model_are_refused(
     other = save_tiny_lora(mochi, tmp_path / "mochi.safetensors", seed=1)
     for file in (other, next((tiny_model.checkpoint.folder / "transformer").glob("*.safetensors"))):
         checkpoint = _find(tiny_model.checkpoint.folder, Lora(name=str(file)))
-        with pytest.raises(ModelError, match=rf"the LoRA .*{file.name}"):
+        with pytest.raises(ModelError, match=rf"the LoRA .*{file.name}") as in_rank:
             ranks(checkpoint, tiny_model.sampling)(0, tiny_model.steps)
+        with pytest.raises(ModelError) as before:
+            check_loras_fit(checkpoint.loras, checkpoint)
+        assert (before.value.message, before.value.details) == (
+            in_rank.value.message,
+            in_rank.value.details,
+        )
+
+
+def test_a_lora_that_fits_no_weight_is_refused_before_one_is_loaded(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """With the names and shapes of both."""
+    tiny_model = tiny_models("wan")
+    factors = {FIRST_FACTOR: torch.ones(2, 7), SECOND_FACTOR: torch.ones(24, 2)}
+    lora = _changed(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
+    checkpoint = _find(tiny_model.checkpoint.folder, lora)
+    words = rf"{FIRST_FACTOR}' of shape \[2, 7\] does not fit .*to_q of shape \[24, 24\]"
+    with pytest.raises(ModelError, match=words):
+        check_loras_fit(checkpoint.loras, checkpoint)
+
+
+def test_memory_counts_as_many_loras_of_clips_as_a_rank_keeps(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """The largest ones, of the expert with more; besides those of the model."""
+    folder = tiny_models("wan").checkpoint.folder
+    sizes, files = [], []
+    for number in range(CLIP_LORAS_KEPT + 2):
+        file = save_tiny_lora(folder, tmp_path / f"{number}.safetensors", seed=number)
+        save_file(load_file(file), file, metadata={"name": "x" * 1000 * number})
+        files.append(Lora(name=str(file), expert="high"))
+        sizes.append(file.stat().st_size)
+    model = ModelConfig(
+        name=str(folder),
+        loras=(files[0], replace(files[0], expert="low")),
+        clip_loras=(*files, *(replace(file, weight=0.5) for file in files)),
+    )
+    assert lora_bytes(model) == sizes[0] + sum(sizes[-CLIP_LORAS_KEPT:])
+    assert lora_bytes(replace(model, clip_loras=())) == sizes[0]

@@ -18,10 +18,10 @@ from svdpp.config import (
     SAMPLING_CLASSES,
     Dtype,
     Fit,
-    Lora,
     ModelConfig,
     SamplingConfig,
     extra_params,
+    parse_loras,
     sampling_of_model,
 )
 from svdpp.config.limits import MAX_SEED, check_int, require
@@ -262,7 +262,7 @@ class ModelOptions:
             name=self.model,
             family=self.as_family,
             dtype=dtype,
-            loras=tuple(map(_parse_lora, self.lora or ())),
+            loras=parse_loras(self.lora),
             dummy_latent_shape=self.latent_shape,
             **{name: getattr(self, name) for name in names},
             **more,
@@ -305,20 +305,6 @@ class WithoutAppearance(ModelOptions):
     noise_aug_strength: float | None = None
     min_guidance_scale: float | None = None
     max_guidance_scale: float | None = None
-
-
-_LORA = re.compile(
-    r"(?P<name>.+?)(:(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?(:(?P<expert>high|low))?"
-)
-
-
-def _parse_lora(text: str) -> Lora:
-    match = _LORA.fullmatch(text)
-    if match is None:
-        wrong = f"--lora {text!r} is not FILE[:WEIGHT][:high|:low]"
-        raise RequestError(wrong, details={"value": text})
-    expert: Any = match["expert"]
-    return Lora(name=match["name"], weight=float(match["weight"] or 1), expert=expert)
 
 
 def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -16,7 +16,7 @@ from svdpp.cli.options.declare import (
     options_field,
 )
 from svdpp.cli.options.model import ModelOptions
-from svdpp.config import ParallelConfig
+from svdpp.config import Lora, ParallelConfig
 from svdpp.config.cost_files import find_costs
 from svdpp.driver.request import ASSUMED_COSTS, PipelineRequest, find_device, with_hosts_of
 from svdpp.plan.costs import PRESETS
@@ -210,6 +210,7 @@ class PipelineOptions(ModelOptions):
         device: str = "",
         from_image: bool | None = None,
         has_last_image: bool | None = None,
+        clip_loras: Iterable[Lora] = (),
         settings: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> PipelineRequest:
@@ -219,6 +220,7 @@ class PipelineOptions(ModelOptions):
             device: Type of the device, `cuda` or `cpu`, if it is decided; "": decide it here.
             from_image: Whether clips start from an image; None: if the model needs one.
             has_last_image: Whether clips end at an image; None: if the model needs one.
+            clip_loras: LoRAs that some of the clips have.
             settings: Further fields of the `PipelineConfig`.
             more: Further fields of the request.
 
@@ -233,8 +235,11 @@ class PipelineOptions(ModelOptions):
         if self.costs is not None and "costs" not in more:
             more["costs"] = with_hosts_of(find_costs(self.costs), more.get("launched"))
         sleeps = more.get("time_scale") is not None
+        model = self.model_config(
+            device, sampling.family, dummy_sleeps=sleeps, clip_loras=tuple(clip_loras)
+        )
         return PipelineRequest(
-            model=self.model_config(device, sampling.family, dummy_sleeps=sleeps),
+            model=model,
             sampling=sampling,
             device=device,
             layout=self.layout,

@@ -22,7 +22,6 @@ from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_details
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
-from svdpp.models.engine.loras import load_loras
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.roles import Roles
 
@@ -94,9 +93,7 @@ def load_pipeline(
             apply_memory_options(checkpoint, part, module, model)
         else:
             parts[part] = _skeleton(cls, checkpoint, part, dtype, place)
-    pipe = build_pipeline(checkpoint, sampling.from_image, parts, place)
-    load_loras(pipe, checkpoint)
-    return pipe
+    return build_pipeline(checkpoint, sampling.from_image, parts, place)
 
 
 def build_pipeline(

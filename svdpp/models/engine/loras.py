@@ -8,65 +8,194 @@ and the loaded model must hold exactly these.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import diffusers
 import torch
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
+from svdpp.config import Lora
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
-from svdpp.models.lora_files import LoraFile, ignored_tensors
+from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
+
+#: Identity of an adapter: the LoRA without its weight, and how often the clip had it before.
+_Key = tuple[Lora, int]
 
 
-def load_loras(pipe: Any, checkpoint: Checkpoint) -> None:
-    """Load LoRAs as diffusers does; of a rank's pipeline, into the components that it holds.
+class PipelineLoras:
+    """LoRAs of one loaded pipeline: those of the model, and those of the clip that it makes.
+
+    Those of the latest clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Denoisers that
+    are skeletons get none.
 
     Args:
-        pipe: pipeline of diffusers, whose denoisers may be skeletons.
-        checkpoint: checked checkpoint with the LoRAs.
+        pipe: Pipeline of diffusers, whose denoisers may be skeletons.
+        checkpoint: Checked checkpoint with the LoRAs of the model, which are loaded at once.
+        local_files_only: Whether no LoRA of a clip is downloaded.
 
     Raises:
-        ModelError: a tensor of a file is not in the model, or one of the model not in the file.
+        ModelError: A tensor of a file is not in the model, or one of the model not in the file.
     """
-    if not checkpoint.loras:
-        return
-    loadable = [getattr(pipe, part, None) for part in pipe._lora_loadable_modules]
+
+    def __init__(self, pipe: Any, checkpoint: Checkpoint, *, local_files_only: bool = True) -> None:
+        self._pipe, self._checkpoint = pipe, checkpoint
+        self._local_files_only = local_files_only
+        self._active: tuple[Lora, ...] = ()
+        self._num_loaded = 0
+        # Names of loaded adapters; the LoRAs that were used last come last.
+        self._model_adapters: dict[_Key, str] = {}
+        self._clip_adapters: dict[_Key, str] = {}
+        # Parameters of each denoiser that has had a LoRA, and whether they required gradients.
+        self._required_grad: dict[str, list[tuple[torch.nn.Parameter, bool]]] = {}
+        files = {file.lora: file for file in checkpoint.loras}
+        self._model_loras = tuple(file.lora for file in checkpoint.loras)
+        for key, lora in _keys(self._model_loras):
+            if self._holds(lora.part):
+                self._model_adapters[key] = self._load(files[lora])
+        self._set_adapters()
+
+    def activate(self, loras: tuple[Lora, ...]) -> None:
+        """Make the model's LoRAs and these the active ones; load those that are not loaded.
+
+        Args:
+            loras: LoRAs of the clip whose steps follow.
+
+        Raises:
+            ModelError: A file is missing, damaged or has changed, or does not fit the model.
+        """
+        if loras == self._active:
+            return
+        keys = _keys((*self._model_loras, *loras))[len(self._model_loras) :]
+        for key, lora in keys:
+            if not self._holds(lora.part):
+                continue
+            name = self._clip_adapters.pop(key, None)
+            if name is None:
+                name = self._load(self._find(lora))
+            self._clip_adapters[key] = name
+        self._unload_oldest({key for key, _ in keys})
+        self._active = loras
+        self._set_adapters()
+
+    def _holds(self, part: str) -> bool:
+        return not getattr(getattr(self._pipe, part), "is_skeleton", False)
+
+    def _find(self, lora: Lora) -> LoraFile:
+        return find_lora(lora, local_files_only=self._local_files_only, checkpoint=self._checkpoint)
+
+    def _load(self, file: LoraFile) -> str:
+        """Load a LoRA as a further adapter, and return its name."""
+        name = f"lora{self._num_loaded}"
+        denoiser = getattr(self._pipe, file.part)
+        if file.part not in self._required_grad:
+            parameters = [(each, each.requires_grad) for each in denoiser.parameters()]
+            self._required_grad[file.part] = parameters
+        with (
+            warnings.catch_warnings(action="ignore"),
+            _lora_errors(file, self._checkpoint),
+            _without_skeletons(self._pipe),
+        ):
+            _load(self._pipe, self._checkpoint, file, name)
+        self._num_loaded += 1
+        return name
+
+    def _unload_oldest(self, needed: set[_Key]) -> None:
+        for part in self._required_grad:
+            loaded = [key for key in self._clip_adapters if key[0].part == part]
+            excess = max(0, len(loaded) - CLIP_LORAS_KEPT)
+            for key in [key for key in loaded if key not in needed][:excess]:
+                getattr(self._pipe, part).delete_adapters([self._clip_adapters.pop(key)])
+
+    def _set_adapters(self) -> None:
+        """Activate the adapters of each denoiser with their weights, as the pipeline would."""
+        adapters = self._model_adapters | self._clip_adapters
+        keys = _keys((*self._model_loras, *self._active))
+        for part, parameters in self._required_grad.items():
+            used = [(adapters[key], lora.weight) for key, lora in keys if lora.part == part]
+            names, weights = [name for name, _ in used], [weight for _, weight in used]
+            getattr(self._pipe, part).set_adapters(names, weights)
+            # peft freezes a model when it loads the first LoRA, and torch chooses some kernels by
+            # whether a weight requires gradients: see `engine.load`.
+            for parameter, required_grad in parameters:
+                parameter.requires_grad_(required_grad and not names)
+
+
+def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
+    """Return each LoRA with its key; a LoRA that is given twice is loaded twice."""
+    counts: Counter[Lora] = Counter()
+    keys = []
+    for lora in loras:
+        keys.append(((lora.source, counts[lora.source]), lora))
+        counts[lora.source] += 1
+    return keys
+
+
+@contextmanager
+def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
+    """Name the LoRA in the errors of the block."""
+    label = f"the LoRA {display_name(file.lora.name)}"
+    with library_errors(label, checkpoint):
+        try:
+            yield
+        except ModelError as error:
+            message = f"{label}: {error.message}"
+            raise ModelError(message, error.hint, details=error.details) from error
+
+
+@contextmanager
+def _without_skeletons(pipe: Any) -> Iterator[None]:
+    """While it lasts, parts without weights load no LoRA."""
     with ExitStack() as patches:
-        patches.enter_context(warnings.catch_warnings(action="ignore"))
-        for module in loadable:
+        for part in pipe._lora_loadable_modules:
+            module = getattr(pipe, part, None)
             if getattr(module, "is_skeleton", False):
                 patches.enter_context(
                     patch_methods(module, load_lora_adapter=lambda *_, **__: None)
                 )
-        for place, file in enumerate(checkpoint.loras):
-            label = f"the LoRA {display_name(file.lora.name)}"
-            with library_errors(label, checkpoint):
-                try:
-                    _load(pipe, checkpoint, file, f"lora{place}")
-                except ModelError as error:
-                    message = f"{label}: {error.message}"
-                    raise ModelError(message, error.hint, details=error.details) from error
-    names = {name for names in pipe.get_list_adapters().values() for name in names}
-    weights = {f"lora{place}": file.lora.weight for place, file in enumerate(checkpoint.loras)}
-    if held := [name for name in weights if name in names]:
-        pipe.set_adapters(held, [weights[name] for name in held])
+        yield
+
+
+def check_loras_fit(files: Iterable[LoraFile], checkpoint: Checkpoint) -> None:
+    """Check each tensor of LoRAs against the denoisers' shapes, without the denoisers' weights.
+
+    A rank checks it again when it loads the file, and more: what peft has loaded.
+
+    Args:
+        files: LoRAs, found and checked.
+        checkpoint: Checkpoint whose denoisers they are for.
+
+    Raises:
+        ModelError: A tensor has no place in its denoiser, or another shape than the weight there.
+    """
+    cls = getattr(diffusers, checkpoint.spec.pipeline(checkpoint.image_use == "needed"))
+    classes, denoisers = dict(checkpoint.classes), dict[str, Any]()
+    for file in files:
+        with _lora_errors(file, checkpoint):
+            if file.part not in denoisers:
+                with torch.device("meta"):
+                    kind = getattr(diffusers, classes[file.part])
+                    config = kind.load_config(checkpoint.folder / file.part, local_files_only=True)
+                    denoisers[file.part] = kind.from_config(config)
+            denoiser = denoisers[file.part]
+            ignored = frozenset(ignored_tensors(file.path, checkpoint))
+            given = _converted(cls, denoiser, file, ignored)
+            _check_shapes(denoiser, given, file)
+            _check_places(denoiser, given, ignored)
 
 
 def _load(pipe: Any, checkpoint: Checkpoint, file: LoraFile, name: str) -> None:
     denoiser = getattr(pipe, file.part)
-    is_held = not getattr(denoiser, "is_skeleton", False)
-    given: dict[str, _Traced] = {}
-    ignored: frozenset[str] = frozenset()
-    if is_held:
-        ignored = frozenset(ignored_tensors(file.path, checkpoint))
-        given = _converted(pipe, file, ignored)
-        _check_shapes(denoiser, given, file)
+    ignored = frozenset(ignored_tensors(file.path, checkpoint))
+    given = _converted(pipe, pipe.transformer, file, ignored)
+    _check_shapes(denoiser, given, file)
     expert = {"load_into_transformer_2": True} if file.part == "transformer_2" else {}
     pipe.load_lora_weights(
         str(file.path.parent),
@@ -76,8 +205,7 @@ def _load(pipe: Any, checkpoint: Checkpoint, file: LoraFile, name: str) -> None:
         use_safetensors=True,
         **expert,
     )
-    if is_held:
-        _check_loaded(denoiser, given, ignored, name)
+    _check_loaded(denoiser, given, ignored, name)
 
 
 class _Traced(torch.Tensor):
@@ -101,8 +229,16 @@ class _Traced(torch.Tensor):
         return result
 
 
-def _converted(pipe: Any, file: LoraFile, ignored: frozenset[str]) -> dict[str, _Traced]:
+def _converted(
+    pipe: Any, transformer: Any, file: LoraFile, ignored: frozenset[str]
+) -> dict[str, _Traced]:
     """Return the tensors for the denoiser by diffusers' names, after its own conversion.
+
+    Args:
+        pipe: Pipeline, or its class, which has the conversion.
+        transformer: First denoiser of the pipeline, by which diffusers adds zeros.
+        file: LoRA.
+        ignored: Tensors that the model has no place for.
 
     Raises:
         ModelError: the conversion drops a tensor of the file, or renames it to another part.
@@ -114,7 +250,7 @@ def _converted(pipe: Any, file: LoraFile, ignored: frozenset[str]) -> dict[str, 
         each.sources, each.read = frozenset([name]), read
     converted: dict[str, Any] = pipe.lora_state_dict(dict(traced))
     if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):  # zeros for what it lacks
-        converted = expand(transformer=pipe.transformer, state_dict=converted)
+        converted = expand(transformer=transformer, state_dict=converted)
     prefix = "transformer."
     given = {
         key.removeprefix(prefix): each for key, each in converted.items() if key.startswith(prefix)
@@ -135,7 +271,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
         try:
             module = denoiser.get_submodule(path)
         except AttributeError:
-            continue  # refused or ignored after the load
+            continue  # refused or ignored by a later check
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
@@ -153,6 +289,16 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
                     "weight_shape": shapes[1],
                 },
             )
+
+
+def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str]) -> None:
+    """Raise ModelError if a factor is for a module that the denoiser does not have."""
+    kind, modules = type(denoiser).__name__, {name for name, _ in denoiser.named_modules()}
+    others = [key for key in given if key.partition(".lora_")[0] not in modules]
+    if strange := sorted(key for key in others if not given[key].sources <= ignored):
+        _refuse(f"{short_repr(strange[0])} is not in a {kind}", strange)
+    if len(others) == len(given):
+        raise ModelError(f"none of its tensors is for a {kind}")
 
 
 def _check_loaded(

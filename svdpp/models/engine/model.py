@@ -13,7 +13,7 @@ from PIL import Image
 from torch.nn import functional
 from transformers.processing_utils import ProcessorMixin
 
-from svdpp.config import ClipRequest, LatentSpec, ModelConfig, SamplingConfig
+from svdpp.config import ClipRequest, LatentSpec, Lora, ModelConfig, SamplingConfig
 from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import IMAGE, LAST_IMAGE, Dtype
 from svdpp.errors import NotFiniteError
@@ -30,6 +30,7 @@ from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import GuidanceBranches, RangeCall
 from svdpp.models.engine.latents import latent_spec
 from svdpp.models.engine.load import build_pipeline, load_pipeline
+from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.records import Node, named_tensors, patch_methods, read_structure
 from svdpp.plan.actions import FrameRange
 from svdpp.plan.roles import Roles
@@ -38,12 +39,19 @@ from svdpp.plan.roles import Roles
 class EngineModel:
     """Model of one rank: any family that has a spec, with resolved sampling parameters."""
 
-    def __init__(self, pipe: Any, checkpoint: Checkpoint, sampling: Any, dtype: Dtype) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        checkpoint: Checkpoint,
+        sampling: Any,
+        dtype: Dtype,
+        loras: PipelineLoras | None = None,
+    ) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
         """Sound of the clip that was decoded last; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
-        self._sampling, self._dtype = sampling, dtype
+        self._sampling, self._dtype, self._loras = sampling, dtype, loras
         self._outputs: list[Node] = []  # see `GuidanceBranches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
@@ -57,7 +65,21 @@ class EngineModel:
         if sampling.from_image != self._sampling.from_image:
             assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
             pipe = build_pipeline(self._checkpoint, False, pipe.components, self.device)
-        return EngineModel(pipe, self._checkpoint, sampling, self._dtype)
+        return EngineModel(pipe, self._checkpoint, sampling, self._dtype, self._loras)
+
+    def use_loras(self, loras: tuple[Lora, ...]) -> None:
+        """Have later steps use a clip's LoRAs, besides the model's own; load them if needed.
+
+        It holds for all models of the same loaded components.
+
+        Args:
+            loras: LoRAs of the clip; empty: none but the model's.
+
+        Raises:
+            ModelError: A file is missing, damaged or has changed, or does not fit the model.
+        """
+        assert self._loras is not None, "a model without weights loads no LoRAs"
+        self._loras.activate(loras)
 
     def latent_spec(self, step: int) -> LatentSpec:
         """Return shape and dtype of a clip's latent after `step` steps."""
@@ -253,7 +275,8 @@ def load_engine_model(
         OutOfMemoryError: A component does not fit on the device.
     """
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
-    return EngineModel(pipe, checkpoint, sampling, model.dtype)
+    loras = PipelineLoras(pipe, checkpoint, local_files_only=model.local_files_only)
+    return EngineModel(pipe, checkpoint, sampling, model.dtype, loras)
 
 
 def call_arguments(

@@ -1,0 +1,144 @@
+"""LoRAs as they are asked for, on the command line, in a file of jobs or by HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from svdpp.config.limits import (
+    MAX_LORA_WEIGHT,
+    MAX_LORAS,
+    check_type,
+    detail_value,
+    is_number,
+    require,
+    shown,
+)
+from svdpp.errors import RequestError, nearest
+
+#: One of two experts: that of the steps with high noise, which come first, or with low noise.
+Expert = Literal["high", "low"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """LoRA, and the weight with which it is added to the denoiser."""
+
+    name: str
+    """Path of a safetensors file, or `OWNER/NAME/PATH` of one on the hub."""
+    weight: float = 1.0
+    expert: Expert | None = None
+    """Expert that the LoRA is for; None: the model has one denoiser."""
+    revision: str | None = None
+    """Branch, tag or commit of a file on the hub; None: its main branch."""
+    sha256: str | None = None
+    """SHA-256 that the file must have; None: any."""
+
+    def __post_init__(self) -> None:
+        check_type("loras", self.name, str)
+        require(bool(self.name.strip()), "`loras` is empty", "name a safetensors file")
+        require(
+            is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT,
+            f"the weight of `loras` must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
+            f"{shown(self.weight)}",
+            lora=self.name,
+            weight=detail_value(self.weight),
+            lowest=-MAX_LORA_WEIGHT,
+            highest=MAX_LORA_WEIGHT,
+        )
+
+    @property
+    def source(self) -> Lora:
+        """The same LoRA with weight 1: equal for clips that differ only in the weight."""
+        return replace(self, weight=1.0)
+
+    @property
+    def part(self) -> str:
+        """Name of the denoiser that it changes."""
+        return "transformer_2" if self.expert == "low" else "transformer"
+
+
+_LORA = re.compile(
+    r"(?P<name>.+?)(:(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?(:(?P<expert>high|low))?"
+)
+_EXPERTS = ("high", "low")
+#: Fields of an object; `weight` is another word for `scale`.
+_FIELDS = ("name", "scale", "weight", "expert")
+
+
+def parse_loras(value: object) -> tuple[Lora, ...]:
+    """Parse LoRAs as a user gives them.
+
+    Args:
+        value: Text `FILE[:WEIGHT][:high|:low]`; an object with `name` and, if they differ from 1
+            and none, `scale` (or `weight`) and `expert`; a list of both, each also as JSON; or
+            None for none.
+
+    Raises:
+        RequestError: The value is none of these, or a weight is out of range.
+    """
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            wrong = f"`loras` {shown(value)} is not JSON"
+            raise RequestError(wrong, details={"value": shown(value)}) from error
+    if value is None:
+        return ()
+    listed = value if isinstance(value, list | tuple) else [value]
+    require(
+        len(listed) <= MAX_LORAS,
+        f"`loras` must be at most {MAX_LORAS}, got {len(listed)}",
+        count=len(listed),
+        highest=MAX_LORAS,
+    )
+    return tuple(map(_parse_lora, listed))
+
+
+def _parse_lora(value: object) -> Lora:
+    if isinstance(value, str):
+        return _parse_text(value)
+    form = "write FILE:0.8, or an object with `name` and `scale`"
+    if not isinstance(value, dict):
+        details = {"value": detail_value(value)}
+        raise RequestError(f"`loras` {shown(value)} is no LoRA", form, details=details)
+    for name in value:
+        if name not in _FIELDS:
+            hint = nearest(str(name), _FIELDS, f"known are {', '.join(_FIELDS)}")
+            wrong = f"`loras` has no field {shown(name)}"
+            raise RequestError(wrong, hint, details={"name": shown(name), "known": list(_FIELDS)})
+    require("name" in value, "a LoRA of `loras` has no name", form)
+    both = "`scale` and `weight` of a LoRA are one thing"
+    require(not ("scale" in value and "weight" in value), both, "leave one out")
+    expert = value.get("expert")
+    wrong = f"the expert of `loras` must be high or low, got {shown(expert)}"
+    require(expert in (None, *_EXPERTS), wrong, known=list(_EXPERTS))
+    weight: Any = value.get("scale", value.get("weight", 1.0))
+    return Lora(name=value["name"], weight=weight, expert=expert)
+
+
+def _parse_text(text: str) -> Lora:
+    match = _LORA.fullmatch(text)
+    if match is None:
+        wrong = f"`loras` {shown(text)} is not FILE[:WEIGHT][:high|:low]"
+        raise RequestError(wrong, details={"value": shown(text)})
+    expert: Any = match["expert"]
+    return Lora(name=match["name"], weight=float(match["weight"] or 1), expert=expert)
+
+
+def ordered_by_loras(loras: Iterable[tuple[Lora, ...]]) -> list[int]:
+    """Return the indices of clips so that those with equal LoRAs follow each other.
+
+    Ranks then switch LoRAs once for each set. Sets come in the order of their first clips, and
+    clips of one set keep theirs.
+
+    Args:
+        loras: LoRAs of each clip.
+    """
+    places: dict[tuple[Lora, ...], list[int]] = {}
+    for index, each in enumerate(loras):
+        places.setdefault(each, []).append(index)
+    return [index for indices in places.values() for index in indices]
