@@ -166,7 +166,12 @@ def _malformed_body(code: str, reason: str) -> ApiError:
 
 def _form_fields(form: FormData) -> dict[str, Any]:
     """Return the fields of a form, each of which must be sent once."""
-    return _without_repetition(form.multi_items())
+    # Browsers send line ends as CRLF: a prompt of several lines would differ from that of JSON.
+    fields = _without_repetition(form.multi_items())
+    for name in ("prompt", "negative_prompt"):
+        if isinstance(value := fields.get(name), str):
+            fields[name] = value.replace("\r\n", "\n")
+    return fields
 
 
 def _without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:

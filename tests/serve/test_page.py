@@ -510,7 +510,9 @@ def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
         assert server.client.delete(f"/v1/videos/{id}").status_code == 202
 
 
-def test_the_page_asks_for_a_key_and_uses_it(driver: Any, keyed: HttpServer) -> None:
+def test_the_page_asks_for_a_key_and_uses_it(
+    driver: Any, keyed: HttpServer, tmp_path: Path
+) -> None:
     (id,) = keyed.add()
     keyed.wait_for(id, "completed")
     write_file(keyed, id)
@@ -530,5 +532,11 @@ def test_the_page_asks_for_a_key_and_uses_it(driver: Any, keyed: HttpServer) -> 
             "return video?.src.startsWith('blob:') && video.readyState > 2"
         )
     )
+    behaviour = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    driver.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
+    page.one("#download-all").click()  # by a copy: a link cannot send the key
+    page.wait(lambda: [*tmp_path.glob("clips-*.zip")])
+    with zipfile.ZipFile(next(tmp_path.glob("clips-*.zip"))) as archive:
+        assert "sea-seed" in archive.namelist()[0]
     assert page.run("return Object.keys(localStorage)") == ["svdpp-theme"]
     assert page.complaints() == []

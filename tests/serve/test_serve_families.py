@@ -298,6 +298,13 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
         page.wait_text("#make", "Make 4 clips")
         page.run(
             "const data = new DataTransfer();"
+            "data.items.add(new File(['the sea\\nthe shore\\nthe sky'], 'prompts.txt'));"
+            "document.body.dispatchEvent("
+            "  new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true}))"
+        )
+        page.wait_text("#make", "Make 6 clips")
+        page.run(
+            "const data = new DataTransfer();"
             "data.setData('text', 'prompt\\tseed\\nthe sky\\t5\\n\\t6\\n');"
             "document.body.dispatchEvent("
             "  new ClipboardEvent('paste', {clipboardData: data, bubbles: true}))"
@@ -309,7 +316,7 @@ def test_the_page_makes_clips_from_text(driver: Any, wan: HttpServer) -> None:
         assert page.all("#table") == []
         second, first = wan.client.get("/v1/videos?limit=2").json()["data"]
         assert (first["prompt"], first["seed"]) == ("the sky", 5)
-        assert (second["prompt"], second["seed"]) == ("the sea\n\n the shore", 6)
+        assert (second["prompt"], second["seed"]) == ("the sea\nthe shore\nthe sky", 6)
 
 
 def test_the_fields_that_errors_know_are_those_of_all_forms() -> None:

@@ -10,6 +10,7 @@ import { listenToRanks, renderRanks } from "./chart.js";
 import { isOpen, newestFirst } from "./clips.js";
 import { listenToCompare } from "./compare.js";
 import { $, make, toast } from "./dom.js";
+import { listenToDrops } from "./drops.js";
 import { stopStreams } from "./events.js";
 import { renderFailed } from "./failed.js";
 import { listenToForm } from "./form.js";
@@ -68,8 +69,8 @@ function drawIcon() {
 }
 
 drawIcon();
-for (const start of [listenToTheme, listenToLock, listenToForm, listenToTable, listenToOrders, listenToPhotos, listenToSending,
-  listenToCompare, listenToQueue, listenToRanks, listenToRemovals, listen]) start();
+for (const start of [listenToTheme, listenToLock, listenToForm, listenToTable, listenToOrders, listenToPhotos, listenToDrops,
+  listenToSending, listenToCompare, listenToQueue, listenToRanks, listenToRemovals, listen]) start();
 render();
 // The countdown of a server that is gone moves between two answers.
 setInterval(() => { if (!document.hidden && state.connection === "gone") renderBanner(); }, 1000);

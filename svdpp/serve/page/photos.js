@@ -1,53 +1,22 @@
-// Owns the chosen images or videos, up to the press of the button; tables that are dropped go to theirs.
+// Owns the chosen images or videos, up to the press of the button.
 
 import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
 import { inputWord } from "./format.js";
 import { forgetPhoto, keepPhoto, keptPhotos } from "./keep.js";
 import { token } from "./random.js";
-import { looksLikeTable, takeTable, takeTableFile } from "./rows.js";
 import { emit, on } from "./signals.js";
 import { state } from "./state.js";
-import { isTableFile } from "./table.js";
 import { fileSize, withArticle } from "./text.js";
 import { shrink } from "./thumbs.js";
 
-function addFiles(files) {
-  const tables = files.filter(isTableFile);
-  if (tables.length) takeTableFile(tables[0]);
-  addPhotos(files.filter((file) => !tables.includes(file)));
-}
-
-/** The files of a drop, with those that are in dropped folders. */
-async function filesOf({ items, files }) {
-  // Entries are known only until this function waits.
-  const entries = [...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
-  if (!entries.some((entry) => entry.isDirectory)) return [...files];
-  return (await Promise.all(entries.map(filesIn))).flat();
-}
-
-async function filesIn(entry) {
-  if (entry.isFile) return [await new Promise((resolve, reject) => entry.file(resolve, reject))];
-  const reader = entry.createReader(), entries = [];
-  for (;;) { // it answers a hundred at a time
-    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
-    if (!some.length) break;
-    entries.push(...some);
-  }
-  entries.sort((a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }));
-  const found = (await Promise.all(entries.map(filesIn))).flat();
-  return found.filter((file) => isTableFile(file) || /^(image|video)\//.test(file.type)); // a folder has others, too
-}
-
-function addPhotos(files) {
+export function addPhotos(files) {
   if (!files.length) return;
   if (model()?.inputs.input_reference === "refused") {
     toast("This model makes clips from text alone.");
     return;
   }
-  for (const file of files) {
-    keepPhoto(takePhoto({ id: token(), file }));
-  }
+  for (const file of files) keepPhoto(takePhoto({ id: token(), file }));
   renderPhotos();
   emit("photos");
 }
@@ -120,21 +89,4 @@ function updatePhoto(node, photo) {
 export function listenToPhotos() {
   let isRestored = false;
   on("models", () => { if (!isRestored) restorePhotos(); isRestored = true; });
-  $("files").addEventListener("change", () => { addFiles([...$("files").files]); $("files").value = ""; });
-  document.addEventListener("paste", (event) => {
-    const files = [...(event.clipboardData?.files ?? [])].filter((file) => /^(image|video)\//.test(file.type));
-    const text = event.clipboardData?.getData("text") ?? "";
-    const isTyped = event.target.closest?.("input, textarea");
-    // A spreadsheet puts a picture of its cells beside them.
-    if (!isTyped && looksLikeTable(text)) { event.preventDefault(); takeTable(text); }
-    else if (files.length) { event.preventDefault(); addPhotos(files); }
-  });
-  // Files dropped beside the field must not replace the page.
-  for (const name of ["dragover", "dragleave", "drop"]) {
-    document.addEventListener(name, (event) => {
-      event.preventDefault();
-      $("drop").classList.toggle("over", name === "dragover");
-      if (name === "drop" && event.dataTransfer?.files.length) filesOf(event.dataTransfer).then(addFiles);
-    });
-  }
 }

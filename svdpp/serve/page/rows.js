@@ -100,7 +100,7 @@ function hasValue(row, name) {
 export function openTable() {
   view.isOpen = true;
   renderTable();
-  $("table-text").focus();
+  (tableIsOpen() ? $("table") : $("table-text")).focus();
 }
 
 /** Takes the rows of a text, in place of those before. */
@@ -208,7 +208,7 @@ function renderFaultNote(number) {
   if (view.rows.length) setText($("table-error"), words);
   $("table-error").hidden = !$("table-error").textContent;
   $("table-faults").hidden = !number || number === view.rows.length;
-  setText($("table-faults"), view.onlyFaults ? "Show all rows" : "Show only these");
+  setText($("table-faults"), view.onlyFaults ? "All rows" : "Only faults");
 }
 
 function fillKnown() {
