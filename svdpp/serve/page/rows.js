@@ -29,7 +29,7 @@ export const keptTable = () => (tableIsOpen()
 
 /** One order of each row without faults; what a row leaves out is the form's. */
 export function rowOrders(settings) {
-  const known = fieldsOf(model());
+  const known = fieldsOf(model()), byName = photosByName();
   return rowsToMake().map((row) => {
     const values = { ...settings }, files = [];
     let photo = null, width = "", height = "";
@@ -38,8 +38,8 @@ export function rowOrders(settings) {
       if (!value) return;
       if (name === "width") width = value;
       else if (name === "height") height = value;
-      else if (name === "input_reference") photo = photoNamed(value).photo;
-      else if (known.get(name).kind === "file") files.push([name, photoNamed(value).photo.file]);
+      else if (name === "input_reference") photo = photoNamed(value, byName).photo;
+      else if (known.get(name).kind === "file") files.push([name, photoNamed(value, byName).photo.file]);
       else values[name] = name === "size" ? plainSize(value) : value;
     });
     if (width || height) values.size = `${width}x${height}`;
@@ -49,15 +49,22 @@ export function rowOrders(settings) {
 
 /** The chosen files that the rows name. */
 export function photosInUse() {
+  const byName = photosByName();
   const places = view.columns.flatMap(({ isFile }, index) => (isFile ? [index] : []));
-  return new Set(view.rows.flatMap(({ cells }) => places.map((index) => cells[index] && photoNamed(cells[index]).photo)));
+  return new Set(view.rows.flatMap(({ cells }) => places.map((index) => cells[index] && photoNamed(cells[index], byName).photo)));
+}
+
+/** The chosen files by their names: as they are, and, for names that are not found so, in small letters. */
+function photosByName() {
+  const exact = Map.groupBy(state.photos, ({ file }) => file.name.normalize());
+  const folded = Map.groupBy(state.photos, ({ file }) => file.name.normalize().toLowerCase());
+  return (name) => exact.get(name) ?? folded.get(name.toLowerCase()) ?? [];
 }
 
 /** The chosen file that a cell names: by its name, with or without folders. */
-function photoNamed(text) {
+function photoNamed(text, byName) {
   const name = text.split(/[/\\]/).at(-1).normalize();
-  const exact = state.photos.filter(({ file }) => file.name.normalize() === name);
-  const found = exact.length ? exact : state.photos.filter(({ file }) => file.name.normalize().toLowerCase() === name.toLowerCase());
+  const found = byName(name);
   if (found.length === 1) return { photo: found[0], fault: found[0].error };
   return { photo: null, fault: found.length ? "Several chosen files have this name." : "Drop this file here, too." };
 }
@@ -65,11 +72,11 @@ function photoNamed(text) {
 /** Looks at all cells again: the model, the form or the chosen images have changed. */
 export function checkRows() {
   if (!model()) return;
-  const known = fieldsOf(model());
+  const known = fieldsOf(model()), byName = photosByName();
   for (const row of view.rows) {
     row.faults = new Map();
     view.columns.forEach(({ field: name }, index) => {
-      const fault = faultOf(row, name, row.cells[index], known.get(name));
+      const fault = faultOf(row, name, row.cells[index], known.get(name), byName);
       if (fault) row.faults.set(index, fault);
     });
     for (const [name, about] of known) {
@@ -80,10 +87,10 @@ export function checkRows() {
   }
 }
 
-function faultOf(row, name, value, about) {
+function faultOf(row, name, value, about, byName) {
   if (!name || !value) return "";
   if (name === "width" || name === "height") return faultOfSides(row);
-  return about.kind === "file" ? photoNamed(value).fault : faultOfCell(value, about, model());
+  return about.kind === "file" ? photoNamed(value, byName).fault : faultOfCell(value, about, model());
 }
 
 function faultOfSides(row) {
