@@ -311,6 +311,8 @@ def test_variations_have_seeds_of_their_own(page: Page, server: HttpServer) -> N
     videos = server.client.get("/v1/videos?limit=6").json()["data"]
     made = {(video["input"]["name"], video["seed"]) for video in videos}
     assert made == {(photo.name, seed) for photo in PHOTOS[:2] for seed in (7, 8, 9)}
+    for video in videos:
+        server.wait_for(video["id"], "completed")
 
 
 def test_a_full_queue_is_waited_for_or_the_rest_is_left(
@@ -329,8 +331,10 @@ def test_a_full_queue_is_waited_for_or_the_rest_is_left(
     monkeypatch.undo()
     page.one("#make").click()
     page.wait(lambda: page.all(".photo") == [])
-    seeds = [video["seed"] for video in server.client.get("/v1/videos?limit=3").json()["data"]]
-    assert len(set(seeds)) == 3  # and not a fourth for those that were sent before
+    videos = server.client.get("/v1/videos?limit=3").json()["data"]
+    assert len({video["seed"] for video in videos}) == 3  # those that were sent are not sent again
+    for video in videos:
+        server.client.delete(f"/v1/videos/{video['id']}")
 
 
 def test_a_table_is_corrected_and_sent(page: Page, server: HttpServer, tmp_path: Path) -> None:
@@ -374,6 +378,8 @@ def test_a_table_is_corrected_and_sent(page: Page, server: HttpServer, tmp_path:
     videos = server.client.get("/v1/videos?limit=2").json()["data"]
     assert {video["seed"] for video in videos} == {2**63 - 1, 12}
     assert {video["steps"] for video in videos} == {3}
+    for video in videos:
+        server.wait_for(video["id"], "completed")
     assert {video["input"]["name"] for video in videos} == {name}
     assert page.all(".photo") == []
 
