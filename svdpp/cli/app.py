@@ -1,4 +1,4 @@
-"""The program: its commands, each imported when it runs, and its end."""
+"""The program `svdpp`: its commands, each imported when it runs, and its exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.cli.lazy_options import LazyOptionGroup, help_option
 from svdpp.cli.options.declare import flag
 from svdpp.errors import Interrupted, SvdppError, exit_code_of
 
-#: The first sentence of each command's help.
+#: First sentence of each command's help.
 COMMANDS: Mapping[str, str] = {
     "run": "Animate images: each becomes a clip.",
     "plan": "Show which rank does which steps, when, and how long it takes.",
@@ -40,7 +40,7 @@ Every clip has the same bits as from diffusers on one device, and svdpp verify p
 pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make each clip sooner.
 """
 
-#: Paragraphs at the end of the help.
+#: Paragraphs at the end of the program's help.
 EPILOG = """\
 The variables SVDPP_MODEL, SVDPP_DEVICE, SVDPP_DATA, SVDPP_QUEUE, SVDPP_FILES and SVDPP_LOG_FILE \
 set the defaults of the options that they are named after.
@@ -51,31 +51,31 @@ unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 10 
 a target; 128 + n ended by signal n. If several clips fail, the exit code is the highest of theirs.
 """
 
-# Options that fit on a screen; the help of a command with more shows the common ones.
+# Number of options that fit on a screen. The help of a command with more shows only common ones.
 _ONE_SCREEN = 16
 
 
 class LazyGroup(LazyOptionGroup):
-    """Commands whose module is imported only when they are named; the help has stubs of them."""
+    """Group of commands whose modules are imported only when they are named."""
 
     def resolve_command(  # type: ignore[override]  # the base class has a private context
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, Any, list[str]]:
-        """Find the command that a command line names, and import its module.
+        """Find the command that the command line names, and import its module.
 
         Args:
             ctx: Context of the program.
             args: Command line, beginning with the command's name.
 
         Returns:
-            Name, command and further words. While a shell completes an unknown name, the first
-            two are None.
+            Name, command, and the rest of the command line. Name and command are None while a shell
+            completes an unknown name.
         """
         name, stub, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stub, rest
         command = load_command(name)
-        if ctx.resilient_parsing:  # a shell completes the names of all options
+        if ctx.resilient_parsing:  # a shell completes names, also those that the help hides
             show_all_options(command)
         return name, command, rest
 
@@ -110,7 +110,7 @@ def svdpp(
     ] = False,
     help: Annotated[bool, help_option()] = False,
 ) -> None:
-    """Answer the options of the program itself."""
+    """Handle the options of the program itself."""
 
 
 def _stub() -> None:
@@ -122,13 +122,13 @@ for _name, _summary in COMMANDS.items():
 
 
 def load_command(name: str) -> TyperCommand:
-    """Return a command for Typer; its module is imported.
+    """Import the module of a command and return the command.
 
     Args:
         name: One of `COMMANDS`.
 
     Returns:
-        The command, whose help shows all options if they fit a screen.
+        Command of Typer; its help shows all options if they fit on a screen.
     """
     command = typer.main.get_command(import_module(f"svdpp.cli.{name}").app)
     assert isinstance(command, TyperCommand), "a module has one command"
@@ -138,7 +138,7 @@ def load_command(name: str) -> TyperCommand:
 
 
 def run_command_line(arguments: Sequence[str]) -> int:
-    """Run the command that `arguments` name.
+    """Run a command line.
 
     Args:
         arguments: Command line after the program's name.
@@ -153,12 +153,12 @@ def run_command_line(arguments: Sequence[str]) -> int:
         if not arguments:  # the help was shown instead
             return 2
         return report_usage_error(error, arguments)
-    except SvdppError as error:  # of a value's own check
+    except SvdppError as error:  # raised by the check of an option's value
         Console(as_json="--json" in arguments).error(error)
         return error.exit_code
     except typer.Abort:
         return 1
-    except Interrupted as error:  # outside the block of a command that reports it
+    except Interrupted as error:  # a signal before or after the command itself
         return exit_code_of(error)
-    except SystemExit as error:  # after a completion, or if the reader of stdout has ended
+    except SystemExit as error:  # raised after a completion, or if the reader of stdout has ended
         return 128 + signal.SIGPIPE if error.code else 0

@@ -1,4 +1,4 @@
-"""`svdpp bench`: measures a configuration and its baselines, or compares two results."""
+"""`svdpp bench`: measures a configuration and its baselines, or compares two benchmarks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Configuration to measure, or results to compare."""
+    """Options of a benchmark, or of a comparison."""
 
     words: Annotated[
         list[str] | None,
@@ -77,7 +77,7 @@ def bench(console: Console, launched: World | None, options: BenchOptions) -> No
 
     Raises:
         VerificationError: A clip has other bits than diffusers gives.
-        RequestError: The words are not one configuration, or its fields contradict each other.
+        RequestError: Not exactly one configuration is named, or its fields contradict each other.
     """
     names, overrides = _split_words(options.words or [])
     if options.compare is not None:
@@ -148,7 +148,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
 
 
 def _range(low: float, high: float) -> str:
-    """Return a range of ratios as text, short enough for a row of 80 characters."""
+    """Return a range of ratios as text, short enough for a table of 80 columns."""
     bounds = (f"{bound:.3g}" if 0.01 <= bound < 100 else f"{bound:.0e}" for bound in (low, high))
     return "..".join(bounds)
 
@@ -166,7 +166,7 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _names_in_configuration() -> dict[str, str]:
-    """Return how overrides name the fields of a pipeline's configuration, by field."""
+    """Return the overrides that set the fields of a pipeline's configuration, by field."""
     from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}
@@ -210,14 +210,14 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
 
 
 def show_summary(console: Console, summary: dict[str, Any]) -> None:
-    """Print the figures of each case, speed-ups, limits, and whether bits agree.
+    """Print the metrics of each case, speed-ups, limits, and whether bits agree.
 
     Args:
         console: Console of the command.
         summary: Content of `summary.json`.
     """
     cases, limits = summary["cases"], summary["limits"]
-    console.result("figures: geometric means over rounds; of shares the mean, of GiB the largest")
+    console.result("metrics: geometric means over rounds; of shares the mean, of GiB the largest")
     shown = {
         "figure": {
             name: {case: cases[case]["over_rounds"].get(name) for case in cases}

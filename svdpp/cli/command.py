@@ -1,4 +1,4 @@
-"""Commands of option groups: frozen dataclasses whose fields are annotated with Typer's options."""
+"""Commands made from option groups: frozen dataclasses whose fields are options of Typer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from svdpp.cli.options.declare import (
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world, was_launched
 
-# The annotation for the launcher's world.
+# Annotation of the parameter that gets the launcher's world.
 _LAUNCHED = World | None
-# An empty prompt is one.
+# Options whose value may be empty.
 _MAY_BE_EMPTY = ("prompt", "negative_prompt")
 
 
@@ -39,7 +39,7 @@ def _show_full_help(context: typer.Context, wanted: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options that every command has; its `Console` follows them."""
+    """Options that every command has, which configure its `Console`."""
 
     as_json: Annotated[
         bool, flag("--json", panel=DIAGNOSTICS, help="Print results and errors as JSON.")
@@ -66,11 +66,11 @@ class CommonOptions:
 
 
 def command_settings(*examples: str, **settings: Any) -> dict[str, Any]:
-    """Return the arguments of Typer's `command` for a command with these examples.
+    """Return arguments of `typer.Typer.command` for a command with these examples.
 
     Args:
         examples: Command lines for the end of the help, each of which works.
-        settings: Further settings of its context.
+        settings: Further settings of the command's context.
     """
     return {
         "cls": LazyOptionCommand,
@@ -84,19 +84,20 @@ def command_settings(*examples: str, **settings: Any) -> dict[str, Any]:
 
 
 def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function of option groups a command: Typer sees the fields instead of the groups.
+    """Turn a function that takes option groups into a command that takes their fields as options.
 
-    A field without an annotation of Typer is no option and keeps its default, so a command leaves
-    an option out, or gives it another default or help, by a subclass that declares it again. A
-    field of `options_field` collects those of its options that are given.
+    A field without an annotation of Typer is not an option and keeps its default. A command can
+    therefore drop an option, or change its default or help, by a subclass of the group that
+    declares the field again. A field made by `options_field` collects the given ones of several
+    options.
 
     Args:
-        function: Takes option groups (frozen dataclasses), `Console`, `typer.Context` and the
-            launcher's world, `World | None`, each by its annotation. Its docstring up to the first
-            section is the help.
+        function: Function whose parameters are option groups (frozen dataclasses), `Console`,
+            `typer.Context`, or the launcher's world (`World | None`), by their annotations. Its
+            docstring, up to the first section, is the help.
 
     Returns:
-        The function for `typer.Typer.command`. It answers errors, and ends with their exit codes.
+        Function for `typer.Typer.command`, which reports errors and exits with their codes.
     """
     hints = {**get_type_hints(function), "common": CommonOptions}
     groups = {
@@ -133,20 +134,20 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names_of_fields(context: typer.Context) -> dict[str, str]:
-    """Return the option for each field of a configuration, as the user typed it if it is given."""
+    """Return the option of each field that errors name, as the user typed it if it was given."""
     typed = {name: as_typed for names, as_typed in _typed_options(context) for name in names}
     options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
     return {field: typed.get(option, option) for field, option in options.items()}
 
 
 def typed_options(context: typer.Context) -> dict[str, str]:
-    """Return the options on the command line as the user typed them.
+    """Return the options on the command line, as the user typed them.
 
     Args:
         context: Context of the command.
 
     Returns:
-        Names such as `--world` for `--gpus`, by field.
+        Typed names, such as `--world` for `--gpus`, by the name of the parameter.
     """
     by_name = {name: typed for names, typed in _typed_options(context) for name in names}
     return {
@@ -157,17 +158,17 @@ def typed_options(context: typer.Context) -> dict[str, str]:
 
 
 def show_all_options(command: Any) -> None:
-    """Let the help and shells show all options of a command.
+    """Make the help and completion show all options of a command.
 
     Args:
-        command: Made by Typer.
+        command: Command of Typer.
     """
     for parameter in command.params:
         parameter.hidden = False
 
 
 def _option_parameters(group: Any) -> list[inspect.Parameter]:
-    """Return the fields of `group` that are options or arguments, as keyword parameters."""
+    """Return the options and arguments of `group` as keyword parameters."""
     hints = get_type_hints(group, include_extras=True)
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     parameters = []
@@ -186,13 +187,13 @@ def _option_parameters(group: Any) -> list[inspect.Parameter]:
 
 
 def _position(parameter: inspect.Parameter) -> int:
-    """Return the position of a parameter's panel in the help; arguments come first."""
+    """Return the index of a parameter's panel in the help; -1 for arguments, which come first."""
     panel = get_args(parameter.annotation)[1].rich_help_panel
     return PANELS.index(panel) if panel in PANELS else -1
 
 
 def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
-    """Return the group with its fields among `values`; the others keep their defaults."""
+    """Return the group with those of its fields that `values` has; others keep their defaults."""
     given = {each.name: values[each.name] for each in fields(group) if each.name in values}
     for each in fields(group):
         if options := collected_options(each):
@@ -201,7 +202,7 @@ def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _typed_options(context: typer.Context) -> list[tuple[list[str], str]]:
-    """Return all names of each option on the command line, and the one that was typed."""
+    """Return (all names, typed name) of each option on the command line."""
     words = [word.partition("=")[0] for word in context.obj or ()]
     found = []
     for one in context.command.params:
@@ -214,13 +215,16 @@ def _typed_options(context: typer.Context) -> list[tuple[list[str], str]]:
 
 
 def _available_options(context: typer.Context) -> set[str]:
-    """Return the options that the user can give; a launcher decides the number of ranks."""
+    """Return the names of the options that hints may propose.
+
+    Those for the number of ranks are left out if a launcher decides it.
+    """
     names = {name for one in context.command.params for name in with_aliases(one.opts)}
     return names - {"--gpus", "--world"} if was_launched() else names
 
 
 def _reject_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
-    """Refuse empty texts, which a shell makes of a variable that is not set."""
+    """Check that no option is empty, as a shell makes it from a variable that is not set."""
     for one in context.command.params:
         if values.get(str(one.name)) == "" and one.name not in _MAY_BE_EMPTY:
             raise RequestError(
@@ -231,7 +235,7 @@ def _reject_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
 
 
 def _unwrap(text: str) -> str:
-    """Return the paragraphs before the sections, each in one line: rich folds them."""
+    """Return the paragraphs before the first section, each in one line, which rich will fold."""
     prose = re.split(r"\n\n(?:Args|Raises):\n", inspect.cleandoc(text))[0]
     paragraphs = prose.split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)

@@ -1,7 +1,7 @@
-"""Printing: results to stdout, remarks to stderr. Nothing else in the program prints.
+"""Output of commands: results to stdout, remarks and errors to stderr.
 
-All output is redacted except result lines, which show paths as the user typed them. No control
-character in a name reaches a terminal.
+No other module prints. All output is redacted, except lines of results, which show paths as the
+user typed them. Control characters in names never reach a terminal.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from svdpp.errors import (
 if TYPE_CHECKING:
     from svdpp.plan.forecast import Span
 
-# Characters of the widest table.
+# Width of the widest table, in characters.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
-#: Most rows of a table that are still readable.
+#: Most rows of a table that are printed.
 MAX_ROWS = 100
 
 
 class Stdout(RichConsole):
-    """rich's console for stdout, which ends the command if nobody reads any more."""
+    """Console of rich for stdout, which ends the command if the reader has ended."""
 
     def on_broken_pipe(self) -> None:
         """End the command; see `RichConsole`.
 
         Raises:
-            typer.Exit: With the exit code of SIGPIPE.
+            typer.Exit: Always, with the exit code of SIGPIPE.
         """
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(128 + signal.SIGPIPE)
 
 
 class _Stderr(RichConsole):
-    """rich's console for stderr; a run goes on if nobody reads its remarks."""
+    """Console of rich for stderr; the command goes on if the reader has ended."""
 
     def on_broken_pipe(self) -> None:
         """Drop further remarks; see `RichConsole`."""
@@ -69,13 +69,13 @@ class _Stderr(RichConsole):
 
 
 class Console:
-    """Both streams of a command: results to stdout, remarks and errors to stderr.
+    """Output of a command: results to stdout, remarks and errors to stderr.
 
     Args:
         as_json: Whether stdout gets only JSON.
         quiet: Whether stderr gets only errors.
-        names: Options as the user typed them, by the fields that errors name; None: the usual ones.
-        options: Options that the command has, which hints may name; None: any.
+        names: Options as the user typed them, by the fields that errors name; None: usual names.
+        options: Options of the command, which hints may propose; None: all options.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Console:
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
-        """Print a line or table of the result; nothing with `--json`.
+        """Print a line or table of the result, unless `--json` is given.
 
         Args:
             text: Text that is shown as it is, with paths as the user typed them.
@@ -105,21 +105,21 @@ class Console:
             self.out.print(printable(str(text)) if is_shown else text, markup=False)
 
     def prose(self, text: str, indent: str = "") -> None:
-        """Print sentences of the result, folded on a terminal.
+        """Print a paragraph of the result, folded on a terminal.
 
         Args:
             text: Paragraph of any length.
-            indent: Beginning of the folded lines after the first.
+            indent: Indentation of the lines after the first.
         """
         width = self.out.width if self.out.is_terminal else _WIDEST
         how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
         self.result(textwrap.fill(text, width, subsequent_indent=indent, **how))
 
     def json(self, value: Any) -> None:
-        """Print the whole result as JSON, with `--json`; call it once.
+        """Print the whole result as JSON if `--json` is given. Called once.
 
         Args:
-            value: Plain values; secrets in them are redacted.
+            value: Plain values, in which secrets are redacted.
         """
         if not self.as_json:
             return
@@ -131,16 +131,16 @@ class Console:
             self.out.on_broken_pipe()
 
     def report(self, value: Mapping[str, Any]) -> None:
-        """Print the whole result: with `--json` as JSON, else the same as lines and tables.
+        """Print the whole result: as JSON with `--json`, else as lines and tables.
 
         Args:
-            value: Values by name, whose unit is the end of the name, such as `_seconds`.
+            value: Values by name. A name ends with the unit of its value, such as `_seconds`.
         """
         self.json(value)
         self.show(value)
 
     def show(self, value: Mapping[str, Any]) -> None:
-        """Print a part of the result as lines and tables; nothing with `--json`.
+        """Print a part of the result as lines and tables, unless `--json` is given.
 
         Args:
             value: Values by name, as for `report`.
@@ -167,20 +167,20 @@ class Console:
         self.table([{_label(key): _cell(key, row[key]) for key in row} for row in rows])
 
     def info(self, *texts: str) -> None:
-        """Print remarks, folded on a terminal unless they contain a command.
+        """Print remarks. On a terminal they are folded, unless they contain a command.
 
         Args:
-            texts: Lines; empty ones are left out.
+            texts: Remarks; empty ones are skipped.
         """
         for text in () if self.quiet else filter(None, texts):
             folds = self.err.is_terminal and not _COMMAND.search(text)
             self.err.print(_sanitize(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Print the first `MAX_ROWS` rows of a table; numbers are aligned to the right.
+        """Print the first `MAX_ROWS` rows of a table; columns of numbers are aligned to the right.
 
         Args:
-            rows: Cells by column; all rows have the same columns.
+            rows: Cells of each row by column; all rows have the same columns.
         """
         table = Table(box=None, pad_edge=False, header_style="bold")
         shown = rows[:MAX_ROWS]
@@ -189,16 +189,18 @@ class Console:
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         for row in shown:
             table.add_row(*map(one_line, row.values()))
-        if not self.as_json:  # a terminal folds lines; rich would cut numbers
+        if (
+            not self.as_json
+        ):  # as wide as needed: a terminal folds lines, but rich would cut numbers
             Stdout(highlight=False, width=_WIDEST).print(table)
         if len(rows) > MAX_ROWS:
             self.result(f"... and {len(rows) - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
-        """Print a rank x time picture as wide as the terminal.
+        """Print a picture of the ranks' work over time, as wide as the terminal.
 
         Args:
-            spans: Actions of each rank with their begin and end.
+            spans: Work of all ranks.
             world_size: Number of ranks.
         """
         from svdpp.plan.forecast import draw_grid
@@ -208,11 +210,11 @@ class Console:
             self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """Print an error in one sentence, with its hint and grid; with `--json` also as JSON.
+        """Print an error with its hint and grid; with `--json` also as JSON.
 
         Args:
-            error: Error to show; one that is not of svdpp is called unexpected.
-            debug: Whether to print the traceback, too.
+            error: Error to print. One that svdpp does not define is called unexpected.
+            debug: Whether to print the traceback too.
         """
         if isinstance(error, RankError) and error.grid:
             self.err.print(error.grid, markup=False)
@@ -229,7 +231,7 @@ class Console:
         self.err.print(Text.assemble(("error: ", "bold red"), _sanitize(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), _sanitize(hint)))
-        if self.as_json and not self._has_printed_json:  # by a result that names the error
+        if self.as_json and not self._has_printed_json:  # a result that was printed has the error
             record = {
                 "type": error_to_dict(error)["type"] or type(error).__name__,
                 "exit_code": exit_code_of(error),
@@ -239,7 +241,7 @@ class Console:
             self.json({"schema_version": 1, "error": record})
 
     def hint(self, text: str) -> str:
-        """Return a hint without proposals that need options which the command lacks.
+        """Return a hint without the proposals of options that the command lacks.
 
         Args:
             text: Proposals, separated by commas, semicolons or "or".
@@ -248,16 +250,16 @@ class Console:
         return text if self._options is None else keep_available(text, self._options)
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Give fields other names in errors, and let hints name only those.
+        """Replace the names of fields in errors; hints then propose only these.
 
         Args:
-            names: Names for the user, by the fields that errors name.
+            names: Names that the user knows, by the fields that errors name.
         """
         self._names = dict(names)
         self._options = {*names.values()}
 
     def write_fields(self, text: str) -> str:
-        """Return a message with options in place of the fields that it names.
+        """Return a message in which fields are replaced by their options.
 
         Args:
             text: Text with fields in backticks.
@@ -265,7 +267,7 @@ class Console:
         return write_fields(text, option_names() | self._names)
 
     def error_record(self, error: BaseException) -> dict[str, Any]:
-        """Return an error for the JSON of a result, as `error_to_dict` with names of options.
+        """Return an error for the JSON of a result, in which fields are replaced by their options.
 
         Args:
             error: Error of a clip or an input.
@@ -289,14 +291,14 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def _label(name: str) -> str:
-    """A name of the JSON without its unit, which its value shows."""
+    """Return a name of the JSON as a label, without the unit, which the value shows."""
     for unit in ("_bytes", "_seconds", "_gib"):
         name = name.removesuffix(unit)
     return name.replace("_", " ") if name.islower() else name
 
 
 def _cell(name: str, value: Any) -> str:
-    """A value of the JSON as text."""
+    """Return a value of the JSON as text, with its unit."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
@@ -309,5 +311,9 @@ def _cell(name: str, value: Any) -> str:
         return f"{value:.0%}"
     if name.endswith("_bytes"):
         return f"{value / 2**30:.2f} GiB" if value >= 2**23 else f"{value / 2**10:.1f} KiB"
-    unit = " s" if name.endswith("_seconds") else " GiB" if name.endswith("_gib") else ""
+    unit = ""
+    if name.endswith("_seconds"):
+        unit = " s"
+    elif name.endswith("_gib"):
+        unit = " GiB"
     return f"{value:.4g}{unit}" if isinstance(value, float) else f"{value}{unit}"

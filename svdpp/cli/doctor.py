@@ -1,4 +1,4 @@
-"""`svdpp doctor` checks what a run needs."""
+"""`svdpp doctor`: checks what a run needs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(WithoutAppearance, WithoutLayout):
-    """Model, size, devices and folder that are checked."""
+    """Options of the run that is checked: model, size, devices and folder."""
 
     model: ModelName = DEMO_MODEL
     out: Annotated[Path, out_option("Output folder to check, out by default.")] = Path("out")
 
-    # The checks depend on none of these.
+    # Not options, because the checks do not depend on them.
     timeout: float = 600.0
     start_timeout: float = 600.0
     checksum: bool = False
@@ -86,16 +86,16 @@ def doctor(
 
 
 def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    # Nothing is downloaded.
+    # Without downloads, and with shorter timeouts than a run.
     options = replace(options, local_files_only=True, timeout=120.0, start_timeout=120.0)
     readable, from_image = options, True
     try:
         from_image = options.needs_image
-    except ModelError:  # one of the checks will say so
+    except ModelError:  # the check of the model will report it
         readable = replace(options, model=DEMO_MODEL, as_family=None)
     request = readable.request(
         launched=launched,
-        device=options.device_name(any_on_cpu=True),  # also on a machine without GPUs
+        device=options.device_name(any_on_cpu=True),  # a machine without GPUs is checked too
         from_image=from_image,
     )
     config = request.with_one_step_per_rank().resolve()[0]

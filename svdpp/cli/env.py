@@ -1,4 +1,4 @@
-"""`svdpp env` shows what results depend on."""
+"""`svdpp env`: shows versions, devices and settings on which results depend."""
 
 from __future__ import annotations
 

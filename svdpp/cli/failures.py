@@ -1,4 +1,4 @@
-"""Ends of a command: errors and signals become a sentence or JSON, and an exit code."""
+"""Failures of a command: errors and signals become a sentence or JSON, and an exit code."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from svdpp.launch import process_lifetime
 from svdpp.launch.start_deadline import end_fork_server, limit_error
 from svdpp.launch.world import find_world, is_secondary_rank, was_launched
 
-# Typer converts values by pydantic, in whose words it reports wrong ones.
+# Replacements in messages of pydantic, by which Typer converts values.
 _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
-# Options and values for automatic mixed precision, which other programs have.
+# Messages about options and values for automatic mixed precision, as other programs have them.
 _AMP = r"no such option: --(?:amp|autocast)\b|'(?:amp|autocast)' is not one of 'fp32'"
-# Rank 0 may have failed with the same error before it could listen.
+# Seconds to reach rank 0, which may have failed with the same error before it could listen.
 _REPORT_SECONDS = 30.0
 
 
 def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """Report a command line that Typer refuses.
+    """Report a command line that Typer rejects.
 
     Args:
         error: Error that Typer raised.
         arguments: Command line after the program's name.
 
     Returns:
-        The exit code, 2.
+        Exit code, 2.
     """
-    # Of Typer's usage errors only their base class is public.
+    # Attributes are read by name, because only the base class of Typer's usage errors is public.
     context: Any = getattr(error, "ctx", None)
     sentence = error.format_message().strip().rstrip(".")
     for words, ours in _PYDANTIC.items():
         sentence = sentence.replace(words, ours)
-    # Typer does not say where a value is missing.
+    # Without a context, the hint names the command by the command line.
     path = " ".join(["svdpp", *arguments[:1]]) if context is None else context.command_path
     hint = f"{path} --help shows its usage"
     if (word := getattr(error, "option_name", None)) and sentence.startswith("No such option"):
@@ -68,14 +68,14 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
 
 @contextlib.contextmanager
 def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
-    """Report signals and errors of the block in one sentence.
+    """Report an error or signal of the block, and exit with its code.
 
     Args:
         console: Console of the command.
-        debug: Whether to print tracebacks, too.
+        debug: Whether to print tracebacks too.
 
     Raises:
-        typer.Exit: With the error's exit code.
+        typer.Exit: The block raised an error, or a signal came; it has the exit code.
     """
     previous = process_lifetime.handle_signals(_interrupt)
     try:
@@ -85,13 +85,13 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
     except (Interrupted, Exception) as raised:
         is_ours = isinstance(raised, (Interrupted, SvdppError))
         error = raised if is_ours else limit_error(raised) or raised
-        # A launcher signals its other ranks when one fails: in the middle of what follows.
+        # A launcher signals its other ranks when one fails, which must not interrupt the report.
         signals: list[int] = []
         process_lifetime.handle_signals(
             (lambda number, _: signals.append(number)) if was_launched() else exit_immediately
         )
         if isinstance(error, Interrupted):
-            previous = {}  # also for a second signal until the process ends
+            previous = {}  # keep the handler, for a second signal until the process ends
         if debug or not _is_reported_elsewhere(error, signals):
             console.error(error, debug=debug)
         raise typer.Exit(exit_code_of(error)) from raised
@@ -101,14 +101,14 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
 
 
 def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
-    """Whether another rank reports `error` or the cause of it, or nobody needs to.
+    """Whether another rank reports `error`, or an error of which it is a consequence.
 
-    A rank that cannot start sends its error to rank 0.
+    If this rank cannot start, its error is sent to rank 0, which reports it.
 
     Args:
         error: Error that ended this rank.
-        signals: Those since the error. If there is one and rank 0 is gone, it has reported an
-            error: usually the same one, as all ranks have the same command line.
+        signals: Signals since the error. If there is one and rank 0 has ended, rank 0 has reported
+            an error, usually the same one, because all ranks have the same command line.
     """
     try:
         launched = find_world()
@@ -125,13 +125,13 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """End the run in order at the first signal, and at once at the second."""
+    """Raise `Interrupted` at the first signal, and let a second one exit immediately."""
     process_lifetime.handle_signals(exit_immediately)
     raise Interrupted(number)
 
 
 def exit_immediately(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
-    """End the process silently as by a signal; its ranks notice and end, too.
+    """Exit silently, with the exit code of a signal. The ranks notice and end too.
 
     Args:
         number: Number of the signal.

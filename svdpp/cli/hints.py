@@ -1,29 +1,30 @@
-"""Hints of errors, without the options that the command lacks."""
+"""Hints of errors without proposals that the command cannot follow."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-# Options of other commands and programs, such as `svdpp plan --layout auto`.
+# Command lines, such as `svdpp plan --layout auto`, whose options are those of other programs.
 _COMMAND_LINE = re.compile(r"\b(?:svdpp|hf|docker|pip|torchrun|srun) [^,;()]*")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z.-]*[a-z]")
-# Between proposals. A relative clause belongs to the proposal before it.
+# Separators of proposals. A relative clause belongs to the proposal before it.
 _BETWEEN = re.compile(r"(; |, or |, and | or |, (?!which ))")
-# Begins several proposals: "use --steps 21 or --gpus 3".
+# Verb that several proposals can share, as in "use --steps 21 or --gpus 3".
 _VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")
 
 
 def keep_available(hint: str, options: Collection[str]) -> str:
-    """Return `hint` without the proposals that need other options.
+    """Return `hint` without the proposals of other options than those given.
 
     Args:
         hint: Proposals, separated by commas, semicolons or "or", such as "use --steps 21, or --gpus
             3".
-        options: Names that the hint may keep; those behind the name of a program always stay.
+        options: Names of options that may be proposed. Options within a command line are always
+            kept.
 
     Returns:
-        The hint; empty if no proposal is left.
+        Hint; empty if no proposal is left.
     """
     lines: list[str] = []
 

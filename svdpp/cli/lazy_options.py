@@ -1,7 +1,7 @@
-"""Faster Typer commands, which convert only the options on the command line.
+"""Faster commands of Typer, which parse only the options that are given.
 
-Typer 0.29 makes a pydantic model of each option that it parses, also of those that keep their
-default. That takes light commands longer than all the rest.
+Typer 0.29 makes a pydantic model of each option that it parses, even if the option keeps its
+default. In light commands this would take longer than all the rest.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
     Args:
         context: Context of the command.
-        wanted: Whether the option was given.
+        wanted: Whether the help was requested.
 
     Raises:
-        typer.Exit: After the help.
+        typer.Exit: The help was printed.
     """
     if wanted:
         typer.echo(context.get_help())
@@ -34,7 +34,7 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 def help_option() -> Any:
-    """Return the option `--help`; Typer's own would be converted in every command."""
+    """Return the option `--help`, instead of Typer's, which would be parsed in every command."""
     return flag(
         "--help",
         "-h",
@@ -47,17 +47,17 @@ def help_option() -> Any:
 
 
 class LazyOptionGroup(TyperGroup):
-    """A group whose options are converted only if they are given."""
+    """Group of commands whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the options of the program; see `TyperGroup`.
+        """Parse the given options of the program; see `TyperGroup`.
 
         Args:
             ctx: Context of the program.
             args: Command line after the program's name.
 
         Returns:
-            The words from the command's name on.
+            Rest of the command line, which begins with the command's name.
         """
         all_params = self.params
         self.params = [*_options_to_parse(all_params, args[:1], ctx)]
@@ -68,17 +68,17 @@ class LazyOptionGroup(TyperGroup):
 
 
 class LazyOptionCommand(TyperCommand):
-    """A command whose options are converted only if they are given."""
+    """Command whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the options that the command line has; see `TyperCommand`.
+        """Parse the given options of the command; see `TyperCommand`.
 
         Args:
             ctx: Context of the command.
             args: Command line after the command's name.
 
         Returns:
-            The words that no parameter took.
+            Words that belong to no parameter.
         """
         all_params = self.params
         self.params = [*_options_to_parse(all_params, args, ctx)]
@@ -91,10 +91,10 @@ class LazyOptionCommand(TyperCommand):
 def _options_to_parse(
     all_params: Sequence[Any], words: list[str], context: typer.Context
 ) -> Iterator[Any]:
-    """Yield the parameters to parse: arguments, and options with a value from the user."""
+    """Yield arguments, and options that the command line or a variable gives."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
-    # Such as -o, -ofile and -vq.
+    # Short options can be written as -o, -ofile and -vq.
     has_short = any(word[:1] == "-" and word[:2] != "--" for word in words)
     for one in all_params:
         is_short = any(name[:2] != "--" for name in one.opts)

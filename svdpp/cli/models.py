@@ -1,4 +1,4 @@
-"""`svdpp models`: the families of models, and what one of them, or one checkpoint, takes."""
+"""`svdpp models`: lists families of models, and shows what a family or checkpoint takes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.config.families.registry import FAMILY_SPECS
 
     spec, sampling = FAMILY_SPECS[family], SAMPLING_CLASSES[family]()
-    # A checkpoint's own pipeline decides, unless the family only borrows it.
+    # `--family` is needed only if the checkpoint's own pipeline belongs to another family.
     as_family = f" --family {family}" if spec.aliases else ""
     remark = f", {spec.example_remark}" if spec.example_remark else ""
     classes = {"text": spec.text_pipeline, _visual(sampling): spec.image_pipeline}
@@ -113,7 +113,7 @@ def describe(family: str) -> dict[str, Any]:
 
 
 def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
-    """Return the parameters' values as defaults, and the limits of those of the family alone."""
+    """Return the values as defaults, and the ranges of parameters that only the family has."""
     return {
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
@@ -133,7 +133,7 @@ def _visual(sampling: SamplingConfig) -> str:
 
 
 def _describe_checkpoint(name: str) -> dict[str, Any]:
-    """The family of a checkpoint, as this one has it."""
+    """Return the description of a checkpoint's family, changed to what the checkpoint takes."""
     from svdpp.models.checkpoint import find_checkpoint
 
     try:
@@ -149,7 +149,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         name, checkpoint.family, {}, from_image=checkpoint.image_use == "needed"
     ).with_model_defaults(model_frames=checkpoint.model_frames)
     about = {**describe(checkpoint.family), **_describe_parameters(sampling)}
-    # The checkpoint may have another license.
+    # These describe the family's example, and the license of the checkpoint may differ.
     for of_example in ("example", "options", "license"):
         del about[of_example]
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())

@@ -1,10 +1,10 @@
-"""Options that belong to the fields that errors name."""
+"""Names of options by the fields of configurations, which errors name."""
 
 from __future__ import annotations
 
 from functools import cache
 
-#: Options whose names are not those of their fields in configurations.
+#: Names of options that differ from their fields in configurations, by field.
 OPTION_OF_FIELD = {
     "world_size": "gpus",
     "num_threads": "threads",
@@ -16,7 +16,7 @@ OPTION_OF_FIELD = {
     "loras": "lora",
     "dummy_latent_shape": "latent-shape",
 }
-#: Fields of options that no configuration has, and that errors name.
+#: Names of options that errors name, and that are not fields of a configuration.
 _FIELDS_OF_OPTIONS = (
     *("layout", "hosts", "clips", "prompts", "video", "max_megapixels", "peak_tflops", "debug"),
     *("out", "name", "overwrite", "resume", "latents_dir", "grace", "lease"),

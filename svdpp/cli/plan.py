@@ -1,4 +1,4 @@
-"""`svdpp plan`: which rank does what, when, and for how long; imports no torch."""
+"""`svdpp plan`: shows which rank does what, when, and for how long. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from svdpp.plan.forecast import forecast_layout, simulate_schedule, steady_secon
 from svdpp.plan.layout import Layout, check_chunks
 from svdpp.plan.split import EXPERTS, MAX_RANKS
 
-#: Of the JSON of `svdpp plan`.
+#: Version of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
 
-# Visits of clips at ranks: about a second of drawing.
+# Most visits of clips at ranks that are drawn, which takes about a second.
 _MAX_DRAWN = 50_000
 _MAX_CUTS = 16
 _COMPARISON_COLUMNS = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
 
-#: The fields of `CostModel` that options give.
+#: Fields of `CostModel` that have an option.
 _TIME_FIELDS = (
     *("step_seconds", "encode_seconds", "decode_seconds", "transfer_seconds"),
     "inter_host_transfer_seconds",
 )
 _DEFAULT_WORLD = 4
-# Devices of NVIDIA's driver, on Linux and under WSL.
+# Device files of NVIDIA's driver, on Linux and under WSL.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _CLIPS_PER_RANK = 2
-# Enough clips for the start and end of the run to matter little.
+# Number of clips for each rank with which the start and end of a run matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 
 
@@ -59,7 +59,7 @@ def _seconds(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
-    """Options of the pipeline, and what to forecast; times replace those of `--costs`."""
+    """Options of the pipeline and of the forecast. Given times replace those of `--costs`."""
 
     world: Annotated[int | None, gpus_option("all GPUs, or 4")] = None
     clips: Annotated[
@@ -129,7 +129,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         ),
     ] = None
 
-    # No plan depends on these, so they are no options.
+    # No plan depends on these fields, so they are not options.
     threads: int | None = None
     timeout: float = 600.0
     start_timeout: float = 600.0
@@ -163,7 +163,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
             world_size: Number of ranks.
 
         Raises:
-            RequestError: The numbers are not one, or one for each rank.
+            RequestError: The list does not have one number, or one for each rank.
         """
         sizes_text = self.device_memory
         if sizes_text is None:
@@ -182,11 +182,11 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return sizes if len(sizes) == world_size else sizes * world_size
 
     def world_and_per_host(self) -> tuple[int | None, int | None]:
-        """Return the number of ranks, and of ranks on each host.
+        """Return the number of ranks, and the number of ranks on each host.
 
         Returns:
-            None as the first if neither `--gpus` nor `--hosts` gives it, as the second without
-            `--hosts`.
+            Number of ranks, None if neither `--gpus` nor `--hosts` is given; and number of ranks on
+            each host, None without `--hosts`.
 
         Raises:
             RequestError: `--hosts` is not HOSTSxRANKS, or disagrees with `--gpus`.
@@ -211,10 +211,10 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> CostModel:
-        """Return the costs with the given seconds, and with `--memory` the memory of the parts.
+        """Return the costs, with the given times, and with `--memory` the memory of the parts.
 
         Args:
-            ranks_per_host: None: all ranks are on one host.
+            ranks_per_host: Number of ranks on each host; None: all ranks are on one host.
 
         Raises:
             RequestError: A time is out of range.
@@ -294,12 +294,12 @@ def plan(
 
 
 def _default_world() -> int:
-    """Return the number of GPUs that `svdpp run` would use, or on a machine without any 4."""
+    """Return the number of GPUs that `svdpp run` would use; 4 on a machine without GPUs."""
     if not any(map(os.path.exists, _DRIVERS)):
-        return _DEFAULT_WORLD  # without importing NVML
+        return _DEFAULT_WORLD  # known without importing NVML
     from svdpp.launch.gpus import visible_gpus
 
-    with contextlib.suppress(RequestError):  # `run` says why it cannot use them
+    with contextlib.suppress(RequestError):  # `run` reports why it cannot use the GPUs
         return len(visible_gpus()) or _DEFAULT_WORLD
     return _DEFAULT_WORLD
 
@@ -316,12 +316,12 @@ def _check_contradictions(context: typer.Context, options: PlanOptions) -> None:
 
 
 def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason: str = "") -> None:
-    """Print the ranks of a layout, its picture and forecast.
+    """Print the ranks of a layout, a picture of their work, and the forecast.
 
     Args:
         console: Console of the command.
         config: Configuration with the layout.
-        num_clips: Clips of the forecast.
+        num_clips: Number of clips of the forecast.
         reason: Reason for which `auto` chose this layout; "" if the user gave the layout.
     """
     layout, data_parallel = config.layout, config.data_parallel().layout
@@ -348,7 +348,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     )
     if console.as_json:
         return
-    # Replicas that are alike are shown once.
+    # Of replicas that are alike only the first is shown.
     shown = layout.replica_ranks[0] if layout.replicas_are_alike else range(layout.world_size)
     console.show({"ranks": [ranks[rank] for rank in shown]})
     if len(shown) < layout.world_size:
@@ -381,7 +381,7 @@ def _rank_json(layout: Layout, rank: int) -> dict[str, Any]:
 
 
 def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
-    """Print the rank x time grid, of the first clips if there are many."""
+    """Print a picture of the ranks' work over time; if there are many clips, of the first ones."""
     if layout.world_size > MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
@@ -393,7 +393,7 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
 
 
 def _layout_json(layout: Layout) -> dict[str, Any]:
-    """The properties of a layout, for JSON; those of experts only if the model has two."""
+    """Return the properties of a layout for JSON; those of experts only if the model has two."""
     facts = {"description": str(layout), **layout.parallel.to_json()}
     if layout.expert_boundary is not None:
         facts["expert_boundary"] = layout.expert_boundary
@@ -424,7 +424,7 @@ def _print_forecasts(
 
 
 def _extrapolation(rows: Sequence[LayoutForecast]) -> str:
-    """Return the remark on clips that no forecast computed; empty if there are none."""
+    """Return the remark about clips that a forecast has not computed; empty if it computed all."""
     forecasts = [row.forecast for row in rows if row.forecast is not None]
     computed = min((each.computed_clips for each in forecasts), default=0)
     if all(each.computed_clips == each.clips for each in forecasts):

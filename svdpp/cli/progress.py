@@ -1,4 +1,4 @@
-"""Progress of clips, as a display or as plain lines, and the log of the ranks' events."""
+"""Progress display of clips, log of the ranks' events, and the settings of the log."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
     from svdpp.driver.pipeline import Pipeline
 
-# Without a live picture, a line this often shows that the run goes on.
+# Seconds between lines that show that the run goes on, if there is no live display.
 _LINE_SECONDS = 60.0
-# A log of a server that runs for months: at most this size, and so many older ones beside it.
+# Largest size of a log file, and number of older ones that are kept: a server runs for months.
 _FILE_BYTES = 50_000_000
 _OLD_FILES = 4
 _FORMAT = "{time:HH:mm:ss.SSS} {level: <7} rank {extra[rank]} {message}"
-# All ranks report a disk that is full; one warning is enough.
+# Seconds between warnings about latent checkpoints, because all ranks report a full disk.
 _WARNING_SECONDS = 3600.0
 # Level of sends and receives, between INFO and DEBUG.
 _TRANSFER = "PACKET"
@@ -62,14 +62,18 @@ _ACTION_LABELS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH:
 
 
 class Progress(Bars):
-    """A context manager that is also an observer of a pipeline's events.
+    """Progress display: a context manager, and an observer of a pipeline's events.
 
     Args:
-        schedule: Actions of all `num_clips`, or of the first ones, to forecast the time left.
-        labels: Names of the clips by index, such as their images.
-        costs: Costs until others are measured; unmeasured ones keep their ratio to a step.
-        ranks: Whether each rank has a line; else one line changes rarely, and clips are only
-            counted.
+        console: Console of the command.
+        title: First word of the lines, such as `run`.
+        schedule: Actions of all `num_clips`, or of the first ones, for a forecast of the time left.
+        labels: Names of the clips by index, such as their images; empty: `clip 1` and so on.
+        num_clips: Number of all clips; None: those of `schedule`.
+        costs: Assumed costs until they are measured; costs that are not measured keep their ratio
+            to a step. None: a step takes 1, all else 0.
+        ranks: Whether each rank has a line, and each clip is announced. False: there is only a
+            summary.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Progress(Bars):
         self._next_line = self._started + _LINE_SECONDS
         is_live = console.err.is_terminal and not console.err.is_dumb_terminal
         state = Column(no_wrap=True, overflow="ellipsis")
-        super().__init__(  # it asks for what is to be shown
+        super().__init__(  # last, because it calls `get_renderables`
             TextColumn("{task.description}"),
             BarColumn(None, table_column=Column(ratio=1, max_width=20)),
             MofNCompleteColumn(),
@@ -119,7 +123,7 @@ class Progress(Bars):
             self.add_task(f"rank {rank}", total=total, state="starting")
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Take one event.
+        """Show an event of a rank.
 
         Args:
             rank: Rank that sent the event.
@@ -150,14 +154,14 @@ class Progress(Bars):
 
     @property
     def summary_line(self) -> str:
-        """Clips, time and rate in one line, for after the block."""
+        """Line for the end of the command: clips, time and rate."""
         seconds = (self._ended or time.monotonic()) - (self._first_work_at or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
         done = pluralize(self.num_done, "clip")
         return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the summary, then the ranks: rich cuts what is too high for the terminal."""
+        """Yield the summary first, then the ranks, which rich cuts if the terminal is too low."""
         yield Text(self._summary(), no_wrap=True, overflow="ellipsis")
         if self.tasks:
             yield self.make_tasks_table(self.tasks)
@@ -219,11 +223,11 @@ class Progress(Bars):
         return f"{self._title}: {self._counted}{self._lost}, {how}{about}"
 
     def _seconds_left(self, elapsed: float) -> float | None:
-        """The forecast's makespan at the costs known so far, less the time gone by."""
+        """Return the forecast seconds left, by the costs known so far; None if none are known."""
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
-            # A simulation of many clips takes a while, on cores that CPU ranks need.
+            # Forecasts take at most a fiftieth of the time, because CPU ranks need the cores.
             self._next_forecast = elapsed + max(1.0, 50 * (time.monotonic() - begun))
         return None if self._makespan is None else max(0.0, self._makespan - elapsed)
 
@@ -233,13 +237,13 @@ class Progress(Bars):
         costs = self._means.costs_like(self._costs)
         try:
             of = summarise(simulate_schedule(self._schedule, costs), len(self._schedule))
-        except (RequestError, ValueError):  # no transfer between hosts is timed yet
+        except (RequestError, ValueError):  # no transfer between hosts has been measured yet
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
-    """Return a name for each clip in the progress: its input, and the seed if there are several.
+    """Return a name for each clip: that of its input, and the seed if seeds differ.
 
     Args:
         requests: Requests of the clips.
@@ -267,24 +271,24 @@ def open_log(
     quiet: bool = False,
     warns: bool = False,
 ) -> None:
-    """Send records of the log to stderr, and more of them to a file.
+    """Configure the log: records for stderr, and more of them for a file.
 
     Args:
-        verbosity: 0 none, 1 ranks, transfers and clips, 2 also steps.
-        log_file: File for JSON lines; None: none.
-        write: Function that prints one record.
-        quiet: Whether even warnings are dropped.
-        warns: Whether warnings are printed at verbosity 0, too.
+        verbosity: Level for stderr: 0 none, 1 ranks, transfers and clips, 2 also steps.
+        log_file: Path of a file for JSON lines; None: none is written.
+        write: Function that prints a record to stderr.
+        quiet: Whether not even warnings are printed.
+        warns: Whether warnings are printed even at verbosity 0.
 
     Raises:
         OutputError: The file cannot be written.
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
-    # Tracebacks do not show the values of variables: some are URLs with passwords, or keys.
+    # `diagnose=False`: tracebacks must not show values of variables, such as keys and passwords.
 
     def sink(message: Message) -> None:
-        # The lines of a traceback are indented, so that no name looks like another record.
+        # Further lines are indented, so that a name with a line break cannot look like a record.
         write(str(message).rstrip("\n").replace("\n", "\n    "))
 
     if verbosity > 0 or (warns and not quiet):
@@ -297,9 +301,9 @@ def open_log(
 
 
 class _LogFile(RotatingFileHandler):
-    """The file; on a full disk loguru's own prints every record to stderr, this one warns once."""
+    """Log file that warns once if it cannot be written; loguru's would print every record."""
 
-    terminator = ""  # a serialized record ends its line itself
+    terminator = ""  # a serialized record has its own line break
 
     def __init__(self, path: Path, warn: Callable[[str], Any]) -> None:
         self._path, self._warn = path, warn
@@ -312,16 +316,16 @@ class _LogFile(RotatingFileHandler):
             raise OutputError(text, details={"path": str(path), "errno": error.errno}) from error
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text alone; it has the exception already."""
+        """Return only the text, which already includes the exception."""
         return record.getMessage()
 
     def close(self) -> None:
-        """Close the file, also where the rest cannot be written."""
-        with contextlib.suppress(OSError):  # it writes the rest, which may fail again
+        """Close the file, even if its buffer cannot be written."""
+        with contextlib.suppress(OSError):  # the disk may still be full
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002
-        """Say the first time why a record was not written.
+        """Print a warning the first time that a record cannot be written.
 
         Args:
             record: Record that is lost.
@@ -337,11 +341,11 @@ def _redact(record: Record) -> None:
 
 
 class EventLog:
-    """Log of a pipeline's events, one record each.
+    """Observer that logs each event of a pipeline.
 
     Args:
         layout: Layout with the steps of each rank.
-        name_of: Name of a clip by its index.
+        name_of: Function that returns the name of a clip, given its index.
     """
 
     def __init__(self, layout: Layout, name_of: Callable[[int], str] = "clip {}".format) -> None:
@@ -350,7 +354,7 @@ class EventLog:
         self._next_warning = 0.0
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Take one event.
+        """Log an event of a rank.
 
         Args:
             rank: Rank that sent the event.
@@ -381,7 +385,7 @@ class EventLog:
             case ClipDone():
                 log.info("{} is finished", clip)
             case PromptTruncated():
-                # Prompts are private: a log may have other readers than their authors.
+                # Without the text, because prompts are private and a log may have other readers.
                 log.warning(
                     "{}: the model does not read the last {} characters of its prompt",
                     *(clip, len(event.text)),
@@ -399,15 +403,15 @@ class EventLog:
 
 
 def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
-    """Work as another rank of a launcher; rank 0 logs for all ranks of its own host.
+    """Run a rank other than 0 that a launcher has started.
 
     Args:
         pipeline: Pipeline of this rank.
         world: World that the launcher gives this process.
-        console: Prints the end of the run, once on each host.
+        console: Console that prints the end of the run, once on each host.
     """
     log = logger.bind(rank=world.rank)
-    if not world.on_first_host:
+    if not world.on_first_host:  # rank 0 logs the events of all ranks on its own host
         pipeline.observe(EventLog(pipeline.config.layout))
 
     def say(sentence: str, is_loud: bool) -> None:

@@ -51,14 +51,14 @@ if TYPE_CHECKING:
     from svdpp.driver.run_plan import PlannedClip, RunPlan
     from svdpp.media.inputs import MediaFile
 
-# Clips whose measurements a run keeps in memory; about 10 MB, however long it is.
+# Number of clips whose measurements a run keeps, in about 10 MB of memory.
 _TRACE_CLIPS = 1000
 _FEW_CLIPS = 8  # checking these takes a second or two
 
-# Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
+# Number of clips that are submitted at once, and that a forecast covers: actions need memory.
 _BATCH_SIZE = 1000
 
-# Frames of a clip if only the model knows them, to find the largest: published SVDs make 14 or 25.
+# Number of frames of a clip if only the model knows it; published SVDs make 14 or 25.
 _USUAL_FRAMES = 25
 # Remarks on images that are printed: each size of the clips has its own.
 _MAX_REMARKS = 8
@@ -71,16 +71,50 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
-    """Options of the pipeline, and those of its clips."""
+    """Options of the pipeline and of its clips."""
 
     # The dummy model makes no video files.
     latent_shape: tuple[int, int, int, int, int] | None = None
 
-    def check_jobs(self) -> None:
-        """Check that `--jobs` is given without options that its lines have.
+    @property
+    def from_image(self) -> bool:
+        """Whether ranks are started for clips from images."""
+        if self.jobs is None:
+            return bool(self.inputs)
+        return self.image_use != "refused"
+
+    @property
+    def has_last_image(self) -> bool | None:
+        """Whether ranks are started for clips that end at an image; None: if the model needs it."""
+        return None if self.jobs is not None else self.last_image is not None
+
+    def all_seeds(self) -> list[int]:
+        """Return the seeds of each input's clips.
 
         Raises:
-            RequestError: There is such an option.
+            RequestError: `--seed` and `--seeds` are given, or the list is wrong.
+        """
+        require(None in (self.seed, self.seeds), "--seed and --seeds contradict each other")
+        return [self.seed or 0] if self.seeds is None else parse_seeds(self.seeds)
+
+    def template(self, sampling: SamplingConfig) -> NameTemplate | None:
+        """Return the template of the clips' names; None: names follow from the inputs.
+
+        Args:
+            sampling: Sampling parameters of these options, which names can contain.
+
+        Raises:
+            RequestError: `--name` is not a valid template.
+        """
+        from svdpp.driver.clip_names import NameTemplate
+
+        return None if self.name is None else NameTemplate(self.name, sampling)
+
+    def check_jobs(self) -> None:
+        """Check that no option is given that each line of `--jobs` has itself.
+
+        Raises:
+            RequestError: Such an option is given.
         """
         if self.jobs is None:
             return
@@ -93,7 +127,7 @@ class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
             require(not value, wrong, f"leave {name} out, and write it into the lines")
 
     def line_defaults(self, sampling: SamplingConfig) -> LineDefaults:
-        """Return what lines of `--jobs` have that they do not say.
+        """Return the values of lines of `--jobs` for fields that a line does not give.
 
         Args:
             sampling: Sampling parameters of these options.
@@ -136,8 +170,7 @@ def run(
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.media.output_files import lock_folder
 
-    command = RunCommand(console=console, traces=traces, launched=launched, options=options)
-    command.check()
+    command = RunCommand.create(console, launched, options, traces)
     jobs, input_errors = command.read_jobs()
     device = options.device_name()
     if launched is None and not options.dry_run:
@@ -147,8 +180,8 @@ def run(
         num_clips=None if launched else len(jobs),
         launched=launched,
         device=device,
-        from_image=command.from_image,
-        has_last_image=command.has_last_image,
+        from_image=options.from_image,
+        has_last_image=options.has_last_image,
         clip_loras=_loras_of(jobs),
     )
     config, why = replace(request, sampling=command.pipeline_sampling(jobs)).resolve()
@@ -173,46 +206,60 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """One call of `svdpp run`: its request is checked and combined step by step, then made."""
+    """One call of `svdpp run`: its options with the values that are parsed from them."""
 
     console: Console
     launched: World | None
+    """World of the launcher that started this process; None if none did."""
     options: RunOptions
     traces: TraceOptions
+    policy: OutputPolicy
+    """Folder and encoding of the clips, and treatment of existing files."""
+    sampling: SamplingConfig
+    """Sampling parameters of the options."""
+    seeds: list[int]
+    """Seeds of each input's clips."""
+    template: NameTemplate | None
+    """Template of the clips' names; None: names follow from the inputs."""
 
-    @cached_property
-    def seeds(self) -> list[int]:
-        """Seeds of each image's clips.
+    @classmethod
+    def create(
+        cls,
+        console: Console,
+        launched: World | None,
+        options: RunOptions,
+        traces: TraceOptions,
+    ) -> RunCommand:
+        """Parse and check options, as far as that needs neither torch nor the contents of files.
+
+        Args:
+            console: Console of the command.
+            launched: World of the launcher that started this process; None if none did.
+            options: Options of the pipeline and its clips.
+            traces: Options of the trace.
 
         Raises:
-            RequestError: `--seed` and `--seeds` are given, or the list is wrong.
+            RequestError: An option is wrong, or options contradict each other.
         """
-        seed, seeds = self.options.seed, self.options.seeds
-        require(None in (seed, seeds), "--seed and --seeds contradict each other")
-        return [seed or 0] if seeds is None else parse_seeds(seeds)
-
-    @cached_property
-    def policy(self) -> OutputPolicy:
-        """Place of the clips, and what happens to existing files.
-
-        Raises:
-            RequestError: `--out` and `--format` contradict each other.
-        """
-        launched, has_jobs = self.launched, self.options.jobs is not None
+        options.check_prompts()
         is_restarted = launched is not None and launched.restarts > 0
-        return self.options.policy(is_restarted=is_restarted, replaces_changed=has_jobs)
-
-    @cached_property
-    def template(self) -> NameTemplate | None:
-        """Template of the clips' names; None: they follow from the inputs.
-
-        Raises:
-            RequestError: `--name` is no template.
-        """
-        from svdpp.driver.clip_names import NameTemplate
-
-        name = self.options.name
-        return None if name is None else NameTemplate(name, self._sampling)
+        has_jobs = options.jobs is not None
+        policy = options.policy(is_restarted=is_restarted, replaces_changed=has_jobs)
+        sampling = options.sampling_config(
+            from_image=options.from_image, has_last_image=options.has_last_image
+        )
+        command = cls(
+            console=console,
+            launched=launched,
+            options=options,
+            traces=traces,
+            policy=policy,
+            sampling=sampling,
+            seeds=options.all_seeds(),
+            template=options.template(sampling),
+        )
+        command.check()
+        return command
 
     @cached_property
     def line_reader(self) -> LineReader | None:
@@ -230,38 +277,22 @@ class RunCommand:
         is_own = table.exists() and path.exists() and table.samefile(path)
         wrong = f"--jobs {str(path)!r} has the name of the table that the run writes"
         require(not is_own, wrong, "rename it, or name another `out` folder")
-        return LineReader(self.options.line_defaults(self._sampling), read_job_file(path))
-
-    @property
-    def from_image(self) -> bool:
-        """Whether ranks are started for clips from images."""
-        if self.options.jobs is None:
-            return bool(self.options.inputs)
-        return self.options.image_use != "refused"
-
-    @property
-    def has_last_image(self) -> bool | None:
-        """Whether ranks are started for clips that end at an image; None: if the model needs it."""
-        return None if self.options.jobs is not None else self.options.last_image is not None
+        return LineReader(self.options.line_defaults(self.sampling), read_job_file(path))
 
     def check(self) -> None:
-        """Check all that needs neither torch nor the contents of files, to answer quickly.
+        """Check that the options fit each other.
 
         Raises:
             RequestError: The request cannot succeed.
         """
-        self.options.check_prompts()
-        # The values are computed here, so that wrong options are refused now and not at first use.
-        for name in ("policy", "_sampling", "seeds", "template"):
-            getattr(self, name)
         options = self.options
         options.check_jobs()
         require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")
         is_dry = options.dry_run and self.launched is not None
         require(not is_dry, "--dry-run starts no ranks", "start it without torchrun or srun")
         has_prompt = options.prompt is not None or options.prompts is not None
-        # Before the clips' names, which would be those of one image for each prompt.
-        takes_it = not has_prompt or isinstance(self._sampling, PromptedSampling)
+        # Checked before the clips get names, which would otherwise be those of one image.
+        takes_it = not has_prompt or isinstance(self.sampling, PromptedSampling)
         refused = f"model {options.model!r} takes no prompt"
         require(takes_it, refused, "leave it out, or try --model demo-text", model=options.model)
         missing = "INPUT is missing: name an image, or give a prompt to a model that takes one"
@@ -298,7 +329,7 @@ class RunCommand:
         from svdpp.driver.run_job import combine_jobs
         from svdpp.media.inputs import collect_inputs, raise_problems
 
-        options, sampling = self.options, self._sampling
+        options, sampling = self.options, self.sampling
         max_pixels = options.max_megapixels * 10**6
         if not options.inputs:
             return combine_jobs(options.combined([None], sampling, max_pixels), self.seeds), []
@@ -339,7 +370,7 @@ class RunCommand:
             jobs: Jobs of the run.
         """
         if self.launched is not None or self.options.jobs is None:
-            return self._sampling
+            return self.sampling
         sizes = {job.sampling: None for job in jobs if job.sampling is not None}
         return max(sizes, key=_work)
 
@@ -349,7 +380,7 @@ class RunCommand:
         """Check the clips against the configs of the model, before a weight is loaded.
 
         Args:
-            config: Of the run.
+            config: Configuration of the run.
             jobs: Jobs of the run.
             errors: Errors of inputs and lines that make no clip.
 
@@ -388,7 +419,7 @@ class RunCommand:
         """Return the pipeline, which is not started.
 
         Args:
-            config: Of the run.
+            config: Configuration of the run.
             jobs: Jobs of the run, whose folders all hosts must share; only rank 0 has them.
         """
         from svdpp.driver.pipeline import Pipeline
@@ -408,17 +439,11 @@ class RunCommand:
             trace_clips=_TRACE_CLIPS,
         )
 
-    @cached_property
-    def _sampling(self) -> SamplingConfig:
-        return self.options.sampling_config(
-            from_image=self.from_image, has_last_image=self.has_last_image
-        )
-
     def plan(self, config: PipelineConfig, jobs: Sequence[RunJob]) -> tuple[Pipeline, RunPlan]:
         """Return the pipeline and the clips that it is to make.
 
         Args:
-            config: Of the run.
+            config: Configuration of the run.
             jobs: Jobs of the run, checked.
 
         Raises:
@@ -446,9 +471,9 @@ class RunCommand:
         """Make the clips and print them.
 
         Args:
-            pipeline: Not started yet.
-            clips: To be made, or finished before.
-            input_errors: Errors of inputs that make no clip.
+            pipeline: Pipeline, which is not started.
+            clips: Clips to make, and clips that are finished.
+            input_errors: Errors of inputs of which no clip is made.
 
         Raises:
             SvdppError: A clip is lost or was refused; the error with the highest exit code.
@@ -495,7 +520,7 @@ class RunCommand:
         made: list[dict[str, Any]],
         lost: list[dict[str, Any]],
     ) -> None:
-        """Print a line for each clip, and says if it was finished before or lost."""
+        """Print a line for each clip, which says whether it was finished before, or is lost."""
         console, out = self.console, self.policy.folder
         for metadata in skipped:
             console.result(f"{out / metadata['output']}  (was finished)")
@@ -520,11 +545,12 @@ class RunCommand:
     def _run_pipeline(
         self, pipeline: Pipeline, clips: RunPlan, manifest: RunManifest
     ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunMetrics | None]:
-        """Return what was made, in the order of the request, what is gone since, and the figures.
+        """Run the pipeline, and write the manifest meanwhile.
 
         Returns:
-            The metadata of the finished clips; the errors of those that somebody has removed, also
-            of an earlier run, by `output`; None for figures if nothing was measured.
+            Metadata of the finished clips, in order; errors of clips of this or an earlier run
+            whose files were removed meanwhile, by `output`; and metrics, None if nothing was
+            measured.
         """
         from svdpp.cli.progress import EventLog, Progress, labels
         from svdpp.diagnostics.run_metrics import metrics_of_pipeline
@@ -579,7 +605,7 @@ class RunCommand:
         """Check a run, and print what it would make and when.
 
         Args:
-            config: Of the run.
+            config: Configuration of the run.
             jobs: Jobs of the run, checked.
             why: Remark on the layout.
             input_errors: Errors of inputs and lines that make no clip.
@@ -732,8 +758,8 @@ def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResul
     """Submit the clips, the last ones while earlier ones are made.
 
     Args:
-        pipeline: Started.
-        clips: To be made.
+        pipeline: Pipeline, which is started.
+        clips: Clips to make.
 
     Yields:
         Finished clips, in the order in which they end.

@@ -1,4 +1,4 @@
-"""`svdpp serve`: the HTTP service, and its options: address, data, keys, limits, retention."""
+"""`svdpp serve`: the HTTP service, with options for address, data, keys, limits and retention."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from svdpp.config import PipelineConfig
     from svdpp.serve.service import ServerSettings
 
-#: What each extra installs, by the names of its modules.
+#: Modules that each extra installs.
 _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client"),
     "fleet": ("psycopg", "fsspec", "s3fs"),
 }
-# A queue has no end; the choice of a layout needs a number.
+# Number of clips for which `auto` chooses a layout, as a queue has no end.
 _MANY_CLIPS = 1000
 
 
@@ -250,7 +250,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         ),
     ] = 15.0
 
-    # Requests have seeds of their own.
+    # Not an option, because each request has its own seed.
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -270,10 +270,10 @@ class ServeOptions(PipelineOptions, ImageOptions):
             require(is_valid, wrong, option=name, above=0, value=value)
 
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return width and height in pixels of the default size and of all others, each once.
+        """Return all sizes as (width, height) in pixels, without duplicates; the default is first.
 
         Raises:
-            RequestError: `--sizes` is no list of sizes, or the model cannot make one of them.
+            RequestError: `--sizes` is not a list of sizes, or the model cannot make one of them.
         """
         sampling = self.sampling_config()
         sizes = [(sampling.width, sampling.height)]
@@ -283,8 +283,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
                 wrong = f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
                 raise RequestError(wrong, details={"examples": "1024x576,768x448", "value": part})
             width, height = int(match[1]), int(match[2])
-            replace(sampling, width=width, height=height)  # checks them
-            sizes.append((width, height))
+            sized = replace(sampling, width=width, height=height)  # raises if the family forbids it
+            sizes.append((sized.width, sized.height))
         return tuple(dict.fromkeys(sizes))
 
 
@@ -321,7 +321,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
 
 
 def _serve_rank(console: Console, options: ServeOptions, launched: World, log: LogOptions) -> None:
-    """Works for rank 0, which serves."""
+    """Work as another rank than rank 0, which serves."""
     from svdpp.cli.progress import serve_member
     from svdpp.driver.pipeline import Pipeline
 
@@ -339,7 +339,7 @@ def _serve_rank(console: Console, options: ServeOptions, launched: World, log: L
 def _serve(
     console: Console, options: ServeOptions, launched: World | None, log: LogOptions
 ) -> None:
-    """Check the request, the quick checks first, and serve until a signal."""
+    """Check the options, the quick checks first, and serve until a signal comes."""
     from svdpp.cli.progress import EventLog
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.serve.auth import check_host
@@ -373,7 +373,7 @@ def _config(options: ServeOptions, launched: World | None) -> tuple[PipelineConf
     return options.request(
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
-        # Ranks for clips from images also make clips from text, if the model allows both.
+        # Ranks for clips from images can also make clips from text, if the model does both.
         from_image=options.image_use != "refused",
         serves=True,
         time_scale=options.time_scale,
@@ -436,7 +436,7 @@ def _create_key(console: Console, name: str, path: Path | None) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet; port 0 takes a free one."""
+    """Return a bound socket that does not listen yet; for port 0 the system chooses a free port."""
     bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

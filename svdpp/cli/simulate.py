@@ -1,4 +1,4 @@
-"""`svdpp simulate`: a rehearsal with real processes, without GPUs or weights."""
+"""`svdpp simulate`: rehearses a run with real processes, without GPUs or weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOptions):
-    """Options of the pipeline, and clips and speed of a rehearsal."""
+    """Options of the pipeline, and of the clips and speed of a rehearsal."""
 
     model: Annotated[
         str,
@@ -62,7 +62,7 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
         ),
     ] = None
 
-    # A rehearsal needs no more of a model.
+    # Not options, because a rehearsal does not depend on them.
     revision: str | None = None
     variant: str | None = None
     lora: list[str] | None = None

@@ -1,4 +1,4 @@
-"""`svdpp verify`: proves that the pipeline's result equals diffusers' own, bit for bit."""
+"""`svdpp verify`: proves that the pipeline's clips equal those of diffusers, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from svdpp.verification.clip_result import ClipVerification
 
 _SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")
-# Parameters of `verify` that have an effect on finished clips.
+# Parameters of `verify` that have an effect if it verifies finished clips.
 _EFFECTIVE = {
     *_SETTINGS,
     "inputs",
@@ -49,7 +49,7 @@ _MORE_MEMORY = (
     "verify again with more free GPU memory: fewer `num_frames`, or a smaller `decode_chunk_size`"
 )
 
-# How tables show a verdict.
+# Words for verdicts in tables.
 _WORDS = {
     "bitwise equal": "equal",
     "within tolerance": "within",
@@ -62,7 +62,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
-    """Options of the pipeline, and the inputs of a proof."""
+    """Options of the pipeline, and inputs and tolerance of a verification."""
 
     inputs: Annotated[
         list[str] | None,
@@ -110,12 +110,12 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
         ),
     ] = 0.0
 
-    # A proof compares hashes at every transfer.
+    # Not needed, because tensors are compared at every transfer.
     checksum: bool = False
 
     @property
     def tolerance(self) -> Tolerance:
-        """The allowed difference.
+        """Allowed difference of each element.
 
         Raises:
             RequestError: A tolerance is negative or not finite.
@@ -152,7 +152,7 @@ def verify(
     clips = find_clips([] if options.as_family else inputs)
     if clips:
         _check_effective(context)
-        if not is_secondary_rank(launched):  # one device is enough
+        if not is_secondary_rank(launched):  # only rank 0 works, because one device is enough
             _verify_clips(console, clips, options, tolerance)
         return
     require(options.image is None, "--image is for finished clips", "give the image as INPUT")
@@ -165,12 +165,12 @@ def verify(
     config, why = options.request(
         num_clips=None if launched else len(requests),
         launched=launched,
-        # A proof need not be fast.
+        # A verification need not be fast.
         device=options.device_name(any_on_cpu=True),
         from_image=from_image,
         has_last_image=has_last_image,
     ).resolve()
-    if is_secondary_rank(launched):  # only rank 0 compares
+    if is_secondary_rank(launched):  # only rank 0 compares tensors
         from svdpp.cli.progress import serve_member
 
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")
@@ -266,7 +266,7 @@ def _verify_clips(
 
 
 def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
-    """Print the checks of a single clip, or a line for each of several, and end the command."""
+    """Print the checks of a single clip, or a line for each of several; raise if one failed."""
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]
     is_single = len(proofs) == 1
@@ -291,7 +291,7 @@ def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
     if different:
         first = different[0]
         words = f"{first.path.name!r} is not as recorded: {first.differences}"
-        # Bits may differ for another reason; a damaged file does not.
+        # Other bits can have the cause that the hint names, a damaged file cannot.
         recomputed = any(check.what != "file" for proof in different for check in proof.different)
         raise VerificationError(
             words if is_single else f"{many} differ: {words}",

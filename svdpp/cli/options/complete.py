@@ -1,4 +1,4 @@
-"""Names that a shell completes; otherwise it completes paths."""
+"""Completion of values in a shell. Without a match the shell completes paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from svdpp.plan.costs import PRESETS
 
 
 def families(incomplete: str) -> list[str]:
-    """Return families of models for a shell.
+    """Return the families of models that complete a value.
 
     Args:
         incomplete: Beginning of the value, as typed so far.
@@ -16,7 +16,7 @@ def families(incomplete: str) -> list[str]:
 
 
 def families_and_demos(incomplete: str) -> list[str]:
-    """Return families of models and the demos for a shell.
+    """Return the families and demo models that complete a value.
 
     Args:
         incomplete: Beginning of the value, as typed so far.
@@ -26,7 +26,7 @@ def families_and_demos(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Return the built-in models and the default one for a shell.
+    """Return the built-in models and the default model that complete a value.
 
     Args:
         incomplete: Beginning of the value, as typed so far.
@@ -36,7 +36,7 @@ def models(incomplete: str) -> list[str]:
 
 
 def presets(incomplete: str) -> list[str]:
-    """Return published costs for a shell.
+    """Return the published costs that complete a value.
 
     Args:
         incomplete: Beginning of the value, as typed so far.
@@ -45,7 +45,7 @@ def presets(incomplete: str) -> list[str]:
 
 
 def devices(incomplete: str) -> list[str]:
-    """Return devices for a shell.
+    """Return the devices that complete a value.
 
     Args:
         incomplete: Beginning of the value, as typed so far.
@@ -54,7 +54,7 @@ def devices(incomplete: str) -> list[str]:
 
 
 def configurations(incomplete: str) -> list[str]:
-    """Return the configurations of benchmarks that come with svdpp for a shell.
+    """Return the shipped configurations of benchmarks that complete a value.
 
     Args:
         incomplete: Beginning of the value, as typed so far.

@@ -1,4 +1,4 @@
-"""Declaration of options: names, panel of the help, and the values that a shell completes."""
+"""Declaration of options and arguments: names, panels of the help, and aliases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from svdpp.errors import RequestError
 
-# Panels of the help, in its order.
+# Panels of the help, in their order.
 SERVICE = "Service"
 OUTPUT = "Output"
 VIDEO = "Video"
@@ -24,13 +24,13 @@ RECOVERY = "Recovery"
 DIAGNOSTICS = "Diagnostics"
 PANELS = (*(SERVICE, OUTPUT, VIDEO, PROMPTS, MODEL, LAYOUT, COSTS, MEMORY, RECOVERY, DIAGNOSTICS),)
 
-#: Variables that set the default of an option.
+#: Environment variables that set the defaults of options.
 VARIABLES = (
     *("SVDPP_MODEL", "SVDPP_DEVICE", "SVDPP_DATA", "SVDPP_QUEUE", "SVDPP_FILES", "SVDPP_LOG_FILE"),
 )
 
-#: Further spellings of options and choices, which the help does not show: those of diffusers and
-#: torchrun, and those of earlier versions.
+#: Aliases of options and choices, which the help does not show: names of diffusers and torchrun,
+#: and of earlier versions.
 ALIASES = {
     "world": "gpus",
     "num-inference-steps": "steps",
@@ -51,8 +51,8 @@ def option(
         names: Names as users type them; without any, the field's name with dashes.
         panel: One of `PANELS`.
         metavar: Placeholder of the value in the help.
-        help: One or two sentences without square brackets, which rich takes for markup.
-        common: Whether `--help` shows it; `--help-all` shows all.
+        help: One or two sentences without square brackets, which rich reads as markup.
+        common: Whether `--help` shows the option; `--help-all` shows all options.
         more: Further arguments of `typer.Option`.
     """
     return typer.Option(
@@ -64,8 +64,8 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
     """Return an option without a value, for `Annotated`.
 
     Args:
-        names: Names as users type them, at least one; Typer would add a negative one to a field's
-            name.
+        names: Names as users type them, at least one. From a field's name alone, Typer would also
+            make a negative option.
         panel: One of `PANELS`.
         help: Help text, as for `option`.
         common: Whether `--help` shows it, as for `option`.
@@ -75,12 +75,12 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
 
 
 def options_field(options: Mapping[str, Any]) -> Any:
-    """Return a field of an option group that collects several options, whose defaults are None.
+    """Return a field of an option group that collects several options.
 
-    Its value is a mapping of the given ones.
+    The value of the field is a mapping of the options that were given.
 
     Args:
-        options: Annotation of each, by the name of its parameter.
+        options: Annotation of each option, by the name of its parameter.
     """
     return field(default_factory=dict, metadata={"options": options})
 
@@ -96,9 +96,9 @@ def collected_options(each: Field[Any]) -> Mapping[str, Any]:
 
 
 def path_option(*names: str, **about: Any) -> Any:
-    """Return an option whose value is a path; an empty one is refused.
+    """Return an option whose value is a path that is not empty.
 
-    Whether the file exists and can be read or written is the command's own check.
+    The command itself checks whether the file exists, and can be read or written.
 
     Args:
         names: Names as users type them, as for `option`.
@@ -119,7 +119,7 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
 
 
 def path_argument(metavar: str, help: str) -> Any:
-    """Return a positional argument that is a path; an empty one is refused.
+    """Return a positional argument whose value is a path that is not empty.
 
     Args:
         metavar: Placeholder in the help.
@@ -129,14 +129,14 @@ def path_argument(metavar: str, help: str) -> Any:
 
 
 def in_range(low: int, high: int | None = None) -> Any:
-    """Return a check of a whole number, for `callback` of an option.
+    """Return a check of a whole number, for the argument `callback` of an option.
 
     Args:
-        low: Smallest number.
-        high: Largest number; None: there is no limit.
+        low: Smallest number that is allowed.
+        high: Largest number that is allowed; None: no limit.
 
     Raises:
-        RequestError: The check is called with another number.
+        RequestError: The number is out of range (raised by the returned function).
     """
 
     def check(parameter: typer.CallbackParam, value: int | None) -> int | None:
@@ -152,26 +152,26 @@ def in_range(low: int, high: int | None = None) -> Any:
 
 
 def canonical_name(name: str) -> str:
-    """Return the present name of an option or choice.
+    """Return the name of which `name` is an alias, or `name` itself.
 
     Args:
-        name: Name without dashes, such as `world` or `dithered`.
+        name: Name of an option or choice without leading dashes, such as `world` or `dithered`.
     """
     return ALIASES.get(name, name)
 
 
 def with_aliases(options: list[str]) -> list[str]:
-    """Return options with their further names: `--gpus` as `--gpus` and `--world`.
+    """Return the names of an option, with its aliases: `--gpus` and `--world`.
 
     Args:
-        options: Names of one option.
+        options: Names of one option, such as `--gpus`.
     """
     further = [f"--{old}" for old, new in ALIASES.items() if f"--{new}" in options]
     return [*options, *further]
 
 
 def _path(text: str | Path) -> Path:
-    # Typer also converts defaults. Path("") would be the working folder.
+    # Typer converts defaults too. Path("") would be the working folder.
     if text == "":
         raise typer.BadParameter("the path is empty")
     return Path(text)

@@ -1,4 +1,4 @@
-"""The options for a run's files: images, prompts and seeds, clips, the log and traces."""
+"""Options of a run's files: images, prompts and seeds, clips, log and trace."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def clips_option(help: str, default: str | bool) -> Any:
     """Return the option for the number of clips.
 
     Args:
-        help: What it counts.
-        default: Text for the default; False: `help` says it.
+        help: Help text.
+        default: Default, in words; False: `help` tells it.
     """
     return option(
         panel=LAYOUT,
@@ -72,7 +72,7 @@ def out_option(help: str) -> Any:
     """Return the option for the output.
 
     Args:
-        help: What is written there.
+        help: Help text.
     """
     return path_option(
         "--out", "-o", panel=OUTPUT, metavar="PATH", help=help, show_default=False, common=True
@@ -81,14 +81,14 @@ def out_option(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions:
-    """Number of clips, where images and seeds do not determine it."""
+    """Option for the number of clips, if images and seeds do not determine it."""
 
     clips: Annotated[int | None, clips_option("Number of clips.", "2 for each rank")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Prompts, for models that take them."""
+    """Options of prompts and further videos, for models that take them."""
 
     prompt: Annotated[
         str | None,
@@ -142,18 +142,17 @@ class PromptOptions:
         """Combine each image with each prompt.
 
         Args:
-            images: None stands for a clip without an image.
-            sampling: Parameters of the clips; its family decides which further videos are taken.
-            max_pixels: Largest last image, or frame of a further video.
-            example: Prompt if none is given; None: clips have none.
+            images: Images; None means a clip without an image.
+            sampling: Sampling parameters of the clips.
+            max_pixels: Largest number of pixels of a last image, or of a frame of a further video.
+            example: Prompt if none is given; None: clips have no prompt.
 
         Returns:
             Inputs in the order of the images, then of the prompts.
 
         Raises:
             RequestError: `--prompt` and `--prompts` are given, or `--video` is not NAME=FILE or
-            not of
-                the family.
+                names a video that the family does not take.
             InputError: A file cannot be read, or holds no valid prompt.
         """
         from svdpp.media.inputs import ClipInput, read_image
@@ -177,10 +176,10 @@ class PromptOptions:
         ]
 
     def check_prompts(self) -> None:
-        """Check the prompts on the command line, which needs neither a model nor a file.
+        """Check the prompts on the command line, without reading a model or a file.
 
         Raises:
-            RequestError: One is too long, or is not Unicode text.
+            RequestError: A prompt is too long, or not Unicode.
         """
         check_prompt("prompt", self.prompt)
         check_prompt("negative_prompt", self.negative_prompt)
@@ -253,7 +252,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
-    """Limit of images."""
+    """Option for the largest size of images."""
 
     max_megapixels: Annotated[
         int,
@@ -268,7 +267,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(ImageOptions):
-    """Images and seeds; each combination of them, and of prompts, becomes a clip."""
+    """Options of inputs: images and seeds, each combination of which becomes a clip; or jobs."""
 
     inputs: Annotated[
         list[str] | None, argument("INPUT", "Images or videos: files, folders, quoted globs.")
@@ -304,7 +303,7 @@ class InputOptions(ImageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Place and encoding of the clips, and what happens to existing files."""
+    """Options of the output: folder and encoding of the clips, and treatment of existing files."""
 
     out: Annotated[Path, out_option("Folder, out by default, or the file of one clip.")] = Path(
         "out"
@@ -364,7 +363,7 @@ class OutputOptions:
     ] = False
 
     def policy(self, *, is_restarted: bool, replaces_changed: bool = False) -> OutputPolicy:
-        """Return where clips are written, and what happens to existing files.
+        """Return the policy of the output: folder and format, and treatment of existing files.
 
         Args:
             is_restarted: Whether a launcher restarted the run, which then resumes.
@@ -433,9 +432,9 @@ class LogOptions:
         """Open the log.
 
         Args:
-            console: Prints the records.
-            launched: The launcher's world; only the first rank of each host makes remarks.
-            warns: Whether warnings are printed without `-v`, too.
+            console: Console that prints the records.
+            launched: World of the launcher, of which only the first rank of each host prints.
+            warns: Whether warnings are printed even without `-v`.
 
         Raises:
             OutputError: The log file cannot be written.
@@ -444,7 +443,7 @@ class LogOptions:
 
         quiet = console.quiet or (launched is not None and launched.local_rank != 0)
         if quiet:
-            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of the hub's library
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         open_log(
             verbosity=self.verbose,
             log_file=self.log_file,
@@ -456,7 +455,7 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """Trace of a run."""
+    """Option of the trace."""
 
     trace: Annotated[
         Path | None,
@@ -469,7 +468,7 @@ class TraceOptions:
     ] = None
 
     def check(self) -> None:
-        """Check before any work that the file can be written at its end.
+        """Check that the trace can be written, before any work.
 
         Raises:
             RequestError: The name does not end in `.json`.
@@ -492,10 +491,10 @@ class TraceOptions:
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
-        """Complete the trace when the block ends, also after a failure.
+        """Write the trace of a pipeline during the block, and complete it, also after a failure.
 
         Args:
-            pipeline: Observed from now on; enter its own block inside this one.
+            pipeline: Pipeline, whose own block must be inside this one.
         """
         if self.trace is None:
             yield

@@ -1,4 +1,4 @@
-"""The options for the model and its sampler: weights, precision, steps, seeds, size, guidance."""
+"""Options of the model and its sampler: weights, precision, steps, seeds, size, guidance."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint, InputUse
 
 _MAX_SEEDS = 100_000
-#: The parameters that only families with prompts take.
+#: Names of options that only families with prompts have.
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
 
 
 def _param_option(name: str, metavar: str = "", *, default: str = "", **more: Any) -> Any:
-    """Return the option of the parameter `name`, as its `Param` describes it."""
+    """Return the option of a sampling parameter, as its `Param` describes it."""
     param = OPTION_PARAMS[name]
     if not default and param.default is not None and name not in PROMPT_FIELDS:
         default = f"{param.default} for SVD"
@@ -50,7 +50,7 @@ def _param_option(name: str, metavar: str = "", *, default: str = "", **more: An
     )
 
 
-#: `--model`, for commands with another default.
+#: Annotation of `--model`, for commands that change its default.
 ModelName = Annotated[
     str,
     option(
@@ -67,7 +67,7 @@ ModelName = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Weights, their precision, and the arguments of diffusers' `__call__`."""
+    """Options of the model, its precision, and its sampling parameters."""
 
     model: ModelName = DEFAULT_MODEL
     as_family: Annotated[
@@ -199,19 +199,19 @@ class ModelOptions:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether this is the stand-in without weights."""
+        """Whether the model is the dummy, which has no weights."""
         return self.model == DUMMY_MODEL
 
     @property
     def family(self) -> str:
-        """Family of the model; reads its configs, and may download them."""
+        """Family of the model, for which its configs are read and perhaps downloaded."""
         return "svd" if self.checkpoint is None else self.checkpoint.family
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
-        """Checkpoint of the model, of which only the configs are read, once for each command.
+        """Checkpoint of the model, without weights, which is read once in each command.
 
-        None for models that are known without a look: the default, the demo and the dummy one.
+        None for models that are known without reading files: the default, the demo, and the dummy.
 
         Raises:
             ModelError: The model does not exist, or svdpp does not run it.
@@ -225,7 +225,7 @@ class ModelOptions:
 
     @property
     def image_use(self) -> InputUse:
-        """Use of an image by clips."""
+        """Whether clips need, may have, or must not have an image."""
         return "needed" if self.checkpoint is None else self.checkpoint.image_use
 
     @property
@@ -235,7 +235,7 @@ class ModelOptions:
 
     @property
     def last_image_use(self) -> InputUse:
-        """Use of a last image by clips from an image."""
+        """Whether clips from an image need, may have, or must not have a last image."""
         return "refused" if self.checkpoint is None else self.checkpoint.last_image_use
 
     @property
@@ -244,15 +244,15 @@ class ModelOptions:
         return self.last_image_use == "needed"
 
     def model_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
-        """Return the configuration; the default precision is that of diffusers' examples.
+        """Return the configuration of the model.
 
         Args:
-            device: `cpu`, `cuda` or `cuda:N`, which decides the default precision.
-            family: Family of the model; None: read it, if needed.
-            more: Further fields.
+            device: `cpu`, `cuda` or `cuda:N`, on which the default precision depends.
+            family: Family of the model; None: read it if needed.
+            more: Further fields of the configuration.
 
         Raises:
-            RequestError: A field is wrong, or the dummy model is given what it does not take.
+            RequestError: An option is wrong, or not for the dummy model.
         """
         dtype = self.dtype
         if dtype is None:
@@ -271,14 +271,14 @@ class ModelOptions:
     def sampling_config(
         self, *, from_image: bool = True, has_last_image: bool | None = None
     ) -> SamplingConfig:
-        """Return the given values, else the model's defaults, else those of diffusers.
+        """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
 
         Args:
-            from_image: Whether clips start from an image, for families that need not.
-            has_last_image: Whether clips also end at one; None: if the model needs one.
+            from_image: Whether clips start from an image, if the family also makes clips from text.
+            has_last_image: Whether clips also end at an image; None: only if the model needs one.
 
         Raises:
-            RequestError: A parameter is not of the model's family, or out of range.
+            RequestError: The model's family lacks a parameter, or a value is out of range.
         """
         values = {**vars(self), "num_inference_steps": self.steps}
         values = {name: values[name] for name in (*OPTION_PARAMS, "fit")}
@@ -297,7 +297,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutAppearance(ModelOptions):
-    """Model options of commands that make no videos; costs and memory depend on no look."""
+    """Model options without those that affect only the look of clips, not costs and memory."""
 
     fit: Fit = "stretch"
     fps: float | None = None
@@ -318,7 +318,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
         Values by name, in the types of the family's parameters.
 
     Raises:
-        RequestError: A text is not NAME=VALUE, or no parameter of the family.
+        RequestError: A value is not NAME=VALUE, or the family lacks the parameter.
     """
     known = extra_params(SAMPLING_CLASSES[family])
     values: dict[str, float] = {}
@@ -344,12 +344,12 @@ def parse_seeds(text: str) -> list[int]:
         text: Value of the option, such as `1,3,5-7`.
 
     Returns:
-        Seeds in that order, each once.
+        Seeds in the given order, without duplicates.
 
     Raises:
-        RequestError: The text is no list of seeds and ranges, or has too many.
+        RequestError: The text is not a list of seeds and ranges, or has too many seeds.
     """
-    seeds: dict[int, None] = {}  # a set that keeps its order
+    seeds: dict[int, None] = {}  # used as a set that keeps its order
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:

@@ -33,7 +33,7 @@ def layout_options_field(**shown_defaults: str) -> Any:
     """Return a field of an option group that collects the options of a `ParallelConfig`.
 
     Args:
-        shown_defaults: Defaults in words, by option, where a command has others.
+        shown_defaults: Defaults, in words, that differ in a command, by option.
     """
     kinds = get_type_hints(ParallelConfig)
     options = {}
@@ -44,7 +44,7 @@ def layout_options_field(**shown_defaults: str) -> Any:
 
 
 def _layout_option(kind: Any, about: LayoutOption, shown_default: str) -> Any:
-    """Return the annotation of one option of a layout."""
+    """Return the annotation of a layout's option."""
     if kind is bool:
         return Annotated[bool | None, flag(about.flag, panel=LAYOUT, help=about.help)]
     choices: Any = Literal[about.choices] if about.choices else kind
@@ -54,7 +54,7 @@ def _layout_option(kind: Any, about: LayoutOption, shown_default: str) -> Any:
     return Annotated[choices | None, described]
 
 
-#: Options that `plan --compare` replaces, by the names of their parameters.
+#: Options that contradict `plan --compare`, by the names of their parameters.
 COMPARED = (
     "layout",
     *(about.name for about in layout_options().values() if "compare" in about.chosen_by),
@@ -81,7 +81,7 @@ def seconds_option(name: str, help: str) -> Any:
 
     Args:
         name: Name of the option, with its dashes.
-        help: Sentence about what happens after that time.
+        help: Sentence about the effect of the limit.
     """
     return option(name, panel=RECOVERY, metavar="SECONDS", help=help)
 
@@ -102,7 +102,7 @@ def costs_option(default: str) -> Any:
     )
 
 
-#: `--device`, for commands with another default.
+#: Annotation of `--device`, for commands that change its default.
 Device = Annotated[
     str,
     option(
@@ -116,7 +116,7 @@ Device = Annotated[
     ),
 ]
 
-#: `--peak-tflops`, for commands that show the utilisation.
+#: Annotation of `--peak-tflops`, for commands that show the utilisation.
 PeakTflops = Annotated[
     float | None,
     option(
@@ -131,7 +131,7 @@ PeakTflops = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions(ModelOptions):
-    """Options that together give one configuration; None stands for the default."""
+    """Options of a pipeline: model, ranks, layout and costs. None means the default."""
 
     world: Annotated[int | None, gpus_option("all GPUs, or 2 on the CPU")] = None
     device: Device = "auto"
@@ -187,17 +187,17 @@ class PipelineOptions(ModelOptions):
 
     @property
     def parallel_fields(self) -> dict[str, Any]:
-        """The given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`."""
+        """Given fields of a `ParallelConfig`, by name; `cfg_parallel_size` can also be `auto`."""
         given = layout_fields(self.parallel)
         if (size := given.get("cfg_parallel_size", "auto")) != "auto":
             given["cfg_parallel_size"] = int(size)
         return given
 
     def device_name(self, *, any_on_cpu: bool = False) -> str:
-        """Return the device; `auto` is decided by the GPUs of this machine and the model.
+        """Return the device; `auto` depends on the GPUs of this machine and on the model.
 
         Args:
-            any_on_cpu: Whether the CPU is acceptable for every model, as it is for a check.
+            any_on_cpu: Whether `auto` may choose the CPU for every model, as for a check.
 
         Raises:
             RequestError: The machine has no GPU, and the model is too slow for a CPU.
@@ -217,9 +217,9 @@ class PipelineOptions(ModelOptions):
         """Return the request for a pipeline with these options.
 
         Args:
-            device: Type of the device, `cuda` or `cpu`, if it is decided; "": decide it here.
-            from_image: Whether clips start from an image; None: if the model needs one.
-            has_last_image: Whether clips end at an image; None: if the model needs one.
+            device: Device, if it is already decided; "": that of the options.
+            from_image: Whether clips start from an image; None: only if the model needs one.
+            has_last_image: Whether clips end at an image; None: only if the model needs one.
             clip_loras: LoRAs that some of the clips have.
             settings: Further fields of the `PipelineConfig`.
             more: Further fields of the request.
@@ -261,7 +261,7 @@ class PipelineOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutLayout(PipelineOptions):
-    """Pipeline options of commands for which each rank does the same."""
+    """Pipeline options without those of the layout, for commands in which all ranks do the same."""
 
     layout: LayoutName | None = None
     parallel: Mapping[str, Any] = field(default_factory=dict)
