@@ -189,9 +189,8 @@ class Console:
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         for row in shown:
             table.add_row(*map(one_line, row.values()))
-        if (
-            not self.as_json
-        ):  # as wide as needed: a terminal folds lines, but rich would cut numbers
+        # As wide as needed, because a terminal folds lines, but rich would cut numbers.
+        if not self.as_json:
             Stdout(highlight=False, width=_WIDEST).print(table)
         if len(rows) > MAX_ROWS:
             self.result(f"... and {len(rows) - MAX_ROWS} more")
