@@ -45,6 +45,7 @@ def test_json_is_that_of_the_issue() -> None:
             "bubble": pytest.approx(6 / 20),
             "jitter_seconds": 0,
             "latency_seconds": 28,
+            "computed_clips": 14,
             "data_parallel": {
                 "makespan_seconds": 56,
                 "first_clip_seconds": 28,
