@@ -30,7 +30,9 @@ class PrivateFile(FileResponse):
     A range that cannot be read is ignored, as RFC 9110 (14.2) asks for.
     """
 
-    def __init__(self, path: Path, name: str, sha256: str, changed_at: float) -> None:
+    def __init__(
+        self, path: Path, name: str, sha256: str, changed_at: float, kind: str = ""
+    ) -> None:
         """Describe the answer.
 
         Args:
@@ -38,6 +40,7 @@ class PrivateFile(FileResponse):
             name: readable name that a browser gives to a download.
             sha256: hash of the content, which is the entity tag; empty if it is not known.
             changed_at: unix seconds; those of the file itself change with each copy of it.
+            kind: media type; empty: that of the path's suffix.
         """
         headers = {
             "Cache-Control": "private, max-age=3600, immutable",
@@ -46,7 +49,8 @@ class PrivateFile(FileResponse):
         }
         if sha256:
             headers["ETag"] = f'"{sha256}"'
-        kind = mimetypes.guess_type(path.name, strict=False)[0] or "application/octet-stream"
+        guessed = mimetypes.guess_type(path.name, strict=False)[0]
+        kind = kind or guessed or "application/octet-stream"
         super().__init__(path, media_type=kind, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

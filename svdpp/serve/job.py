@@ -70,6 +70,9 @@ class Job:
         callback_due: time of the next attempt at its webhook; None once that is delivered or given
             up.
         callback_error: error of the last attempt; None if it delivered the webhook.
+        batch_id: batch that it is a line of; None for a request of its own.
+        custom_id: the client's name of that line.
+        batch_line: number of that line among the requests of its batch, from 0.
     """
 
     id: str
@@ -107,6 +110,9 @@ class Job:
     callback_due: float | None = 0.0
     callback_attempts: int = 0
     callback_error: str | None = None
+    batch_id: str | None = None
+    custom_id: str | None = None
+    batch_line: int | None = None
 
     @property
     def model_key(self) -> str:
@@ -233,7 +239,7 @@ def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> i
 # --- the tables -----------------------------------------------------------------------------------
 
 #: The version of the tables.
-VERSION = 10
+VERSION = 11
 
 # `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
 # its owner had before the job was taken. `lease_until` is NULL if no other server shares the queue.
@@ -305,6 +311,44 @@ ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;
 CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
 """,
     10: "ALTER TABLE jobs ADD COLUMN remarks TEXT NOT NULL DEFAULT '[]';\n",
+    # `state` of a batch is what its clips do not say: `validating`, `in_progress` or `failed`.
+    11: """
+ALTER TABLE jobs ADD COLUMN batch_id TEXT;
+ALTER TABLE jobs ADD COLUMN custom_id TEXT;
+ALTER TABLE jobs ADD COLUMN batch_line INTEGER;
+CREATE UNIQUE INDEX jobs_of_batch ON jobs (batch_id, batch_line) WHERE batch_id IS NOT NULL;
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    model_key TEXT NOT NULL,
+    state TEXT NOT NULL,
+    created_at DOUBLE PRECISION NOT NULL,
+    stored_at DOUBLE PRECISION,
+    failed_at DOUBLE PRECISION,
+    cancelled_at DOUBLE PRECISION,
+    input_file TEXT NOT NULL,
+    input_sha256 TEXT NOT NULL,
+    total INTEGER NOT NULL,
+    stored INTEGER NOT NULL,
+    completion_window TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    errors TEXT NOT NULL,
+    idempotency_key TEXT
+);
+CREATE UNIQUE INDEX batches_idempotency ON batches (owner, idempotency_key)
+    WHERE idempotency_key IS NOT NULL;
+CREATE INDEX batches_owner ON batches (owner, created_at);
+CREATE INDEX batches_state ON batches (state);
+CREATE TABLE batch_files (
+    id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    name TEXT NOT NULL,
+    bytes BIGINT NOT NULL,
+    sha256 TEXT NOT NULL,
+    created_at DOUBLE PRECISION NOT NULL
+);
+CREATE INDEX batch_files_owner ON batch_files (owner);
+""",
 }
 
 

@@ -22,6 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from svdpp.serve.batch_table import BatchTable
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, VerificationStatus
 from svdpp.serve.queue import JobQueue
@@ -84,6 +85,7 @@ class Metrics(Collector):
         servers: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         self._queue = queue
+        self._batches = BatchTable(queue)
         self._engine = engine
         self._num_streams = num_streams
         self._servers = servers
@@ -155,6 +157,10 @@ class Metrics(Collector):
             self._histograms["eta_error_ratio"].observe(ratio)
             self._eta_errors.append(ratio)
 
+    def count_cancelled(self, number: int) -> None:
+        """Count waiting jobs of a batch that were cancelled together."""
+        self._counters["clips"].labels(JobState.CANCELLED).inc(number)
+
     def count_verification(self, proof: VerificationStatus) -> None:
         """Count a finished comparison with one device."""
         self._counters["verifications"].labels(proof).inc()
@@ -190,6 +196,11 @@ class Metrics(Collector):
                 "unreadable_jobs",
                 "Jobs skipped since the start, because a newer svdpp has written them.",
                 self._queue.num_unreadable,
+            ),
+            (
+                "open_batch_lines",
+                "Lines of batches that have not ended, also those that are still checked.",
+                self._batches.num_open(),
             ),
             ("live_ranks", "Ranks alive.", num_ranks),
             ("event_streams", "Open event streams and archives.", self._num_streams()),

@@ -18,15 +18,29 @@ from svdpp.serve.auth import Owner, is_loopback
 from svdpp.serve.metrics import Metrics
 from svdpp.serve.schemas import ApiError, error_response
 
-#: The routes whose body has an image.
-_UPLOAD_PATHS = frozenset({"/v1/videos", "/v1/videos/sync"})
 JSON_MEDIA_TYPE = "application/json"
+#: Types of a batch's lines, each a JSON object.
+LINES_MEDIA_TYPES = ("application/jsonl", "application/x-ndjson")
+_FORM_MEDIA_TYPE = "multipart/form-data"
+#: Types of the bodies with images, by the routes that take them.
+_UPLOAD_TYPES = {
+    "/v1/videos": (_FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
+    "/v1/videos/sync": (_FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
+    "/v1/files": (_FORM_MEDIA_TYPE,),
+    "/v1/batches": (*LINES_MEDIA_TYPES, _FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
+}
+_BATCH_PATHS = frozenset({"/v1/files", "/v1/batches"})
 #: The default limit of a body with an image.
 DEFAULT_MAX_UPLOAD_BYTES = 32 * 2**20
 #: Bodies with an image that arrive at the same time, and of these, those of one key.
 MAX_UPLOADS = 32
 MAX_UPLOADS_PER_KEY = 8
-#: A body of JSON is in memory as a whole, unlike a form.
+#: Bodies with the lines of a batch that arrive at the same time, and of these, those of one key.
+MAX_BATCH_UPLOADS = 8
+MAX_BATCH_UPLOADS_PER_KEY = 2
+#: The limit of such a body.
+MAX_BATCH_BYTES = 200 * 2**20
+#: A body of JSON, or a line of a batch, is in memory as a whole, unlike a form.
 MAX_JSON_BYTES = 16 * 2**20
 #: Paths that need no key, beside the files of the page, which asks for it.
 _PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
@@ -35,6 +49,8 @@ _PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 HOST_PATTERN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
+_IMAGE_TOO_LARGE = "make the image smaller; the clip is no larger than its size"
+_BATCH_TOO_LARGE = "split the file into several batches"
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob:; "
     "media-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
@@ -62,7 +78,9 @@ class AuthMiddleware:
     upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
     owner_of: Callable[[str], Owner | None] | None = None
     _uploads: Counter[str] = field(default_factory=Counter)
-    """Number of uploads in progress, by owner."""
+    """Number of uploads of images in progress, by owner."""
+    _batch_uploads: Counter[str] = field(default_factory=Counter)
+    """Number of uploads of batches in progress, by owner."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -77,15 +95,15 @@ class AuthMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, response: _ResponseRecorder) -> None:
         headers = Headers(scope=scope)
-        is_upload = scope["method"] == "POST" and scope["path"] in _UPLOAD_PATHS
+        path = scope["path"]
+        is_upload = scope["method"] == "POST" and path in _UPLOAD_TYPES
         with ExitStack() as upload:
             try:
-                owner = self._owner(scope["path"], headers)
+                owner = self._owner(path, headers)
                 scope.setdefault("state", {}).update(owner=owner, upload=upload)
                 if is_upload:
-                    self._reserve_upload(owner.name)
-                    upload.callback(self._uploads.subtract, [owner.name])
-                body = self._body(headers, receive, is_upload=is_upload)
+                    self._reserve_upload(owner.name, upload, is_batch=path in _BATCH_PATHS)
+                body = _limit_body(receive, *self._limit(headers, path if is_upload else ""))
             except ApiError as error:
                 await error_response(error)(scope, receive, response)
             else:
@@ -97,15 +115,21 @@ class AuthMiddleware:
                 await self.app(forwarded_scope, body, response)
                 scope["route"] = forwarded_scope.get("route")
 
-    def _reserve_upload(self, owner: str) -> None:
-        limits = [(503, self._uploads.total(), MAX_UPLOADS, "")]
+    def _reserve_upload(self, owner: str, upload: ExitStack, *, is_batch: bool) -> None:
+        """Count an upload until `upload` is closed."""
+        uploads = self._batch_uploads if is_batch else self._uploads
+        what = "batches" if is_batch else "images"
+        most = MAX_BATCH_UPLOADS if is_batch else MAX_UPLOADS
+        most_of_key = MAX_BATCH_UPLOADS_PER_KEY if is_batch else MAX_UPLOADS_PER_KEY
+        limits = [(503, uploads.total(), most, "")]
         if self.owner_of is not None:
-            limits.insert(0, (429, self._uploads[owner], MAX_UPLOADS_PER_KEY, "of this key "))
+            limits.insert(0, (429, uploads[owner], most_of_key, "of this key "))
         for status, in_use, limit, qualifier in limits:
             if in_use >= limit:
-                text = f"{in_use} images {qualifier}are being uploaded already"
+                text = f"{in_use} {what} {qualifier}are being uploaded already"
                 raise ApiError(status, "too_many_uploads", text, retry=1, limit=limit)
-        self._uploads[owner] += 1
+        uploads[owner] += 1
+        upload.callback(uploads.subtract, [owner])
 
     def _owner(self, path: str, headers: Headers) -> Owner:
         """The owner of the request's key; refuses a wrong host, origin or key."""
@@ -123,18 +147,30 @@ class AuthMiddleware:
             raise ApiError(401, "invalid_api_key", text, hint, headers=challenge)
         return owner
 
-    def _body(self, headers: Headers, receive: Receive, *, is_upload: bool) -> Receive:
-        limit = self.upload_bytes if is_upload else _MAX_OTHER_BODY
-        if is_upload and _media_type_of(headers.get("content-type", "")) == JSON_MEDIA_TYPE:
-            limit = min(limit * 4 // 3, MAX_JSON_BYTES)
+    def _limit(self, headers: Headers, upload_path: str) -> tuple[int, str]:
+        """Return the bytes that a body may have, and a hint for a larger one, which is refused.
+
+        Args:
+            headers: headers of the request.
+            upload_path: path of the route if it takes images; else empty.
+        """
+        limit, hint = _MAX_OTHER_BODY, ""
+        if upload_path:
+            kind = _media_type_of(headers.get("content-type", ""), upload_path)
+            if upload_path not in _BATCH_PATHS:
+                limit, hint = self.upload_bytes, _IMAGE_TOO_LARGE
+                if kind == JSON_MEDIA_TYPE:
+                    limit = min(limit * 4 // 3, MAX_JSON_BYTES)
+            elif kind != JSON_MEDIA_TYPE:
+                limit, hint = MAX_BATCH_BYTES, _BATCH_TOO_LARGE
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy before this server may go by the other one, and find two requests in one.
             text = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, "two_lengths", text, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
-            raise _content_too_large(limit)
-        return _limit_body(receive, limit)
+            raise _content_too_large(limit, hint)
+        return limit, hint
 
     def _log_request(self, scope: Scope, response: _ResponseRecorder) -> None:
         route = getattr(scope.get("route"), "path", "other")
@@ -173,7 +209,7 @@ class _ResponseRecorder:
         return until - self._started_at
 
 
-def _limit_body(receive: Receive, limit: int) -> Receive:
+def _limit_body(receive: Receive, limit: int, hint: str) -> Receive:
     num_bytes = 0
 
     async def receive_limited() -> Message:
@@ -181,23 +217,25 @@ def _limit_body(receive: Receive, limit: int) -> Receive:
         message = await receive()
         num_bytes += len(message.get("body", b""))
         if num_bytes > limit:
-            raise _content_too_large(limit)
+            raise _content_too_large(limit, hint)
         return message
 
     return receive_limited
 
 
-def _media_type_of(content_type: str) -> str:
-    """The type of a body with an image, which is in UTF-8.
+def _media_type_of(content_type: str, path: str) -> str:
+    """The type of a body with images, which is in UTF-8.
 
     Python would decode a form's fields by any codec that it names, and some take minutes for a
     megabyte.
     """
     kind, options = parse_options_header(content_type)
     shown = kind.decode(errors="replace")[:60]
-    if shown not in ("multipart/form-data", JSON_MEDIA_TYPE):
-        text = f"Content-Type must be multipart/form-data or {JSON_MEDIA_TYPE}, not {shown!r}"
+    if shown not in _UPLOAD_TYPES[path]:
+        text = f"Content-Type must be {' or '.join(_UPLOAD_TYPES[path])}, not {shown!r}"
         hint = "send the fields as curl -F does; an image is the field input_reference"
+        if path in _BATCH_PATHS:
+            hint = "send the file of lines as curl -F file=@FILE does"
         raise ApiError(415, "unsupported_media_type", text, hint)
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
@@ -206,10 +244,9 @@ def _media_type_of(content_type: str) -> str:
     return shown
 
 
-def _content_too_large(limit: int) -> ApiError:
+def _content_too_large(limit: int, hint: str) -> ApiError:
     size = f"{limit / 2**20:.1f} MiB" if limit >= 2**20 else f"{limit} bytes"
     text = f"the body is larger than {size}"
-    hint = "make the image smaller; the clip is no larger than its size"
     headers = {"Connection": "close"}
     return ApiError(413, "content_too_large", text, hint, limit_bytes=limit, headers=headers)
 

@@ -358,8 +358,8 @@ class JobQueue:
             self._check_limits(connection, job.owner, max_open, max_open_of_owner)
             if uptime() > until:
                 raise OutputError("the server was stopped for too long during a request")
-            _insert_job(connection, job)
-            self._notify(connection, QUEUED)
+            insert_job(connection, job)
+            self.notify(connection, QUEUED)
         return job
 
     def _check_limits(
@@ -370,9 +370,11 @@ class JobQueue:
         limit_of_owner: int | None,
     ) -> None:
         is_open, values = self._open
-        query = f"SELECT owner, count(*) FROM jobs WHERE {is_open} GROUP BY owner"
-        open_jobs = dict(connection.execute(query, values).fetchall())
-        total, owner_open = sum(open_jobs.values()), open_jobs.get(owner, 0)
+        query = f"SELECT owner, count(*), count(batch_id) FROM jobs WHERE {is_open} GROUP BY owner"
+        rows = connection.execute(query, values).fetchall()
+        # Lines of batches have a limit of their own, so that a batch fills the queue for nobody.
+        total = sum(number - of_batches for _, number, of_batches in rows)
+        owner_open = {name: number for name, number, _ in rows}.get(owner, 0)
         if limit is not None and total >= limit:
             raise QueueFullError("the queue is full", details={"open": total, "limit": limit})
         if limit_of_owner is not None and owner_open >= limit_of_owner:
@@ -447,7 +449,7 @@ class JobQueue:
             for state, turn, owner in rows:
                 if state == JobState.QUEUED:
                     connection.execute(_RESTORE_TURN, (turn, owner, turn))
-                    self._notify(connection, QUEUED)
+                    self.notify(connection, QUEUED)
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
@@ -476,7 +478,7 @@ class JobQueue:
         if removes:  # the owner may use its idempotency key again
             marks += ", remove_asked = true, idempotency_key = NULL"
         with self.backend.transaction() as connection:
-            self._notify(connection, id)
+            self.notify(connection, id)
             mark = f"UPDATE jobs SET {marks} WHERE id = ? AND state = 'in_progress'"
             return connection.execute(mark, (id,)).rowcount == 1
 
@@ -640,7 +642,7 @@ class JobQueue:
             for id, description, seen in rows
         ]
 
-    def _notify(self, connection: DatabaseConnection, payload: str) -> None:
+    def notify(self, connection: DatabaseConnection, payload: str) -> None:
         """Notify all servers, if the transaction succeeds."""
         if self.is_shared:
             connection.execute("SELECT pg_notify('svdpp', ?)", (payload,))
@@ -665,13 +667,17 @@ class JobQueue:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
         states: Sequence[JobState] = (),
+        batch_id: str | None = None,
     ) -> list[Job]:
         """Return jobs by the time of request: of one owner, in some states, after the job of an id.
 
-        Jobs that their owner has removed are left out.
+        Only those of a batch, if its id is given. Jobs that their owner has removed are left out.
         """
         states_are = _state_in(states) if states else "true"
         where, values = f"owner = ? AND NOT remove_asked AND {states_are}", [owner]
+        if batch_id is not None:
+            where += " AND batch_id = ?"
+            values.append(batch_id)
         if after is not None:
             beyond = ">" if order == "asc" else "<"
             where += f" AND seq {beyond} (SELECT seq FROM jobs WHERE id = ?)"
@@ -729,11 +735,13 @@ class JobQueue:
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
-        """Return the number of jobs in progress, and queued ones that this server can make."""
+        """Return the number of jobs in progress, and queued ones that this server can make.
+
+        Lines of batches do not count.
+        """
         is_open, values = self._open
-        return int(
-            self.backend.fetch_all(f"SELECT count(*) FROM jobs WHERE {is_open}", *values)[0][0]
-        )
+        query = f"SELECT count(*) FROM jobs WHERE {is_open} AND batch_id IS NULL"
+        return int(self.backend.fetch_all(query, *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
         """Return the unix time of the oldest request that waits for this server; None: none."""
@@ -790,7 +798,8 @@ def _placeholders(values: Iterable[Any]) -> str:
     return ", ".join("?" for _ in values)
 
 
-def _insert_job(connection: DatabaseConnection, job: Job) -> None:
+def insert_job(connection: DatabaseConnection, job: Job) -> None:
+    """Insert the row of a new job, within a transaction."""
     values = {**job_to_row(job), "due": job.created_at - job.priority * AGEING_SECONDS}
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_placeholders(values)})"
     connection.execute(query, tuple(values.values()))

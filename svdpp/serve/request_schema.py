@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -58,6 +60,34 @@ _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
 #: Names of an image that is text: vLLM-Omni's, and what OpenAI's client makes of
 #: `{"image_url": ...}`.
 _IMAGE_NAMES = AliasChoices(IMAGE_FIELD, "image_reference", f"{IMAGE_FIELD}[image_url]")
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of a JSON text, whose objects must have each key once.
+
+    Raises:
+        ValueError: it is no JSON.
+        ApiError: an object has a key twice.
+    """
+    value = from_json(text)
+    # Pydantic's parser takes the last of several values without a word.
+    json.loads(text, object_pairs_hook=without_repetition)
+    return value
+
+
+def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return fields by name; one that is sent twice has no value that can be chosen.
+
+    Raises:
+        ApiError: one is sent twice.
+    """
+    numbers = Counter(name for name, _ in items)
+    if repeated := [name for name, number in numbers.items() if number > 1]:
+        name, times = repeated[0], numbers[repeated[0]]
+        text = f"the field {name[:60]!r} is sent {times} times"
+        hint = "send each field once"
+        raise ApiError(422, "repeated_field", text, hint, field=name[:60], times=times)
+    return dict(items)
 
 
 def _parse_upload(value: Any) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from svdpp.serve.batch_table import BatchTable
 from svdpp.serve.clock import ClockError
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import LOST_AND_FOUND
@@ -111,15 +112,16 @@ def remove_orphans(
     files = store.files()
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
+    lines = BatchTable(queue).file_ids()
     # `Dispatcher` removes all latent checkpoints once no clip is left; a fleet may always have one.
     oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
-    left: FileSnapshot = {file for file in files.items() if _is_orphan(file, clips, oldest)}
+    left: FileSnapshot = {file for file in files.items() if _is_orphan(file, clips, lines, oldest)}
     unused: FileSnapshot = {
         copy
         for copy in copies.items()
         # Only files that the store has are copies: the folder may be older than the store.
         if (copy[0] in files and FILE_NAME.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
-        or _is_orphan(copy, clips, oldest, is_copy=True)
+        or _is_orphan(copy, clips, lines, oldest, is_copy=True)
         if not any(id in copy[0] for id in in_use)
     }
     with store.errors():
@@ -143,6 +145,7 @@ def _now_or_never(queue: JobQueue) -> float:
 def _is_orphan(
     file: tuple[str, tuple[int, float]],
     clips: Mapping[str, int | None],
+    lines: Collection[str],
     oldest: float,
     *,
     is_copy: bool = False,
@@ -152,6 +155,8 @@ def _is_orphan(
     match = FILE_NAME.fullmatch(name)
     if match is None or (_LATENT.match(name) and written_at > oldest):
         return False
+    if match["lines"] is not None:
+        return match["lines"] not in lines
     if (id := match["clip"]) is None:
         return match["photo"] not in clips
     if id not in clips:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
 from datetime import datetime
@@ -18,7 +16,6 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
-from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
@@ -33,7 +30,7 @@ from svdpp.serve.auth import Owner
 from svdpp.serve.files import PrivateFile, clip_name, content_disposition, input_name
 from svdpp.serve.job import JobState
 from svdpp.serve.middleware import JSON_MEDIA_TYPE, MAX_JSON_BYTES
-from svdpp.serve.request_schema import VideoRequest
+from svdpp.serve.request_schema import VideoRequest, parse_json, without_repetition
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 from svdpp.serve.service import Service
 
@@ -43,8 +40,8 @@ MAX_STREAMS = 1000
 MAX_STREAMS_OF_KEY = 200
 
 _MAX_IDEMPOTENCY_KEY = 255
-# Runs a call that may wait long, for a decoder or the ranks, in a thread outside the usual pool.
-_in_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
+#: Runs a call that may wait long, for a decoder or the ranks, in a thread outside the pool.
+run_in_own_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
 # Coroutines, because FastAPI runs each plain function in a thread.
@@ -109,7 +106,7 @@ def create_routes(request_model: type[VideoRequest]) -> APIRouter:
         video = await _create_from_request(request, service, owner, key)
         request.state.upload.close()  # so that others may send theirs
         await _wait_until_final(request, service, video.id, owner)
-        return await _in_thread(_finished_clip, service, video.id, owner)
+        return await run_in_own_thread(_finished_clip, service, video.id, owner)
 
     return routes
 
@@ -130,9 +127,8 @@ def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
     return {"required": True, "content": kinds}
 
 
-async def _create_from_request(
-    request: Request, service: Service, owner: Owner, key: str | None
-) -> Video:
+def check_idempotency_key(key: str | None) -> None:
+    """Refuse a key that is too long, or has other characters than visible ASCII."""
     if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_IDEMPOTENCY_KEY}}}", key):
         longest = _MAX_IDEMPOTENCY_KEY
         text = f"Idempotency-Key must be 1 to {longest} visible ASCII characters without spaces"
@@ -145,11 +141,17 @@ async def _create_from_request(
             min_length=1,
             max_length=_MAX_IDEMPOTENCY_KEY,
         )
+
+
+async def _create_from_request(
+    request: Request, service: Service, owner: Owner, key: str | None
+) -> Video:
+    check_idempotency_key(key)
     try:
         if request.headers["content-type"].lower().startswith(JSON_MEDIA_TYPE):
-            return await _in_thread(_create, service, await request.body(), owner, key)
+            return await run_in_own_thread(_create, service, await request.body(), owner, key)
         async with request.form(max_part_size=MAX_JSON_BYTES) as form:
-            return await _in_thread(_create, service, form, owner, key)
+            return await run_in_own_thread(_create, service, form, owner, key)
     except ClientDisconnect:
         raise HTTPException(400, "the client has gone") from None
     except HTTPException as error:  # raised by the parser of the form
@@ -167,35 +169,16 @@ def _malformed_body(code: str, reason: str) -> ApiError:
 def _form_fields(form: FormData) -> dict[str, Any]:
     """Return the fields of a form, each of which must be sent once."""
     # Browsers send line ends as CRLF: a prompt of several lines would differ from that of JSON.
-    fields = _without_repetition(form.multi_items())
+    fields = without_repetition(form.multi_items())
     for name in ("prompt", "negative_prompt"):
         if isinstance(value := fields.get(name), str):
             fields[name] = value.replace("\r\n", "\n")
     return fields
 
 
-def _without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields by name; reject a field that is sent twice."""
-    numbers = Counter(name for name, _ in items)
-    if repeated := [name for name, number in numbers.items() if number > 1]:
-        name, times = repeated[0], numbers[repeated[0]]
-        text = f"the field {name[:60]!r} is sent {times} times"
-        hint = "send each field once"
-        raise ApiError(422, "repeated_field", text, hint, field=name[:60], times=times)
-    return dict(items)
-
-
-def _parsed(body: bytes) -> Any:
-    """Return the value of a JSON body; reject objects in which a key is repeated."""
-    value = from_json(body)
-    # Checked separately, because pydantic's parser silently takes the last of several values.
-    json.loads(body, object_pairs_hook=_without_repetition)
-    return value
-
-
 def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | None) -> Video:
     try:
-        fields = _parsed(body) if isinstance(body, bytes) else _form_fields(body)
+        fields = parse_json(body) if isinstance(body, bytes) else _form_fields(body)
         if not isinstance(fields, dict):
             raise ValueError("it is JSON, but no object")
     except ValueError as error:
@@ -208,7 +191,7 @@ async def _wait_until_final(request: Request, service: Service, id: str, owner: 
     with service.subscribers.subscribe(owner.name):
         while not (service.subscribers.is_closed or await request.is_disconnected()):
             with suppress(OutputError):  # an unavailable queue is asked again
-                job = await _in_thread(service.queue.get, id)
+                job = await run_in_own_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
             await service.subscribers.wait()
@@ -245,9 +228,12 @@ def list_videos(
     after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
     order: Annotated[Literal["asc", "desc"], Query(description="By the time of request.")] = "desc",
     status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
+    batch_id: Annotated[str | None, Query(description="Only videos of this batch.")] = None,
 ) -> VideoPage:
     """List the videos of this key, the newest first."""
-    jobs_and_next = service.videos(owner, limit=limit + 1, after=after, order=order, status=status)
+    jobs_and_next = service.videos(
+        owner, limit=limit + 1, after=after, order=order, status=status, batch_id=batch_id
+    )
     videos = jobs_and_next[:limit]
     return VideoPage(
         data=videos,
@@ -301,7 +287,7 @@ async def _archive_parts(
     """Yield the bytes of an archive, read in threads; it counts as a stream of the key."""
     with service.subscribers.subscribe(owner.name):
         try:
-            while (part := await _in_thread(next, parts, None)) is not None:
+            while (part := await run_in_own_thread(next, parts, None)) is not None:
                 yield part
         finally:
             parts.close()

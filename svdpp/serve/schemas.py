@@ -35,6 +35,7 @@ from svdpp.errors import (
     without_folders,
     write_fields,
 )
+from svdpp.serve.batch_table import Batch, BatchCounts, BatchState
 from svdpp.serve.job import Job, JobState, UnreadableJobError, VerificationStatus
 from svdpp.serve.sqlite import BackendUnavailableError, StorageUnavailableError
 from svdpp.serve.uploads import DecoderBusyError
@@ -140,6 +141,8 @@ class Video(BaseModel):
     proof: VerificationStatus
     proof_reason: Annotated[str | None, Field(description="If it is `failed` or `different`.")]
     callback: Annotated[dict[str, Any] | None, Field(description="Its webhook.")]
+    batch_id: Annotated[str | None, Field(description="The batch that it is a line of.")] = None
+    custom_id: Annotated[str | None, Field(description="The client's name of that line.")] = None
 
 
 def params_to_json(sampling: SamplingConfig) -> dict[str, Any]:
@@ -209,6 +212,8 @@ def video_from_job(
         proof=job.verification,
         proof_reason=job.verification_reason,
         callback=_callback_status(job),
+        batch_id=job.batch_id,
+        custom_id=job.custom_id,
     )
 
 
@@ -252,6 +257,165 @@ class DeletedVideo(BaseModel):
     object: Literal["video.deleted"] = "video.deleted"
     deleted: Literal[True] = True
     status: Annotated[JobState, Field(description="What it had; `cancelled` if it was open.")]
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+BatchStatus = Literal["validating", "failed", "in_progress", "completed", "cancelling", "cancelled"]
+
+
+class LineError(BaseModel):
+    """Reason why a line has no clip."""
+
+    code: str
+    message: str
+
+
+class BatchLineResult(BaseModel):
+    """Line of a batch's output file, or of its file of errors."""
+
+    id: str
+    custom_id: str
+    response: Annotated[
+        dict[str, Any] | None, Field(description="`status_code`, `request_id`, and the video.")
+    ]
+    error: LineError | None
+
+
+class BatchFault(BaseModel):
+    """Fault of a line, for which its batch failed."""
+
+    code: str
+    message: str
+    line: Annotated[int | None, Field(description="Of the file, from 1.")]
+    param: str | None = None
+    hint: str = ""
+    custom_id: str | None = None
+
+
+class BatchFaults(BaseModel):
+    """Faults of the lines of a batch."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchFault]
+
+
+class BatchRequestCounts(BaseModel):
+    """Number of the lines of a batch, and of those that have ended."""
+
+    total: int
+    completed: int
+    failed: Annotated[int, Field(description="With those that were cancelled.")]
+
+
+class BatchView(BaseModel):
+    """Batch, as in OpenAI's API. Times are unix seconds."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: Literal["/v1/videos"] = "/v1/videos"
+    model: str
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: Annotated[None, Field(description="No batch expires.")] = None
+    finalizing_at: Annotated[None, Field(description="Its files are there at once.")] = None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: None = None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchRequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchPage(BaseModel):
+    """Page of the list of batches."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchView]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileView(BaseModel):
+    """File of lines, as in OpenAI's API. Times are unix seconds."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"] = "processed"
+
+
+class DeletedFile(BaseModel):
+    """Answer to `DELETE`: the file is gone."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+#: Ends of the ids of the two files that a batch writes, after the batch's own hexadecimal digits.
+OUTPUT_FILES = {"_output": False, "_error": True}
+
+
+def batch_view(batch: Batch, counts: BatchCounts, model: str) -> BatchView:
+    """Return the API's view of a batch.
+
+    Args:
+        batch: the batch.
+        counts: its jobs by state.
+        model: name of the model that makes it.
+    """
+    status = _batch_status(batch, counts)
+    has_ended = status in ("completed", "cancelled")
+    stem = f"file_{batch.id.removeprefix('batch_')}"
+    output, error = (f"{stem}{end}" for end in OUTPUT_FILES)
+    end = counts.last_end or batch.stored_at
+    return BatchView(
+        id=batch.id,
+        model=model,
+        errors=BatchFaults.model_validate({"data": batch.errors}) if batch.errors else None,
+        input_file_id=batch.input_file,
+        completion_window=batch.completion_window,
+        status=status,
+        output_file_id=output if has_ended and counts.completed else None,
+        error_file_id=error if has_ended and counts.failed else None,
+        created_at=int(batch.created_at),
+        in_progress_at=_to_int(batch.stored_at),
+        completed_at=_to_int(end) if status == "completed" else None,
+        failed_at=_to_int(batch.failed_at),
+        cancelling_at=_to_int(batch.cancelled_at),
+        cancelled_at=(
+            _to_int(max(batch.cancelled_at or 0.0, end or 0.0)) if status == "cancelled" else None
+        ),
+        request_counts=BatchRequestCounts(
+            total=batch.total, completed=counts.completed, failed=counts.failed
+        ),
+        metadata=batch.metadata or None,
+    )
+
+
+def _batch_status(batch: Batch, counts: BatchCounts) -> BatchStatus:
+    if batch.state is BatchState.FAILED:
+        return "failed"
+    if batch.cancelled_at is not None:
+        return "cancelling" if counts.open else "cancelled"
+    if batch.state is BatchState.VALIDATING:
+        return "validating"
+    return "in_progress" if counts.open else "completed"
 
 
 # --- errors: one shape for every answer of 400 and above ------------------------------------------

@@ -30,10 +30,11 @@ from svdpp.config import PipelineConfig
 from svdpp.driver.pipeline import Pipeline
 from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media.ffmpeg import find_ffmpeg
-from svdpp.serve import routes
+from svdpp.serve import batch_routes, routes
 from svdpp.serve.auth import Keys
+from svdpp.serve.batches import MAX_LINES
 from svdpp.serve.clock import SteadyClock
-from svdpp.serve.middleware import AuthMiddleware
+from svdpp.serve.middleware import MAX_BATCH_BYTES, MAX_JSON_BYTES, AuthMiddleware
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import ORPHAN_SCAN_SECONDS, enforce_retention, move_orphans_aside
@@ -131,7 +132,13 @@ class Server:
         orphans = PeriodicThread(
             "orphans", service.remove_orphans, ORPHAN_SCAN_SECONDS, error_message=error_message
         )
-        self._threads = [service.verifier.thread, service.removal, retention, orphans]
+        self._threads = [
+            service.verifier.thread,
+            service.removal,
+            service.batches.thread,
+            retention,
+            orphans,
+        ]
         if service.settings.callback_hosts:
             self._threads.append(service.webhooks.thread)
         if service.queue.is_shared:
@@ -276,7 +283,8 @@ def create_app(service: Service, keys: Keys | None) -> ASGIApp:
     )
     app.state.service = service
     install_error_handlers(app)
-    for router in (routes.create_routes(service.capabilities.request_model), routes.routes, server):
+    videos = routes.create_routes(service.capabilities.request_model)
+    for router in (videos, routes.routes, batch_routes.routes, server):
         app.include_router(router, dependencies=[] if keys is None else [Depends(_bearer)])
     app.include_router(public)
     app.mount("/page", StaticFiles(directory=_PAGE))
@@ -292,6 +300,9 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
         max_upload_bytes=settings.upload_bytes,
         max_megapixels=settings.max_pixels // 10**6,
         max_open=settings.max_open,
+        max_batch_bytes=MAX_BATCH_BYTES,
+        max_batch_lines=MAX_LINES,
+        max_line_bytes=MAX_JSON_BYTES,
     )
     model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}

@@ -24,6 +24,7 @@ from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.media.inputs import MAX_PIXELS, input_remarks
 from svdpp.serve.auth import Owner
+from svdpp.serve.batches import Batches
 from svdpp.serve.clips import Admission
 from svdpp.serve.clock import uptime
 from svdpp.serve.engine import Engine
@@ -52,7 +53,7 @@ from svdpp.serve.schemas import (
     write_request_fields,
 )
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.uploads import UploadStore, sanitize_filename
+from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks
 
@@ -180,6 +181,19 @@ class Service:
         self.webhooks = Webhooks(
             queue, settings.callback_hosts, settings.callback_secrets, self.video
         )
+        self.batches = Batches(
+            queue,
+            self.capabilities,
+            uploads=self.uploads,
+            keep_seconds=settings.keep_seconds,
+            check_accepts_jobs=lambda: self.check_accepts_jobs(has_limit=False),
+            new_job=self._new_job,
+            check_uploads=self._check_uploads,
+            save_uploads=self._save_uploads,
+            cancel_job=self.engine.cancel,
+            on_stored=self.engine.dispatcher.wake,
+            on_cancelled=self._on_waiting_cancelled,
+        )
         error_message = "removed clips keep their files"
         self.removal = PeriodicThread(
             "removal", self._remove_ended, _REMOVAL_SECONDS, error_message=error_message
@@ -194,16 +208,25 @@ class Service:
         if job.state.is_final and job.remove_requested:
             self.removal.wake()
 
+    def _on_waiting_cancelled(self, number: int) -> None:
+        self.metrics.count_cancelled(number)
+        self.engine.dispatcher.wake()
+
     def _remove_ended(self) -> None:
         for id in self.queue.pending_removals():
             remove_job(self.queue, id)
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _check_accepts_jobs(self, *, has_key: bool = False) -> None:
-        """Refuse new jobs while the server ends, and while its disk or its queue is full.
+    def check_accepts_jobs(self, *, has_limit: bool) -> None:
+        """Refuse new jobs while the server ends, and while its disk is full.
 
-        A request that `has_key` may be one that is stored already.
+        Args:
+            has_limit: whether to refuse them also while the queue is full.
+
+        Raises:
+            ApiError: it takes no jobs now.
+            OutputError: its queue or its files cannot be reached.
         """
         if self.is_closing:
             text = "the server is ending: it takes no more clips"
@@ -217,7 +240,7 @@ class Service:
             text = "the server's disk is nearly full: it takes no more clips"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
-        num_open = 0 if has_key else self.queue.num_open()
+        num_open = self.queue.num_open() if has_limit else 0
         if num_open >= self.settings.max_open:
             raise self._queue_full_error({"open": num_open, "limit": self.settings.max_open})
 
@@ -242,7 +265,35 @@ class Service:
 
         The ETA of the answer is a promise, which is scored when the clip is completed.
         """
-        self._check_accepts_jobs(has_key=idempotency_key is not None)
+        self.check_accepts_jobs(has_limit=idempotency_key is None)
+        job = self._new_job(request, owner, idempotency_key)
+        job = replace(job, idempotency_key=idempotency_key)
+        stored = self._store_job(job, request, owner)
+        if stored.id == job.id:
+            logger.info("{} is requested", job.id)
+            self.engine.dispatcher.wake()
+            with contextlib.suppress(OutputError):  # the promise is missing, and the video is not
+                estimate = self.fleet.estimates.estimate(job.id)
+                if estimate is not None and estimate.eta_seconds is not None:
+                    self.queue.set_promise(job.id, estimate.eta_seconds)
+        try:
+            return self.video(self.queue.get(stored.id) or stored)
+        except OutputError:  # the queue is away since it has stored the job
+            return video_from_job(stored)
+
+    def _new_job(self, request: VideoRequest, owner: Owner, seed_key: str | None) -> Job:
+        """Check a request without its files, and return the job that it asks for.
+
+        Args:
+            request: the request.
+            owner: owner of the job.
+            seed_key: text that decides about the seed if the request has none; None: it is drawn.
+
+        Raises:
+            ApiError: the server does not make such a clip.
+            RequestError: a parameter or an input does not fit the model.
+            OutOfMemoryError: it needs more memory than a device has.
+        """
         if request.callback_url is not None:
             self.webhooks.check(request.callback_url)
         prompts = {name: request.value(name) for name in ("prompt", "negative_prompt")}
@@ -259,32 +310,18 @@ class Service:
             **prompts,
         )
         self.admission.check_inputs(sampling, clip_request)
-        id = new_id()
-        job = Job(
-            id=id,
+        return Job(
+            id=new_id(),
             owner=owner.name,
             model=self.capabilities.model,
             weights=self.capabilities.weights,
-            seed=seed_of(request.seed, owner.name, idempotency_key),
+            seed=seed_of(request.seed, owner.name, seed_key),
             sampling=sampling,
             **prompts,
-            created_at=self.queue.now(),
+            created_at=0.0,
             priority=request.priority,
-            idempotency_key=idempotency_key,
             callback_url=request.callback_url,
         )
-        stored = self._store_job(job, request, owner)
-        if stored.id == id:
-            logger.info("{} is requested", id)
-            self.engine.dispatcher.wake()
-            with contextlib.suppress(OutputError):  # the promise is missing, and the video is not
-                estimate = self.fleet.estimates.estimate(id)
-                if estimate is not None and estimate.eta_seconds is not None:
-                    self.queue.set_promise(id, estimate.eta_seconds)
-        try:
-            return self.video(self.queue.get(stored.id) or stored)
-        except OutputError:  # the queue is away since it has stored the job
-            return video_from_job(stored)
 
     def _find_stored(self, job: Job) -> Job | None:
         """Return the job if the queue has it, and answers."""
@@ -312,23 +349,41 @@ class Service:
                 uploads.pop_all()
         return stored
 
-    def _save_uploads(self, request: VideoRequest, job: Job, uploads: ExitStack) -> dict[str, Any]:
+    def _check_uploads(self, request: VideoRequest, job: Job, decoded: DecodedImages) -> None:
+        """Decode the files of a request that are not `decoded` yet, and keep none."""
+        for field_name, upload in request.files.items():
+            name, frames = sanitize_filename(upload.filename), _video_frames(job, field_name)
+            with self._errors_of(field_name):
+                self.uploads.check(upload.file, job.id, name, frames, job.owner, decoded)
+
+    @contextlib.contextmanager
+    def _errors_of(self, field_name: str) -> Iterator[None]:
+        """Name the field in errors of an upload."""
+        try:
+            yield
+        except InputError as error:
+            self.queue.store.check()  # its disk may have gone before it was decoded
+            error.details["field"] = field_name
+            raise
+
+    def _save_uploads(
+        self,
+        request: VideoRequest,
+        job: Job,
+        uploads: ExitStack,
+        decoded: DecodedImages | None = None,
+    ) -> dict[str, Any]:
         """Stores the files of a request, which `uploads` can remove; what the job says of them."""
         values: dict[str, Any] = {"further_inputs": {}}
         named = []
         for field_name, upload in request.files.items():
             is_input = field_name == IMAGE_FIELD
-            name, sampling = sanitize_filename(upload.filename), job.sampling
-            frames = sampling.frames
-            if is_input or field_name == LAST_IMAGE:
-                frames = (sampling.video_frames or 0) if is_input else 0
-            try:
-                further = "" if is_input else field_name
-                photo = self.uploads.save(upload.file, job.id, name, frames, further, job.owner)
-            except InputError as error:
-                self.queue.store.check()  # its disk may have gone before it was decoded
-                error.details["field"] = field_name
-                raise
+            name = sanitize_filename(upload.filename)
+            frames, further = _video_frames(job, field_name), "" if is_input else field_name
+            with self._errors_of(field_name):
+                photo = self.uploads.save(
+                    upload.file, job.id, name, frames, further, job.owner, decoded
+                )
             uploads.callback(self.queue.store.discard, photo.path)
             self.queue.store.put(photo.path)
             if is_input or field_name == LAST_IMAGE:
@@ -468,16 +523,24 @@ class Service:
         after: str | None,
         order: Literal["asc", "desc"],
         status: JobState | None,
+        batch_id: str | None = None,
     ) -> list[Video]:
         """Return views of an owner's jobs by the time of request, after the job of an id."""
         if after is not None:
             self.job(after, owner)
+        if batch_id is not None:
+            self.batches.get(batch_id, owner)
         states = [] if status is None else [status]
         if status is JobState.QUEUED:  # also what the ranks have, and none of them has begun
             states.append(JobState.IN_PROGRESS)
         most = limit + (len(self.queue.running()) if JobState.IN_PROGRESS in states else 0)
         jobs = self.queue.page(
-            owner=owner.name, limit=most, after=after, order=order, states=states
+            owner=owner.name,
+            limit=most,
+            after=after,
+            order=order,
+            states=states,
+            batch_id=batch_id,
         )
         views = (view for view in map(self.video, jobs) if status in (None, view.status))
         return list(islice(views, limit))
@@ -495,3 +558,12 @@ class Service:
             hint = "request it again" if job.state.is_final else "its status says how far it is"
             raise ApiError(409, "not_completed", text, hint, status=str(status))
         return job
+
+
+def _video_frames(job: Job, field_name: str) -> int:
+    """Return the frames that a clip takes of a video in a field; 0: it takes images only."""
+    if field_name == LAST_IMAGE:
+        return 0
+    if field_name == IMAGE_FIELD:
+        return job.sampling.video_frames or 0
+    return job.sampling.frames

@@ -35,12 +35,15 @@ from svdpp.serve.sqlite import (
 
 #: Id of a job.
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
+#: Id of the file of a batch's lines.
+LINES_ID = re.compile(r"file_[0-9a-f]{32}")
 #: The names that servers and ranks give to files; others are left alone.
 FILE_NAME = re.compile(
     rf"photos/(?P<photo>{VIDEO_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
+    rf"|photos/(?P<lines>{LINES_ID.pattern})\.jsonl"
     rf"|clips/(?P<clip>{VIDEO_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
     rf"|latents/[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"
-    rf"|[a-z]+/\.(upload-{VIDEO_ID.pattern}-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
+    rf"|[a-z]+/\.(upload-({VIDEO_ID.pattern}|{LINES_ID.pattern})-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
     rf"|fetched-[0-9a-f]{{16}})"
 )
 # Seconds between two probes of a store that answers; one that does not is probed each time.

@@ -7,6 +7,7 @@ dumped.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -77,6 +78,9 @@ _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 #: Suffixes of the stored files, by Pillow's name of the format; the others' are that name. MPO is
 #: a JPEG with further images behind the first.
 _SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
+
+#: What decoders have said of images, by their SHA-256 and the frames that were asked for.
+DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 
 class DecoderBusyError(SvdppError):
@@ -161,6 +165,7 @@ class UploadStore:
         video_frames: int = 0,
         further: str = "",
         owner: str = "",
+        decoded: DecodedImages | None = None,
     ) -> MediaFile:
         """Store an image durably, once it is decoded; if it raises, no file is left.
 
@@ -171,6 +176,7 @@ class UploadStore:
             video_frames: number of frames of a video that is taken as well; 0 takes images only.
             further: Name in `Job.further_paths`; empty for `Job.input_file`.
             owner: name of the key, whose turn it must be.
+            decoded: images that need not be decoded again; this one is added to them.
 
         Returns:
             The stored file, with its SHA-256, width and height.
@@ -183,12 +189,9 @@ class UploadStore:
         upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
             with output_files.disk_errors(self._errors):
-                upload.touch(0o600, exist_ok=False)
-                with open(upload, "wb") as file:
-                    source.seek(0)
-                    shutil.copyfileobj(source, file, 2**20)
-                decoded = self._decode_in_slot(upload, name, video_frames, owner)
-                sha256, suffix, width, height, conversion = decoded
+                _copy(source, upload)
+                found = self._decode(upload, name, video_frames, owner, decoded)
+                sha256, suffix, width, height, conversion = found
                 final = self._folder / f"{id}{f'.{further}' if further else suffix}"
                 output_files.fsync(upload)
                 os.rename(upload, final)
@@ -199,11 +202,71 @@ class UploadStore:
             raise
         return MediaFile(final, sha256, int(width), int(height), cast("Conversion", conversion))
 
+    def check(
+        self,
+        source: BinaryIO,
+        id: str,
+        name: str,
+        video_frames: int,
+        owner: str,
+        decoded: DecodedImages,
+    ) -> None:
+        """Decode an image and keep no file; add it to `decoded`. Arguments and errors: `save`."""
+        upload = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
+        try:
+            with output_files.disk_errors(self._errors):
+                _copy(source, upload)
+                self._decode(upload, name, video_frames, owner, decoded)
+        finally:
+            output_files.remove(upload)
+
+    def save_lines(self, source: BinaryIO, id: str) -> tuple[str, int]:
+        """Store the file of a batch's lines durably, as `ID.jsonl`; return SHA-256 and bytes.
+
+        Raises:
+            OutputError: the disk cannot be written.
+        """
+        upload, final = self._folder / f".upload-{id}-{secrets.token_hex(4)}", f"{id}.jsonl"
+        try:
+            with output_files.disk_errors(f"cannot keep a batch in {str(self._folder)!r}"):
+                _copy(source, upload)
+                sha256, size = _sha256_of(upload), upload.stat().st_size
+                output_files.fsync(upload)
+                os.rename(upload, self._folder / final)
+                output_files.fsync(self._folder)
+        except BaseException:
+            output_files.remove(upload)
+            raise
+        return sha256, size
+
+    def _decode(
+        self, upload: Path, name: str, video_frames: int, owner: str, decoded: DecodedImages | None
+    ) -> tuple[str, ...]:
+        key = ("" if decoded is None else _sha256_of(upload), video_frames)
+        found = None if decoded is None else decoded.get(key)
+        if found is None:
+            found = self._decode_in_slot(upload, name, video_frames, owner)
+        if decoded is not None:
+            decoded[key] = found
+        return found
+
     def _decode_in_slot(
         self, upload: Path, name: str, video_frames: int, owner: str
     ) -> tuple[str, ...]:
         with self._slots.acquire(owner, _MAX_WAIT_SECONDS):
             return _run_decoder(upload, name, video_frames, self._max_pixels)
+
+
+def _copy(source: BinaryIO, path: Path) -> None:
+    path.touch(0o600, exist_ok=False)
+    with open(path, "wb") as file:
+        source.seek(0)
+        shutil.copyfileobj(source, file, 2**20)
+
+
+def _sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sanitize_filename(name: str | None) -> str:

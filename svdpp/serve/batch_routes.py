@@ -1,0 +1,337 @@
+"""Routes of batches, and of the files of their lines, in the shape of OpenAI's Batch API."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, BinaryIO, Literal, cast
+
+from fastapi import APIRouter, Query, Request, Response, UploadFile
+from fastapi.responses import FileResponse, StreamingResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from svdpp.errors import OutputError
+from svdpp.media import output_files
+from svdpp.serve.auth import Owner
+from svdpp.serve.batch_table import Batch, BatchFile
+from svdpp.serve.files import PrivateFile
+from svdpp.serve.middleware import JSON_MEDIA_TYPE, LINES_MEDIA_TYPES
+from svdpp.serve.request_schema import parse_json, without_repetition
+from svdpp.serve.routes import (
+    IdempotencyKey,
+    OwnerDep,
+    ServiceDep,
+    check_idempotency_key,
+    run_in_own_thread,
+)
+from svdpp.serve.schemas import (
+    OUTPUT_FILES,
+    ApiError,
+    BatchPage,
+    BatchView,
+    DeletedFile,
+    FileView,
+    batch_view,
+    invalid_request,
+)
+from svdpp.serve.service import Service
+
+routes = APIRouter(tags=["batches"])
+
+_LINES_TYPE = LINES_MEDIA_TYPES[0]
+# Of `metadata`, as in OpenAI's API.
+_MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
+# Beyond this size the lines that arrive are in a temporary file.
+_SPOOL_BYTES = 2**20
+
+
+def _parse_metadata(value: Any) -> Any:
+    """Return `metadata` as an object; it is text in a form."""
+    return parse_json(value.encode()) if isinstance(value, str) else value
+
+
+def _check_file(value: Any) -> Any:
+    """Refuse a text where a file is expected."""
+    if not hasattr(value, "filename"):
+        raise ValueError("send a file, as curl -F file=@FILE does")
+    return value
+
+
+_Name = Annotated[str, Field(max_length=_MAX_NAME)]
+_Value = Annotated[str, Field(max_length=_MAX_VALUE)]
+_Upload = Annotated[
+    UploadFile, BeforeValidator(_check_file), Field(description="The lines, each a JSON object.")
+]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    endpoint: Annotated[
+        Literal["/v1/videos"], Field(description="The route that the lines are requests of.")
+    ] = "/v1/videos"
+    completion_window: Annotated[
+        str, Field(pattern=r"^[1-9][0-9]{0,3}[hd]$", description="Has no effect.")
+    ] = "24h"
+    metadata: Annotated[
+        dict[_Name, _Value] | None,
+        BeforeValidator(_parse_metadata),
+        Field(max_length=_MAX_PAIRS, description="Texts by name, which the batch shows."),
+    ] = None
+
+
+class BatchRequest(_Options):
+    """Body of `POST /v1/batches` as JSON."""
+
+    input_file_id: Annotated[str, Field(description="The id of the file of lines.")]
+
+
+class BatchForm(_Options):
+    """Body of `POST /v1/batches` as a form."""
+
+    file: _Upload
+
+
+class FileForm(BaseModel):
+    """Body of `POST /v1/files`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    file: _Upload
+    purpose: Annotated[Literal["batch"], Field(description="What the file is for.")]
+
+
+def _body(**kinds: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a body, by the types that it may have."""
+    names = {"form": "multipart/form-data", "json": JSON_MEDIA_TYPE, "lines": _LINES_TYPE}
+    content = {names[name]: {"schema": schema} for name, schema in kinds.items()}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+_LINES_SCHEMA = {"type": "string", "format": "binary", "description": "One JSON object a line."}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@routes.post("/v1/files", openapi_extra=_body(form=FileForm.model_json_schema()))
+async def create_file(request: Request, service: ServiceDep, owner: OwnerDep) -> FileView:
+    """Store the lines of a batch; nothing in them is checked before the batch is requested."""
+    async with _form(request) as fields:
+        form = _validate(FileForm, fields)
+        assert isinstance(form, FileForm)
+        file = await run_in_own_thread(
+            service.batches.add_file, form.file.file, form.file.filename or "", owner
+        )
+    return _file_view(service, file)
+
+
+@routes.get("/v1/files/{id}")
+def get_file(id: str, service: ServiceDep, owner: OwnerDep) -> FileView:
+    """Show a file of lines, or one of a batch's results."""
+    if (results := _find_results(service, id, owner)) is None:
+        return _file_view(service, service.batches.file(id, owner))
+    batch, errors = results
+    written = service.batches.results(batch, errors=errors, view=service.video)
+    return FileView(
+        id=id,
+        bytes=sum(len(line.encode()) for line in written),
+        created_at=int(batch.created_at),
+        expires_at=None,
+        filename=f"{batch.id}_{'error' if errors else 'output'}.jsonl",
+        purpose="batch_output",
+    )
+
+
+@routes.get(
+    "/v1/files/{id}/content",
+    response_class=FileResponse,
+    responses={200: {"content": {_LINES_TYPE: {"schema": _LINES_SCHEMA}}}},
+)
+def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
+    """Send a file of lines, or one of a batch's results as they are now."""
+    if (results := _find_results(service, id, owner)) is None:
+        file = service.batches.file(id, owner)
+        path = service.batches.content(file)
+        return PrivateFile(path, file.name, file.sha256, file.created_at, kind=_LINES_TYPE)
+    batch, errors = results
+    written = service.batches.results(batch, errors=errors, view=service.video)
+    return StreamingResponse(written, media_type=_LINES_TYPE)
+
+
+@routes.delete("/v1/files/{id}")
+def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
+    """Remove a file of lines. Results go with their videos."""
+    service.batches.remove_file(id, owner)
+    return DeletedFile(id=id)
+
+
+def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
+    """Return the batch whose results a file has, and whether these are its errors."""
+    for end, errors in OUTPUT_FILES.items():
+        if id.endswith(end):
+            name = f"batch_{id.removeprefix('file_').removesuffix(end)}"
+            batch = service.batches.table.get(name)
+            if batch is None or batch.owner != owner.name:
+                raise ApiError(404, "file_not_found", f"there is no file {id[:60]!r}")
+            return batch, errors
+    return None
+
+
+def _file_view(service: Service, file: BatchFile) -> FileView:
+    return FileView(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=int(file.created_at),
+        expires_at=int(file.created_at + service.batches.keep_seconds),
+        filename=file.name,
+        purpose="batch",
+    )
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+@routes.post(
+    "/v1/batches",
+    openapi_extra=_body(
+        json=BatchRequest.model_json_schema(),
+        form=BatchForm.model_json_schema(),
+        lines=_LINES_SCHEMA,
+    ),
+)
+async def create_batch(
+    request: Request, service: ServiceDep, owner: OwnerDep, key: IdempotencyKey = None
+) -> BatchView:
+    """Request many clips: those of a stored file, or of the lines in the body.
+
+    The fields of all lines are checked before the answer, which names the faults of all of them.
+    """
+    check_idempotency_key(key)
+    kind = request.headers["content-type"].partition(";")[0].strip().lower()
+    values: dict[str, Any]
+    if kind == JSON_MEDIA_TYPE:
+        asked = _validate(BatchRequest, _json_object(await request.body()))
+        batch = await _create(service, owner, key, **asked.model_dump(exclude={"endpoint"}))
+    elif kind in LINES_MEDIA_TYPES:
+        async with _spooled(request) as source:
+            batch = await _create(service, owner, key, source=source)
+    else:
+        async with _form(request) as fields:
+            form = _validate(BatchForm, fields)
+            assert isinstance(form, BatchForm)
+            values = form.model_dump(include={"completion_window", "metadata"})
+            values |= {"source": form.file.file, "name": form.file.filename or ""}
+            batch = await _create(service, owner, key, **values)
+    return await run_in_own_thread(_view, service, batch)
+
+
+async def _create(service: Service, owner: Owner, key: str | None, **values: Any) -> Batch:
+    def create() -> Batch:
+        return service.batches.create(owner, key, **values)
+
+    return await run_in_own_thread(create)
+
+
+@routes.get("/v1/batches")
+def list_batches(
+    service: ServiceDep,
+    owner: OwnerDep,
+    limit: Annotated[int, Query(ge=1, le=100, description="Of the number of batches.")] = 20,
+    after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
+) -> BatchPage:
+    """List the batches of this key, the newest first."""
+    if after is not None:
+        service.batches.get(after, owner)
+    table = service.batches.table
+    batches_and_next = table.page(owner.name, limit + 1, after)
+    batches = batches_and_next[:limit]
+    counts = table.counts([batch.id for batch in batches])
+    model = service.capabilities.model
+    return BatchPage(
+        data=[batch_view(batch, counts[batch.id], model) for batch in batches],
+        first_id=batches[0].id if batches else None,
+        last_id=batches[-1].id if batches else None,
+        has_more=len(batches_and_next) > limit,
+    )
+
+
+@routes.get("/v1/batches/{id}")
+def get_batch(id: str, service: ServiceDep, owner: OwnerDep) -> BatchView:
+    """Show a batch: its status, and how many of its lines have ended."""
+    return _view(service, service.batches.get(id, owner))
+
+
+@routes.post("/v1/batches/{id}/cancel")
+def cancel_batch(id: str, service: ServiceDep, owner: OwnerDep) -> BatchView:
+    """Cancel the clips of a batch that are not finished; those that are finished stay.
+
+    While ranks still work on one, the status is `cancelling`. A repeated request changes nothing.
+    """
+    return _view(service, service.batches.cancel(id, owner))
+
+
+def _view(service: Service, batch: Batch) -> BatchView:
+    counts = service.batches.table.counts([batch.id])[batch.id]
+    return batch_view(batch, counts, service.capabilities.model)
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
+    """Yield the fields of a form, whose files are removed after the block."""
+    try:
+        form = await request.form()
+    except (ClientDisconnect, HTTPException, OSError) as error:
+        raise _body_error(error) from error
+    try:
+        yield without_repetition(form.multi_items())
+    finally:
+        await form.close()
+
+
+@asynccontextmanager
+async def _spooled(request: Request) -> AsyncIterator[BinaryIO]:
+    """Yield the body as a file, which is removed after the block."""
+    with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spooled:
+        file = UploadFile(cast("BinaryIO", spooled))
+        try:
+            async for part in request.stream():
+                await file.write(part)
+        except (ClientDisconnect, OSError) as error:
+            raise _body_error(error) from error
+        yield file.file
+
+
+def _body_error(error: Exception) -> Exception:
+    if isinstance(error, HTTPException):
+        text = f"the body must be a form as multipart/form-data: {error.detail}"
+        return ApiError(400, "invalid_form", text, reason=error.detail)
+    if isinstance(error, ClientDisconnect):
+        return HTTPException(400, "the client has gone")
+    assert isinstance(error, OSError)
+    text = f"cannot store the body: {output_files.error_reason(error)}"
+    return OutputError(text, "the disk of the server may be full")
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = parse_json(body)
+        if not isinstance(fields, dict):
+            raise ValueError("it is JSON, but no object")
+    except ValueError as error:
+        text = f"the body must be a JSON object: {error}"
+        raise ApiError(400, "invalid_json", text, reason=str(error)) from None
+    return fields
+
+
+def _validate(model: type[BaseModel], fields: dict[str, Any]) -> BaseModel:
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_request(error.errors(include_url=False)) from None

@@ -1,0 +1,410 @@
+"""Batches and their input files in the tables of the queue.
+
+A batch has a row, and each of its lines becomes a row of `jobs`. The row of the batch says only
+what the jobs do not: who asked for it, how many of its lines are jobs yet, and whether it was
+refused or cancelled. All else, such as its counts and its end, is derived from the jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from svdpp.errors import OutputError, RequestError
+from svdpp.serve.clock import uptime
+from svdpp.serve.job import COLUMNS, UPLOADS_FOLDER, Job, JobState, job_from_row
+from svdpp.serve.queue import QUEUED, JobQueue, QueueFullError, insert_job
+
+
+class BatchState(StrEnum):
+    """State of a batch that its row has; the rest of its status follows from its jobs."""
+
+    VALIDATING = "validating"
+    """Its lines are checked, and are not all jobs yet."""
+    IN_PROGRESS = "in_progress"
+    """All its lines are jobs, in any state."""
+    FAILED = "failed"
+    """A line cannot be made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Requested batch. Times are unix seconds by the queue's clock.
+
+    Args:
+        model_key: key of the jobs that its lines become; see `Job.model_key`.
+        stored_at: time at which the last line became a job.
+        cancelled_at: time at which its owner has cancelled it.
+        input_file: id of the file of its lines, which is removed once all of them are jobs.
+        total: number of its lines.
+        stored: number of its lines that are jobs, the first ones.
+        errors: faults for which it failed, each with `line`, `param`, `code` and `message`.
+    """
+
+    id: str
+    owner: str = ""
+    model_key: str
+    state: BatchState = BatchState.VALIDATING
+    created_at: float
+    stored_at: float | None = None
+    failed_at: float | None = None
+    cancelled_at: float | None = None
+    input_file: str
+    input_sha256: str
+    total: int
+    stored: int = 0
+    completion_window: str = "24h"
+    metadata: dict[str, str] = field(default_factory=dict)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFile:
+    """File of lines that a client has sent.
+
+    Args:
+        name: name of the file that the client gave, for people only.
+        bytes: its size.
+        created_at: unix seconds by the queue's clock.
+    """
+
+    id: str
+    owner: str = ""
+    name: str
+    bytes: int
+    sha256: str
+    created_at: float
+
+    def path(self, folder: Path) -> Path:
+        """Return its path in a data folder."""
+        return folder / UPLOADS_FOLDER / f"{self.id}.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCounts:
+    """Jobs of a batch by state, and the unix time at which the last one ended."""
+
+    by_state: dict[JobState, int] = field(default_factory=dict)
+    last_end: float | None = None
+
+    @property
+    def open(self) -> int:
+        """Number of its jobs that have not ended."""
+        return sum(number for state, number in self.by_state.items() if not state.is_final)
+
+    @property
+    def completed(self) -> int:
+        """Number of its completed jobs."""
+        return self.by_state.get(JobState.COMPLETED, 0)
+
+    @property
+    def failed(self) -> int:
+        """Number of its jobs that ended without a clip: failed and cancelled ones."""
+        ended = (JobState.FAILED, JobState.CANCELLED)
+        return sum(self.by_state.get(state, 0) for state in ended)
+
+
+_BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
+_FILE_COLUMNS = tuple(field.name for field in fields(BatchFile))
+_SELECT = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"
+_SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM batch_files"
+_JOB_COLUMNS = ", ".join(COLUMNS)
+# As `JobQueue` ends a waiting job: a clock that was set back gives no negative duration.
+_CANCEL_WAITING = """
+UPDATE jobs SET state = 'cancelled',
+    finished_at = CASE WHEN clock() < created_at THEN created_at ELSE clock() END
+WHERE state = 'queued' AND id IN (
+    SELECT id FROM jobs WHERE batch_id = ? AND state = 'queued' ORDER BY batch_line LIMIT 500)
+RETURNING id
+"""
+_CANCEL = """
+UPDATE batches SET cancelled_at = clock() WHERE id = ? AND cancelled_at IS NULL
+    AND state != 'failed' AND (state = 'validating' OR EXISTS (
+        SELECT 1 FROM jobs WHERE batch_id = batches.id AND state IN ('queued', 'in_progress')))
+"""
+# Another server may have stored the same lines, or the owner may have cancelled the batch.
+_ADD_LINES = """
+UPDATE batches SET stored = stored + ?,
+    state = CASE WHEN stored + ? >= total THEN 'in_progress' ELSE state END,
+    stored_at = CASE WHEN stored + ? >= total THEN clock() END
+WHERE id = ? AND state = 'validating' AND cancelled_at IS NULL AND stored = ? RETURNING id
+"""
+_FAIL = """
+UPDATE batches SET state = 'failed', failed_at = clock(), errors = ?
+WHERE id = ? AND state = 'validating' RETURNING id
+"""
+# A batch without a clip has lost them all by DELETE or by age.
+_REMOVE_ENDED = """
+DELETE FROM batches WHERE failed_at < ?
+    OR ((state = 'in_progress' OR cancelled_at < ?)
+        AND NOT EXISTS (SELECT 1 FROM jobs WHERE batch_id = batches.id))
+RETURNING id
+"""
+_OPEN_LINES = """
+SELECT owner, count(*) FROM jobs
+WHERE state IN ('queued', 'in_progress') AND {} GROUP BY owner
+UNION ALL SELECT owner, sum(total - stored) FROM batches
+WHERE state = 'validating' AND cancelled_at IS NULL GROUP BY owner
+"""
+
+
+class BatchTable:
+    """Batches of a queue. Any thread may call any method; each change is durable at its return.
+
+    Every method raises OutputError if the queue cannot be used.
+    """
+
+    def __init__(self, queue: JobQueue) -> None:
+        self._queue = queue
+        self._backend = queue.backend
+
+    # --- input files ------------------------------------------------------------------------------
+
+    def add_file(self, file: BatchFile, max_bytes: int) -> None:
+        """Store the row of a file, whose content is stored.
+
+        Args:
+            file: The file.
+            max_bytes: Bytes that all files of its owner may have.
+
+        Raises:
+            QueueFullError: The files of the owner would have more.
+        """
+        with self._backend.transaction(advisory_lock="add") as connection:
+            query = "SELECT coalesce(sum(bytes), 0) FROM batch_files WHERE owner = ?"
+            ((stored,),) = connection.execute(query, (file.owner,)).fetchall()
+            if stored + file.bytes > max_bytes:
+                details = {"open": int(stored), "limit": max_bytes, "owner": file.owner}
+                raise QueueFullError("too many files", details=details)
+            values = [getattr(file, name) for name in _FILE_COLUMNS]
+            marks = ", ".join("?" for _ in values)
+            names = ", ".join(_FILE_COLUMNS)
+            connection.execute(f"INSERT INTO batch_files ({names}) VALUES ({marks})", tuple(values))
+
+    def file(self, id: str) -> BatchFile | None:
+        """Return the file of an id; None: there is none."""
+        rows = self._backend.fetch_all(f"{_SELECT_FILE} WHERE id = ?", id)
+        return next((_file_of(row) for row in rows), None)
+
+    def file_ids(self) -> set[str]:
+        """Return the ids of all files."""
+        return {id for (id,) in self._backend.fetch_all("SELECT id FROM batch_files")}
+
+    def remove_file(self, id: str) -> bool:
+        """Remove the row of a file, whose content is removed; return whether there was one."""
+        return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
+
+    def files_before(self, before: float) -> list[BatchFile]:
+        """Return the files of before a unix time of which no batch makes clips."""
+        query = (
+            f"{_SELECT_FILE} WHERE created_at < ? AND NOT EXISTS (SELECT 1 FROM batches "
+            "WHERE input_file = batch_files.id AND state = 'validating' AND cancelled_at IS NULL)"
+        )
+        return [_file_of(row) for row in self._backend.fetch_all(query, before)]
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def add(self, batch: Batch, max_open: int, max_open_of_owner: int | None) -> Batch:
+        """Store a new batch, or return the one that the same request has created before.
+
+        Args:
+            batch: The new batch.
+            max_open: Lines of all batches that may be open.
+            max_open_of_owner: Number of open jobs of its owner. None: no limit.
+
+        Raises:
+            QueueFullError: A limit would be exceeded.
+            RequestError: The idempotency key was used for other lines.
+        """
+        with self._backend.transaction(advisory_lock="add") as connection:
+            query = f"{_SELECT} WHERE owner = ? AND idempotency_key = ?"
+            for row in connection.execute(query, (batch.owner, batch.idempotency_key)).fetchall():
+                return same_batch(_batch_of(row), batch)
+            rows = connection.execute(_OPEN_LINES.format("batch_id IS NOT NULL")).fetchall()
+            total = int(sum(number for _, number in rows))
+            if total + batch.total > max_open:
+                details = {"open": total, "limit": max_open, "lines": batch.total}
+                raise QueueFullError("the queue is full", details=details)
+            if max_open_of_owner is not None:
+                rows = connection.execute(_OPEN_LINES.format("true")).fetchall()
+                owned = int(sum(number for name, number in rows if name == batch.owner))
+                if owned + batch.total > max_open_of_owner:
+                    details = {"open": owned, "limit": max_open_of_owner, "lines": batch.total}
+                    raise QueueFullError(
+                        "the queue of the key is full", details={**details, "owner": batch.owner}
+                    )
+            values = {name: getattr(batch, name) for name in _BATCH_COLUMNS}
+            values |= {name: json.dumps(values[name]) for name in ("metadata", "errors")}
+            values["state"] = str(batch.state)
+            marks = ", ".join("?" for _ in values)
+            insert = f"INSERT INTO batches ({', '.join(values)}) VALUES ({marks})"
+            connection.execute(insert, tuple(values.values()))
+        return batch
+
+    def add_lines(self, batch: Batch, jobs: Sequence[Job], *, until: float = math.inf) -> bool:
+        """Store the next lines of a batch as jobs, all or none of them.
+
+        Args:
+            batch: The batch as it is stored.
+            jobs: Jobs of the lines from `batch.stored` on.
+            until: Seconds by `clock.uptime` after which they are refused, because other servers
+                may have removed their images.
+
+        Returns:
+            Whether they were stored; False: the batch has changed since.
+        """
+        number = len(jobs)
+        with self._backend.transaction() as connection:
+            values = number, number, number, batch.id, batch.stored
+            if not connection.execute(_ADD_LINES, values).fetchall():
+                return False
+            if uptime() > until:
+                raise OutputError("the server was stopped for too long during a batch")
+            for job in jobs:
+                insert_job(connection, job)
+            self._queue.notify(connection, QUEUED)
+        return True
+
+    def fail(self, id: str, errors: Sequence[dict[str, Any]]) -> bool:
+        """End a batch that is validated, for its faults; return whether it was."""
+        return bool(self._change(_FAIL, json.dumps(errors), id))
+
+    def request_cancel(self, id: str) -> bool:
+        """Mark a batch that has not ended: no further line becomes a job; return whether it was."""
+        return bool(self._change(f"{_CANCEL} RETURNING id", id))
+
+    def cancel_waiting(self, id: str) -> list[str]:
+        """Cancel some jobs of a batch that wait, and return their ids; empty: none waits."""
+        return [job for (job,) in self._change(_CANCEL_WAITING, id)]
+
+    def running(self, id: str) -> list[str]:
+        """Return the ids of the jobs of a batch that are in progress."""
+        query = "SELECT id FROM jobs WHERE batch_id = ? AND state = 'in_progress'"
+        return [job for (job,) in self._backend.fetch_all(query, id)]
+
+    def half_cancelled(self) -> list[str]:
+        """Return the ids of cancelled batches of which jobs wait: their server was killed."""
+        query = (
+            "SELECT id FROM batches WHERE cancelled_at IS NOT NULL AND EXISTS "
+            "(SELECT 1 FROM jobs WHERE batch_id = batches.id AND state = 'queued')"
+        )
+        return [id for (id,) in self._backend.fetch_all(query)]
+
+    def remove_ended(self, before: float) -> list[str]:
+        """Remove the rows of batches that have no clip any more, and return their ids.
+
+        Those that failed, or were cancelled without a clip, only if this was before a unix time.
+        """
+        return [id for (id,) in self._change(_REMOVE_ENDED, before, before)]
+
+    def _change(self, change: str, *values: Any) -> list[Any]:
+        with self._backend.transaction() as connection:
+            return connection.execute(change, values).fetchall()
+
+    # --- reads ------------------------------------------------------------------------------------
+
+    def get(self, id: str) -> Batch | None:
+        """Return the batch of an id; None: there is none."""
+        return next(iter(self._batches("WHERE id = ?", id)), None)
+
+    def find(self, owner: str, *, idempotency_key: str) -> Batch | None:
+        """Return the batch of an owner's idempotency key; None: there is none."""
+        where = "WHERE owner = ? AND idempotency_key = ?"
+        return next(iter(self._batches(where, owner, idempotency_key)), None)
+
+    def find_by_file(self, file_id: str) -> Batch | None:
+        """Return the newest batch of an input file; None: there is none."""
+        where = "WHERE input_file = ? ORDER BY created_at DESC LIMIT 1"
+        return next(iter(self._batches(where, file_id)), None)
+
+    def page(self, owner: str, limit: int, after: str | None) -> list[Batch]:
+        """Return batches of an owner, the newest first, after the one of an id."""
+        where, values = "owner = ?", [owner]
+        if after is not None:
+            where += " AND (created_at, id) < (SELECT created_at, id FROM batches WHERE id = ?)"
+            values.append(after)
+        tail = f"WHERE {where} ORDER BY created_at DESC, id DESC LIMIT {limit:d}"
+        return self._batches(tail, *values)
+
+    def validating(self, model_key: str) -> list[Batch]:
+        """Return the batches of a model whose lines are not all jobs yet, the oldest first."""
+        where = "WHERE state = 'validating' AND cancelled_at IS NULL AND model_key = ?"
+        return self._batches(f"{where} ORDER BY created_at, id", model_key)
+
+    def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
+        """Return the counts of batches, by their ids; removed clips do not count."""
+        marks = ", ".join("?" for _ in ids)
+        query = (
+            "SELECT batch_id, state, count(*), max(finished_at) FROM jobs "
+            f"WHERE batch_id IN ({marks}) AND NOT remove_asked GROUP BY batch_id, state"
+        )
+        found: dict[str, dict[JobState, int]] = {id: {} for id in ids}
+        ends: dict[str, float] = {}
+        for id, state, number, end in self._backend.fetch_all(query, *ids) if ids else ():
+            found[id][JobState(state)] = number
+            ends[id] = max(ends.get(id, 0.0), end or 0.0)
+        return {
+            id: BatchCounts(by_state=states, last_end=ends.get(id)) for id, states in found.items()
+        }
+
+    def num_open(self) -> int:
+        """Return the number of lines of all batches that have not ended."""
+        rows = self._backend.fetch_all(_OPEN_LINES.format("batch_id IS NOT NULL"))
+        return int(sum(number for _, number in rows))
+
+    def jobs(self, id: str, states: Iterable[JobState], page: int = 200) -> Iterator[Job]:
+        """Yield the jobs of a batch in the order of its lines, those of some states alone.
+
+        Args:
+            id: Id of the batch.
+            states: States of the jobs.
+            page: Number of jobs of one query.
+        """
+        states_in = ", ".join(repr(str(state)) for state in states)
+        query = (
+            f"SELECT {_JOB_COLUMNS} FROM jobs WHERE batch_id = ? AND batch_line > ? "
+            f"AND NOT remove_asked AND state IN ({states_in}) ORDER BY batch_line LIMIT {page:d}"
+        )
+        after = -1
+        while rows := self._backend.fetch_all(query, id, after):
+            for row in rows:
+                job = job_from_row(row)
+                after = job.batch_line or 0
+                yield job
+
+    def _batches(self, tail: str, *values: Any) -> list[Batch]:
+        return [_batch_of(row) for row in self._backend.fetch_all(f"{_SELECT} {tail}", *values)]
+
+
+def same_batch(existing: Batch, batch: Batch) -> Batch:
+    """Return the existing batch if the new one requests the same.
+
+    Raises:
+        RequestError: It has other lines or another `metadata`.
+    """
+    for name in ("input_sha256", "metadata", "completion_window"):
+        if getattr(existing, name) != getattr(batch, name):
+            what = "file of lines" if name == "input_sha256" else name.replace("_", " ")
+            raise RequestError(
+                f"the idempotency key {str(batch.idempotency_key)[:60]!r} was used for a batch "
+                f"with another {what}",
+                "use a new key for a new batch",
+                details={"id": existing.id},
+            )
+    return existing
+
+
+def _batch_of(row: tuple[Any, ...]) -> Batch:
+    values = dict(zip(_BATCH_COLUMNS, row, strict=True))
+    values |= {name: json.loads(values[name]) for name in ("metadata", "errors")}
+    return Batch(**{**values, "state": BatchState(values["state"])})
+
+
+def _file_of(row: tuple[Any, ...]) -> BatchFile:
+    return BatchFile(**dict(zip(_FILE_COLUMNS, row, strict=True)))
