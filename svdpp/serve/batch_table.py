@@ -37,13 +37,13 @@ class Batch:
     """Requested batch. Times are unix seconds by the queue's clock.
 
     Args:
-        model_key: key of the jobs that its lines become; see `Job.model_key`.
-        stored_at: time at which the last line became a job.
-        cancelled_at: time at which its owner has cancelled it.
-        input_file: id of the file of its lines, which is removed once all of them are jobs.
-        total: number of its lines.
-        stored: number of its lines that are jobs, the first ones.
-        errors: faults for which it failed, each with `line`, `param`, `code` and `message`.
+        model_key: Key of the jobs that its lines become; see `Job.model_key`.
+        stored_at: Time at which the last line became a job.
+        cancelled_at: Time at which its owner has cancelled it.
+        input_file: Id of the file of its lines, which is removed once all of them are jobs.
+        total: Number of its lines.
+        stored: Number of its lines that are jobs, the first ones.
+        errors: Faults for which it failed, each with `line`, `param`, `code` and `message`.
     """
 
     id: str
@@ -69,9 +69,9 @@ class BatchFile:
     """File of lines that a client has sent.
 
     Args:
-        name: name of the file that the client gave, for people only.
-        bytes: its size.
-        created_at: unix seconds by the queue's clock.
+        name: Name of the file that the client gave, for people only.
+        bytes: Its size.
+        created_at: Unix seconds by the queue's clock.
     """
 
     id: str

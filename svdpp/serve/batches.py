@@ -9,6 +9,7 @@ another server of a fleet: the row of the batch says how many of its lines are j
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from svdpp.errors import OutputError, SvdppError, describe_fault, error_from_dict
 from svdpp.serve.auth import Owner
 from svdpp.serve.batch_table import Batch, BatchFile, BatchState, BatchTable, same_batch
-from svdpp.serve.clock import ClockError, uptime
+from svdpp.serve.clock import ClockError, SteadyClock, uptime
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.middleware import MAX_JSON_BYTES
 from svdpp.serve.periodic_thread import PeriodicThread
@@ -49,8 +50,8 @@ MAX_FAULTS = 1000
 #: The route that the lines of a batch are requests of.
 ENDPOINT = "/v1/videos"
 _MAX_CUSTOM_ID = 512
-# Seconds between two looks for batches of other servers, and for what has ended.
-_LOOK_SECONDS = 10.0
+# Seconds between two looks for batches of other servers, and for what servers have left.
+_LOOK_SECONDS, _TIDY_SECONDS = 10.0, 60.0
 # Lines whose images are decoded, or which become jobs, before the next batch has its turn.
 _DECODED_LINES, _STORED_LINES = 16, 100
 # Images that are in memory at the same time may have so many bytes, and one image more.
@@ -126,17 +127,17 @@ class Batches:
         """Take what a service does with one request.
 
         Args:
-            queue: queue of the jobs.
-            capabilities: limits of what a line may request.
-            uploads: store of images and of the files of lines.
-            keep_seconds: age at which clips are removed; None: never.
-            check_accepts_jobs: function that raises if the server takes no jobs now.
-            new_job: function that checks the fields of a request.
-            check_uploads: function that decodes its files.
-            save_uploads: function that stores its files, and returns what its job says of them.
-            cancel_job: function that cancels a job in progress.
-            on_stored: function that is called after lines have become jobs.
-            on_cancelled: function that gets the number of waiting jobs that were cancelled.
+            queue: Queue of the jobs.
+            capabilities: Limits of what a line may request.
+            uploads: Store of images and of the files of lines.
+            keep_seconds: Age at which clips are removed; None: never.
+            check_accepts_jobs: Function that raises if the server takes no jobs now.
+            new_job: Function that checks the fields of a request.
+            check_uploads: Function that decodes its files.
+            save_uploads: Function that stores its files, and returns what its job says of them.
+            cancel_job: Function that cancels a job in progress.
+            on_stored: Function that is called after lines have become jobs.
+            on_cancelled: Function that gets the number of waiting jobs that were cancelled.
         """
         self.table = BatchTable(queue)
         """Rows of the batches."""
@@ -152,6 +153,8 @@ class Batches:
         self._cancel_job = cancel_job
         self._on_stored = on_stored
         self._on_cancelled = on_cancelled
+        self._clock = SteadyClock()
+        self._tidy_at = 0.0
         # What is known of the images of a batch, also after a failure of the disk.
         self._decoded: dict[str, DecodedImages] = {}
         self.thread = PeriodicThread(
@@ -165,8 +168,8 @@ class Batches:
         """Store a file of lines durably.
 
         Raises:
-            ApiError: the files of this key are too many, or the server takes none now.
-            OutputError: it cannot be stored.
+            ApiError: The files of this key are too many, or the server takes none now.
+            OutputError: It cannot be stored.
         """
         self._check_accepts_jobs()
         id = f"file_{secrets.token_hex(16)}"
@@ -200,7 +203,7 @@ class Batches:
         """Return a file of an owner.
 
         Raises:
-            ApiError: there is no such file.
+            ApiError: There is no such file.
         """
         file = self.table.file(id)
         if file is None or file.owner != owner.name:
@@ -215,7 +218,7 @@ class Batches:
         """Return the path of the content of a file.
 
         Raises:
-            ApiError: it is gone.
+            ApiError: It is gone.
         """
         path = file.path(self._queue.store.folder)
         self._queue.store.fetch(path)
@@ -228,7 +231,7 @@ class Batches:
         """Remove a file that no batch needs.
 
         Raises:
-            ApiError: there is no such file, or a batch is `validating` with it.
+            ApiError: There is no such file, or a batch is `validating` with it.
         """
         file = self.file(id, owner)
         batch = self.table.find_by_file(id)
@@ -258,18 +261,18 @@ class Batches:
         """Check the fields of all lines and store the batch durably; it may be stored already.
 
         Args:
-            owner: owner of the batch.
-            idempotency_key: key by which a repeated request is known.
-            input_file_id: file of its lines, or
-            source: the lines themselves.
-            name: name of the file of `source`.
-            completion_window: what the client says; it has no effect.
-            metadata: what the client wants to remember.
+            owner: Owner of the batch.
+            idempotency_key: Key by which a repeated request is known.
+            input_file_id: File of its lines, or
+            source: The lines themselves.
+            name: Name of the file of `source`.
+            completion_window: What the client says; it has no effect.
+            metadata: What the client wants to remember.
 
         Raises:
-            ApiError: a line has a fault, a limit is reached, or the file does not exist.
-            RequestError: the idempotency key was used for another batch.
-            OutputError: it cannot be stored.
+            ApiError: A line has a fault, a limit is reached, or the file does not exist.
+            RequestError: The idempotency key was used for another batch.
+            OutputError: It cannot be stored.
         """
         self._check_accepts_jobs()
         known = (
@@ -328,7 +331,7 @@ class Batches:
         """Return a batch; another owner's looks like a missing one.
 
         Raises:
-            ApiError: the owner has no such batch.
+            ApiError: The owner has no such batch.
         """
         batch = self.table.get(id)
         if batch is None or batch.owner != owner.name:
@@ -339,8 +342,8 @@ class Batches:
         """Cancel the clips of a batch that have not ended; one that has ended stays as it is.
 
         Raises:
-            ApiError: the owner has no such batch.
-            OutputError: the queue cannot be changed.
+            ApiError: The owner has no such batch.
+            OutputError: The queue cannot be changed.
         """
         batch = self.get(id, owner)
         if self.table.request_cancel(id):
@@ -361,12 +364,12 @@ class Batches:
         """Yield the lines of a batch's output file, or of its file of errors, as they are now.
 
         Args:
-            batch: the batch.
-            errors: whether to yield the lines that have no clip, instead of those that have one.
-            view: function that returns the API's view of a job.
+            batch: The batch.
+            errors: Whether to yield the lines that have no clip, instead of those that have one.
+            view: Function that returns the API's view of a job.
 
         Raises:
-            OutputError: the queue cannot be read.
+            OutputError: The queue cannot be read.
         """
         states = (JobState.FAILED, JobState.CANCELLED) if errors else (JobState.COMPLETED,)
         for job in self.table.jobs(batch.id, states):
@@ -378,7 +381,7 @@ class Batches:
         """Check all that a file says, but not the images; return the number of its lines.
 
         Raises:
-            ApiError: a line has a fault; the details name all of them.
+            ApiError: A line has a fault; the details name all of them.
         """
         faults, total = _Faults(), 0
         for checked in self._lines(source, owner, "", faults):
@@ -394,7 +397,7 @@ class Batches:
         """Yield the lines of a file whose fields are valid; the faults of the others are added.
 
         Raises:
-            ApiError: it has no lines, or too many.
+            ApiError: It has no lines, or too many.
         """
         custom_ids: dict[str, int] = {}
         total = 0
@@ -426,9 +429,9 @@ class Batches:
 
     def _run_once(self) -> None:
         """Work on all accepted batches by turns, so that a long one does not delay another."""
-        for id in self.table.half_cancelled():
-            self._cancel_jobs(id)
-        self._remove_old()
+        if uptime() >= self._tidy_at:
+            self._tidy()
+            self._tidy_at = uptime() + _TIDY_SECONDS
         seen: set[str] = set()
         at_work: dict[str, Iterator[None]] = {}
         failure: Exception | None = None
@@ -561,13 +564,15 @@ class Batches:
                 batch_line=index,
             )
 
-    def _remove_old(self) -> None:
-        """Remove files that no batch has used, and batches that failed or have no clip left."""
-        try:
-            self._queue.check_clock()
-        except ClockError:  # the thread of the leftovers reports it
-            return
-        before = self._queue.now() - self.keep_seconds
+    def _tidy(self) -> None:
+        """Cancel what a killed server has left; remove old files, and batches without a clip."""
+        for id in self.table.half_cancelled():
+            self._cancel_jobs(id)
+        before = -math.inf
+        if self._clock.is_settled:
+            with suppress(ClockError):  # the thread of the leftovers reports it
+                self._queue.check_clock()
+                before = self._queue.now() - self.keep_seconds
         for file in self.table.files_before(before):
             self._remove_file(file)
         self.table.remove_ended(before)
@@ -607,7 +612,7 @@ def _parse_line(text: bytes) -> _Line:
     """Return a line, whose body is not checked.
 
     Raises:
-        ApiError: it is too long, no JSON object, or has other keys.
+        ApiError: It is too long, no JSON object, or has other keys.
     """
     if len(text) > MAX_JSON_BYTES:
         limit = MAX_JSON_BYTES

@@ -40,7 +40,7 @@ class PrivateFile(FileResponse):
             name: readable name that a browser gives to a download.
             sha256: hash of the content, which is the entity tag; empty if it is not known.
             changed_at: unix seconds; those of the file itself change with each copy of it.
-            kind: media type; empty: that of the path's suffix.
+            kind: Media type; empty: that of the path's suffix.
         """
         headers = {
             "Cache-Control": "private, max-age=3600, immutable",

@@ -70,9 +70,9 @@ class Job:
         callback_due: time of the next attempt at its webhook; None once that is delivered or given
             up.
         callback_error: error of the last attempt; None if it delivered the webhook.
-        batch_id: batch that it is a line of; None for a request of its own.
-        custom_id: the client's name of that line.
-        batch_line: number of that line among the requests of its batch, from 0.
+        batch_id: Batch that it is a line of; None for a request of its own.
+        custom_id: The client's name of that line.
+        batch_line: Number of that line among the requests of its batch, from 0.
     """
 
     id: str

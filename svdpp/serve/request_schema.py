@@ -66,8 +66,8 @@ def parse_json(text: bytes) -> Any:
     """Return the value of a JSON text, whose objects must have each key once.
 
     Raises:
-        ValueError: it is no JSON.
-        ApiError: an object has a key twice.
+        ValueError: It is no JSON.
+        ApiError: An object has a key twice.
     """
     value = from_json(text)
     # Pydantic's parser takes the last of several values without a word.
@@ -79,7 +79,7 @@ def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return fields by name; one that is sent twice has no value that can be chosen.
 
     Raises:
-        ApiError: one is sent twice.
+        ApiError: One is sent twice.
     """
     numbers = Counter(name for name, _ in items)
     if repeated := [name for name, number in numbers.items() if number > 1]:

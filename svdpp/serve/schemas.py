@@ -375,9 +375,9 @@ def batch_view(batch: Batch, counts: BatchCounts, model: str) -> BatchView:
     """Return the API's view of a batch.
 
     Args:
-        batch: the batch.
-        counts: its jobs by state.
-        model: name of the model that makes it.
+        batch: The batch.
+        counts: Its jobs by state.
+        model: Name of the model that makes it.
     """
     status = _batch_status(batch, counts)
     has_ended = status in ("completed", "cancelled")

@@ -222,7 +222,7 @@ class Service:
         """Refuse new jobs while the server ends, and while its disk is full.
 
         Args:
-            has_limit: whether to refuse them also while the queue is full.
+            has_limit: Whether to refuse them also while the queue is full.
 
         Raises:
             ApiError: it takes no jobs now.
@@ -285,9 +285,9 @@ class Service:
         """Check a request without its files, and return the job that it asks for.
 
         Args:
-            request: the request.
-            owner: owner of the job.
-            seed_key: text that decides about the seed if the request has none; None: it is drawn.
+            request: The request.
+            owner: Owner of the job.
+            seed_key: Text that decides about the seed if the request has none; None: it is drawn.
 
         Raises:
             ApiError: the server does not make such a clip.
@@ -423,7 +423,7 @@ class Service:
 
         Args:
             id: id of the job.
-            owner: owner of the job.
+            owner: Owner of the job.
 
         Returns:
             What was removed, and whether its files are removed already.
@@ -448,7 +448,7 @@ class Service:
 
         Args:
             id: id of the job.
-            owner: owner of the job.
+            owner: Owner of the job.
 
         Raises:
             ApiError: the owner has no such job.

@@ -176,7 +176,7 @@ class UploadStore:
             video_frames: number of frames of a video that is taken as well; 0 takes images only.
             further: Name in `Job.further_paths`; empty for `Job.input_file`.
             owner: name of the key, whose turn it must be.
-            decoded: images that need not be decoded again; this one is added to them.
+            decoded: Images that need not be decoded again; this one is added to them.
 
         Returns:
             The stored file, with its SHA-256, width and height.

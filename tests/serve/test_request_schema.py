@@ -12,7 +12,7 @@ from starlette.datastructures import FormData
 from svdpp.config import WanSampling
 from svdpp.media.inputs import example_images
 from svdpp.serve.request_schema import Capabilities
-from svdpp.serve.routes import _form_fields, _parsed
+from svdpp.serve.request_schema import parse_json, without_repetition
 from svdpp.serve.schemas import ApiError, params_to_json, to_api_error
 
 PHOTO = example_images()[0].read_bytes()
@@ -109,13 +109,16 @@ def test_null_stands_for_the_default(name: str) -> None:
 
 def test_a_field_that_is_sent_twice_is_refused() -> None:
     with pytest.raises(ApiError, match="'seed' is sent 2 times") as refused:
-        _form_fields(FormData([("seed", "1"), ("steps", "4"), ("seed", "2")]))
+        without_repetition(FormData([("seed", "1"), ("steps", "4"), ("seed", "2")]).multi_items())
     assert refused.value.details == {"field": "seed", "times": 2}
     with pytest.raises(ApiError, match="'seed' is sent 3 times") as refused:
-        _parsed(b'{"seed": 1, "steps": 4, "seed": 2, "seed": 1}')
+        parse_json(b'{"seed": 1, "steps": 4, "seed": 2, "seed": 1}')
     assert (refused.value.status, refused.value.code) == (422, "repeated_field")
     with pytest.raises(ApiError, match="'url' is sent 2 times"):
-        _parsed(b'{"input_reference": {"image_url": {"url": "data:,", "url": ""}}}')
+        parse_json(b'{"input_reference": {"image_url": {"url": "data:,", "url": ""}}}')
     body = b'{"seed": 1, "prompt": "\xe5\xa4\x9c", "steps": [{"seed": 1}, {"seed": 2}]}'
-    assert _parsed(body) == {"seed": 1, "prompt": "夜", "steps": [{"seed": 1}, {"seed": 2}]}
-    assert _form_fields(FormData([("seed", "1"), ("steps", "4")])) == {"seed": "1", "steps": "4"}
+    assert parse_json(body) == {"seed": 1, "prompt": "夜", "steps": [{"seed": 1}, {"seed": 2}]}
+    assert without_repetition(FormData([("seed", "1"), ("steps", "4")]).multi_items()) == {
+        "seed": "1",
+        "steps": "4",
+    }

@@ -57,6 +57,9 @@ def test_every_line_of_the_table_and_the_python_client_run(
     demo: HttpServer, tmp_path: Path
 ) -> None:
     (tmp_path / "photo.jpg").write_bytes(PHOTO)
+    body = {"input_reference": b64encode(PHOTO).decode(), "steps": 8}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/videos", "body": body}
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(line))
     environment = {**os.environ, "U": demo.url, "ID": "none"}
 
     def run(*command: str) -> str:
@@ -72,6 +75,10 @@ def test_every_line_of_the_table_and_the_python_client_run(
         said = run("bash", "-c", f'curl() {{ command curl -sS --fail "$@"; }}; {line}')
         if (method, path) == ("POST", "/v1/videos"):
             environment["ID"] = json.loads(said)["id"]
+        if (method, path) == ("POST", "/v1/files"):
+            environment["FILE"] = json.loads(said)["id"]
+        if (method, path) == ("POST", "/v1/batches"):
+            environment["BATCH"] = json.loads(said)["id"]
     program = code_blocks(TEXT, "python")[0].text
     (tmp_path / "client.py").write_text(program)
     (tmp_path / "clip.mp4").unlink()
