@@ -77,9 +77,9 @@ class _Options(BaseModel):
         str, Field(pattern=r"^[1-9][0-9]{0,3}[hd]$", description="Has no effect.")
     ] = "24h"
     metadata: Annotated[
-        dict[_Name, _Value] | None,
+        Annotated[dict[_Name, _Value], Field(max_length=_MAX_PAIRS)] | None,
         BeforeValidator(_parse_metadata),
-        Field(max_length=_MAX_PAIRS, description="Texts by name, which the batch shows."),
+        Field(description="Texts by name, which the batch shows."),
     ] = None
 
 

@@ -11,8 +11,7 @@ from starlette.datastructures import FormData
 
 from svdpp.config import WanSampling
 from svdpp.media.inputs import example_images
-from svdpp.serve.request_schema import Capabilities
-from svdpp.serve.request_schema import parse_json, without_repetition
+from svdpp.serve.request_schema import Capabilities, parse_json, without_repetition
 from svdpp.serve.schemas import ApiError, params_to_json, to_api_error
 
 PHOTO = example_images()[0].read_bytes()
