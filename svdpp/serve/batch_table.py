@@ -258,6 +258,9 @@ class BatchTable:
 
         Returns:
             Whether they were stored; False: the batch has changed since.
+
+        Raises:
+            OutputError: It is later than `until`, or the queue cannot be used.
         """
         number = len(jobs)
         with self._backend.transaction() as connection:
