@@ -184,7 +184,13 @@ def run(
         has_last_image=options.has_last_image,
         clip_loras=_loras_of(jobs),
     )
-    config, why = replace(request, sampling=command.pipeline_sampling(jobs)).resolve()
+    steps = {job.sampling.num_inference_steps for job in jobs if job.sampling is not None}
+    request = replace(
+        request,
+        sampling=command.pipeline_sampling(jobs),
+        steps_vary=len(steps) > 1 and launched is None,
+    )
+    config, why = request.resolve()
     log.open(console, launched)
     if is_secondary_rank(launched):
         from svdpp.cli.progress import serve_member

@@ -449,10 +449,11 @@ def raise_line_errors(
         return
     is_of_files = all(isinstance(error, InputError) for error in errors)
     kind = InputError if is_of_files else RequestError
+    errors = sorted(errors, key=lambda error: error.details["line"])
+    each = [{"message": error.message, "hint": error.hint, **error.details} for error in errors]
     if len(errors) == 1:
         both = "; ".join(filter(None, (errors[0].hint, hint)))
-        raise kind(errors[0].message, both, details=errors[0].details)
-    errors = sorted(errors, key=lambda error: error.details["line"])
+        raise kind(errors[0].message, both, details={**errors[0].details, "errors": each})
     prefix = f"{file.name}, "
     texts = [
         error.message.removeprefix(prefix) + (f" ({error.hint})" if error.hint else "")
@@ -463,12 +464,11 @@ def raise_line_errors(
     lines += texts[:MAX_PRINTED]
     if len(texts) > MAX_PRINTED:
         lines.append(f"and {len(texts) - MAX_PRINTED} more")
-    problems = [{"message": error.message, "hint": error.hint, **error.details} for error in errors]
     details = {
         "file": file.name,
         "num_wrong_lines": num_lines,
         "num_lines": num_jobs + num_lines,
         "num_not_shown": max(0, len(texts) - MAX_PRINTED),
-        "problems": problems,
+        "errors": each,
     }
     raise kind("\n  ".join(lines), hint, details=details)

@@ -135,6 +135,8 @@ class PipelineRequest:
     """The launcher's world; None: this process starts the ranks."""
     serves: bool = False
     """Whether the clips are those of a server: its users wait for each, and choose its steps."""
+    steps_vary: bool = False
+    """Whether the clips have different numbers of steps, not all of which the ranks may divide."""
     time_scale: float | None = None
     """The dummy model sleeps for the time of the costs times this; None: it does not."""
     costs: CostModel | None = None
@@ -303,7 +305,7 @@ class PipelineRequest:
         if self._boundary is not None:  # such models rarely have equal steps
             if can_be_balanced and self.expert_boundary is None:
                 return "balanced"
-        elif self.serves and not self.layout and not self._overrides(given):
+        elif (self.serves or self.steps_vary) and not self.layout and not self._overrides(given):
             return "alternating"
         if can_be_balanced and self._uses_all_devices and self._has_remainder:
             return "balanced"

@@ -239,7 +239,7 @@ def test_all_errors_are_raised_at_once(tmp_path: Path) -> None:
     assert lines[0] == "clips: 30 of 30 lines cannot be used:"
     assert lines[1] == "  line 1, sead: is unknown (did you mean seed?)"
     assert lines[1 + MAX_PRINTED :] == ["  and 10 more"]
-    problems = caught.value.details["problems"]
+    problems = caught.value.details["errors"]
     assert [problem["line"] for problem in problems] == [*range(1, 31)]
     assert {problem["field"] for problem in problems} == {"sead"}
     with pytest.raises(InputError, match=r"line 1, image: .*none.jpg' does not exist"):
