@@ -13,7 +13,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -33,6 +33,7 @@ from svdpp.errors import (
     printable,
     redact,
     redact_all,
+    redaction,
     write_fields,
 )
 
@@ -125,7 +126,8 @@ class Console:
             return
         self._has_printed_json = True
         try:
-            sys.stdout.write(json.dumps(redact_all(value), indent=2) + "\n")
+            for piece in _json_pieces(value):
+                sys.stdout.write(piece)
             sys.stdout.flush()
         except BrokenPipeError:
             self.out.on_broken_pipe()
@@ -146,7 +148,7 @@ class Console:
             value: Values by name, as for `report`.
         """
         for name, each in value.items():
-            if name != "schema_version":
+            if name != "schema_version" and not self.as_json:
                 self._show(name, each)
 
     def _show(self, name: str, value: Any, indent: str = "") -> None:
@@ -164,7 +166,8 @@ class Console:
             return
         if isinstance(value, list):
             self.result(label)
-        self.table([{_label(key): _cell(key, row[key]) for key in row} for row in rows])
+        shown = [{_label(key): _cell(key, row[key]) for key in row} for row in rows[:MAX_ROWS]]
+        self.table(shown, num_rows=len(rows))
 
     def info(self, *texts: str) -> None:
         """Print remarks. On a terminal they are folded, unless they contain a command.
@@ -176,11 +179,12 @@ class Console:
             folds = self.err.is_terminal and not _COMMAND.search(text)
             self.err.print(_sanitize(text), markup=False, soft_wrap=not folds)
 
-    def table(self, rows: Sequence[Mapping[str, str]]) -> None:
+    def table(self, rows: Sequence[Mapping[str, str]], num_rows: int | None = None) -> None:
         """Print the first `MAX_ROWS` rows of a table; columns of numbers are aligned to the right.
 
         Args:
             rows: Cells of each row by column; all rows have the same columns.
+            num_rows: Number of rows if `rows` has only the first ones; None: it has all.
         """
         table = Table(box=None, pad_edge=False, header_style="bold")
         shown = rows[:MAX_ROWS]
@@ -192,8 +196,9 @@ class Console:
         # As wide as needed, because a terminal folds lines, but rich would cut numbers.
         if not self.as_json:
             Stdout(highlight=False, width=_WIDEST).print(table)
-        if len(rows) > MAX_ROWS:
-            self.result(f"... and {len(rows) - MAX_ROWS} more")
+        num_rows = len(rows) if num_rows is None else num_rows
+        if num_rows > MAX_ROWS:
+            self.result(f"... and {num_rows - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
         """Print a picture of the ranks' work over time, as wide as the terminal.
@@ -273,6 +278,38 @@ class Console:
         """
         record = error_to_dict(error)
         return record | {name: self.write_fields(record[name]) for name in ("message", "hint")}
+
+
+def _json_pieces(value: Any) -> Iterator[str]:
+    """Yield indented and redacted JSON, a long list in pieces: a run may have 100,000 clips."""
+    clean = redaction()
+    long = (
+        []
+        if not isinstance(value, Mapping)
+        else [
+            name for name, each in value.items() if isinstance(each, list) and len(each) > MAX_ROWS
+        ]
+    )
+    if not long:
+        yield json.dumps(redact_all(value, clean), indent=2) + "\n"
+        return
+    start = "{\n"
+    for name, each in value.items():
+        yield f"{start}  {json.dumps(name)}: "
+        start = ",\n"
+        if name not in long:
+            yield _indented(redact_all(each, clean), "  ")
+            continue
+        between = "[\n"
+        for item in each:
+            yield f"{between}    {_indented(redact_all(item, clean), '    ')}"
+            between = ",\n"
+        yield "\n  ]"
+    yield "\n}\n"
+
+
+def _indented(value: Any, indent: str) -> str:
+    return json.dumps(value, indent=2).replace("\n", f"\n{indent}")
 
 
 def _sanitize(text: str) -> str:

@@ -625,7 +625,7 @@ class RunCommand:
         assert checkpoint is not None
         clips = plan_clips(jobs, policy, config, checkpoint)
         console.info(why)
-        ranks = estimate_ranks(config, checkpoint)
+        ranks = estimate_ranks(config, checkpoint, apart=len(clips.clips) > _BATCH_SIZE)
         ends, forecast = _forecast(config, clips)
         refused = [
             {

@@ -129,18 +129,21 @@ _CUDA_PROCESS_BYTES = 600_000_000
 _NCCL_BYTES = 200_000_000
 
 
-def estimate_parts(config: PipelineConfig, checkpoint: Checkpoint | None) -> MemoryEstimate:
+def estimate_parts(
+    config: PipelineConfig, checkpoint: Checkpoint | None, *, apart: bool = False
+) -> MemoryEstimate:
     """Return the memory of each part of the model, in bytes, by an estimate.
 
     Args:
         config: Resolved configuration.
         checkpoint: Checkpoint of its model; None for the dummy model, which takes next to none.
+        apart: Whether it is done in a process of its own, to need less memory here.
     """
     if checkpoint is None:  # the dummy takes megabytes
         nothing = PartMemory(0, 0)
         return MemoryEstimate(nothing, nothing, nothing)
     return estimate_memory(
-        checkpoint, config.model, config.sampling, config.device, config.num_threads
+        checkpoint, config.model, config.sampling, config.device, config.num_threads, apart=apart
     )
 
 
@@ -167,14 +170,17 @@ def memory_as_costs(
     return estimate_parts(*resolved).as_costs()
 
 
-def estimate_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> list[int]:
+def estimate_ranks(
+    config: PipelineConfig, checkpoint: Checkpoint | None, *, apart: bool = False
+) -> list[int]:
     """Return the estimated peak of each rank in bytes, on its GPU or, on the CPU, on the host.
 
     Args:
         config: Resolved configuration.
         checkpoint: Checkpoint of its model; None for the dummy model, which takes next to none.
+        apart: Whether it is done in a process of its own, to need less memory here.
     """
-    parts = estimate_parts(config, checkpoint)
+    parts = estimate_parts(config, checkpoint, apart=apart)
     return [
         parts.of_rank(roles).peak_bytes + _process_bytes(config.device)
         for roles in config.layout.roles

@@ -164,7 +164,8 @@ class _Simulation:
                         yield meeting
                     clock = self.ends[meeting]
                 seconds = self.costs.action_seconds(action, rank)
-                seconds *= self.sizes[action.clip] if self.sizes else 1.0
+                if self.sizes:
+                    seconds *= self.sizes[action.clip]
                 start, clock = clock, clock + seconds
                 self.spans.append(Span(rank, action, start, clock))
         self.current.pop(rank, None)
