@@ -11,7 +11,7 @@ __version__ = "0.3.0"
 
 _MODULES = {
     "svdpp.config": (
-        *("ClipRequest", "LatentSpec", "Lora", "ModelConfig", "OutputConfig"),
+        *("ClipRequest", "Denoiser", "LatentSpec", "Lora", "ModelConfig", "OutputConfig"),
         *("LtxSampling", "ParallelConfig", "PipelineConfig", "SvdSampling", "WanSampling"),
     ),
     "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),

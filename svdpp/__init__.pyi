@@ -1,4 +1,5 @@
 from svdpp.config import ClipRequest as ClipRequest
+from svdpp.config import Denoiser as Denoiser
 from svdpp.config import LatentSpec as LatentSpec
 from svdpp.config import Lora as Lora
 from svdpp.config import LtxSampling as LtxSampling

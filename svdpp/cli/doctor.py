@@ -35,6 +35,7 @@ class DoctorOptions(WithoutAppearance, WithoutLayout):
     local_files_only: bool = False
     latent_shape: tuple[int, int, int, int, int] | None = None
     lora: list[str] | None = None
+    denoiser: list[str] | None = None
     steps: int | None = None
     seed: int | None = None
     guidance_scale: float | None = None

@@ -105,6 +105,7 @@ def describe(family: str) -> dict[str, Any]:
         "last_image": "refused" if spec.last_image_arguments is None else "optional",
         "schedulers": list(spec.schedulers),
         "lora": spec.loras,
+        "gguf": spec.gguf,
         "example": spec.example,
         "options": f"--model {spec.example}{as_family}{remark}",
         "license": spec.license,

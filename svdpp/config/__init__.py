@@ -3,6 +3,7 @@
 Their `__post_init__` rejects values that cannot run or exceed `config.limits`, before any work.
 """
 
+from svdpp.config.added_files import AddedFile, Denoiser, parse_denoiser
 from svdpp.config.demo_models import DEMO_MODELS
 from svdpp.config.families.ltx import LtxSampling
 from svdpp.config.families.registry import (

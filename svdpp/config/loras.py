@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from svdpp.config.added_files import AddedFile
 from svdpp.config.limits import (
     MAX_LORA_WEIGHT,
     MAX_LORAS,
-    check_type,
     detail_value,
     is_number,
     require,
@@ -19,27 +19,17 @@ from svdpp.config.limits import (
 )
 from svdpp.errors import RequestError, nearest
 
-#: One of two experts: that of the steps with high noise, which come first, or with low noise.
-Expert = Literal["high", "low"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
+class Lora(AddedFile):
     """LoRA, and the weight with which it is added to the denoiser."""
 
-    name: str
-    """Path of a safetensors file, or `OWNER/NAME/PATH` of one on the hub."""
+    config_field, noun, suffix = "loras", "LoRA", ".safetensors"
+
     weight: float = 1.0
-    expert: Expert | None = None
-    """Expert that the LoRA is for; None: the model has one denoiser."""
-    revision: str | None = None
-    """Branch, tag or commit of a file on the hub; None: its main branch."""
-    sha256: str | None = None
-    """SHA-256 that the file must have; None: any."""
 
     def __post_init__(self) -> None:
-        check_type("loras", self.name, str)
-        require(bool(self.name.strip()), "`loras` is empty", "name a safetensors file")
+        super().__post_init__()
         require(
             is_number(self.weight) and abs(self.weight) <= MAX_LORA_WEIGHT,
             f"the weight of `loras` must be -{MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}, got "
@@ -54,11 +44,6 @@ class Lora:
     def source(self) -> Lora:
         """The same LoRA with weight 1: equal for clips that differ only in the weight."""
         return replace(self, weight=1.0)
-
-    @property
-    def part(self) -> str:
-        """Name of the denoiser that it changes."""
-        return "transformer_2" if self.expert == "low" else "transformer"
 
 
 _LORA = re.compile(

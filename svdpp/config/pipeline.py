@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from operator import attrgetter
 from typing import Any, Literal, TypeVar, get_args
 
+from svdpp.config.added_files import Denoiser
 from svdpp.config.demo_models import DEMO_MODELS
 from svdpp.config.families.registry import (
     OPTION_PARAMS,
@@ -126,6 +127,8 @@ class ModelConfig:
 
     Their weights do not matter. A request may have others, which are checked when it is submitted.
     """
+    denoisers: tuple[Denoiser, ...] = ()
+    """Denoisers in place of the checkpoint's own one, or of its two experts."""
     dummy_latent_shape: tuple[int, ...] | None = None
     """Shape (B, C, F, H, W) of the dummy model's latent. None: that of SVD at 512 pixels, or a tiny
     one if the dummy sleeps, because its computation must fit in the sleep."""
@@ -141,7 +144,11 @@ class ModelConfig:
         for name in ("family", "revision", "variant"):
             check_type(name, getattr(self, name), str, type(None))
         loras = self.loras or self.clip_loras
-        for name, given in (("loras", loras), ("family", self.family)):
+        for name, given in (
+            ("loras", loras),
+            ("denoisers", self.denoisers),
+            ("family", self.family),
+        ):
             require(not (given and self.is_dummy), f"the dummy model takes no `{name}`")
         self.dummy_latent  # noqa: B018  checks the shape
 
@@ -477,13 +484,14 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     # Pairs that divide a batch of two may round differently. Mixed devices have no pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
-    lora = ("lora",) if "lora" in metadata else ()  # clips of svdpp 0.3 have none
-    last_image = ("last_image_sha256",) if "last_image_sha256" in metadata else ()
+    # Clips of svdpp 0.3 have none of these.
+    optional = ("lora", "denoiser", "last_image_sha256")
+    added = tuple(name for name in optional if name in metadata)
     if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
         return (*common, *sampling_fields(family))
     videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
     prompts = ("prompt", "negative_prompt")
-    return (*common, *lora, *last_image, *videos, "family", *prompts, *sampling_fields(family))
+    return (*common, *added, *videos, "family", *prompts, *sampling_fields(family))
 
 
 @cache

@@ -89,6 +89,7 @@ def clip_metadata(
         "weights_fingerprint": checkpoint.fingerprint,
         "variant": config.model.variant,
         **_loras(loras),
+        **_denoisers(checkpoint),
         **_fields(config.model, "dtype", "memory_opt", "channels_last"),
         "device": config.device.partition(":")[0],
         "world_size": config.world_size,
@@ -97,7 +98,7 @@ def clip_metadata(
         **({} if sampling.family == "svd" else _fields(inputs, *_PROMPT_FIELDS)),
         **_fields(sampling, *sampling_fields(sampling.family)),
         **_fields(output, "format", "crf"),
-        "versions": versions() | ({"peft": version("peft")} if loras else {}),
+        "versions": versions() | _versions_of_extras(checkpoint, loras),
         "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
@@ -133,6 +134,17 @@ def _loras(files: Sequence[LoraFile]) -> dict[str, Any]:
     return {"lora": loras} if loras else {}
 
 
+def _denoisers(checkpoint: Checkpoint) -> dict[str, Any]:
+    files = [file.denoiser for file in checkpoint.denoisers]
+    recorded = [{**asdict(each), "name": recorded_name(each.name)} for each in files]
+    return {"denoiser": recorded} if recorded else {}
+
+
+def _versions_of_extras(checkpoint: Checkpoint, loras: Sequence[LoraFile]) -> dict[str, str]:
+    used = {"peft": loras, "gguf": checkpoint.denoisers}
+    return {name: version(name) for name, files in used.items() if files}
+
+
 def _model_name(checkpoint: Checkpoint) -> str:
     """The absolute path of a folder (or `~/...`); a hub id or `demo` as the user typed it."""
     is_folder = checkpoint.fingerprint is not None
@@ -148,14 +160,17 @@ def versions() -> dict[str, str]:
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _LoraMetadata(BaseModel):
+class _DenoiserMetadata(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     name: str
-    weight: float
     expert: Literal["high", "low"] | None
     revision: str | None
     sha256: _Sha256
+
+
+class _LoraMetadata(_DenoiserMetadata):
+    weight: float
     ignored: dict[str, int] = Field(default_factory=dict)
 
 
@@ -181,6 +196,7 @@ class _ClipMetadata(BaseModel):
     weights_fingerprint: str | None = None  # files of svdpp 0.2 lack fields that have a default
     variant: str | None
     lora: list[_LoraMetadata] = Field(default_factory=list)
+    denoiser: list[_DenoiserMetadata] = Field(default_factory=list)
     dtype: Literal["fp32", "fp16", "bf16"]
     memory_opt: bool
     channels_last: bool = False

@@ -30,7 +30,7 @@ from svdpp.worker.secondary_rank import run_secondary_rank
 
 # Fields of the configuration that may differ by host, or are compared otherwise.
 _HOST_SPECIFIC_FIELDS = (
-    *("sampling", "loras", "clip_loras"),
+    *("sampling", "loras", "clip_loras", "denoisers"),
     *("local_files_only", "start_timeout_seconds"),
 )
 # A dropped pipeline ends within one poll, unless an observer blocks its thread.
@@ -341,7 +341,11 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     # A commit identifies the weights of a hub model, a fingerprint those of a folder.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
     options["revision"], options["weights fingerprint"] = map(str, weights)
-    options["LoRA"] = ", ".join(file.identity for file in checkpoint.loras) if checkpoint else ""
+    for name, files in (
+        ("LoRA", checkpoint.loras if checkpoint else ()),
+        ("denoiser", checkpoint.denoisers if checkpoint else ()),
+    ):
+        options[name] = ", ".join(file.identity for file in files)
     return {**options, **{name: str(version) for name, version in versions().items()}}
 
 

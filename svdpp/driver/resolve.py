@@ -283,6 +283,8 @@ def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) ->
     """Whether ranks map the same pages of the weights' files, which must have the loaded dtype."""
 
     def is_mapped(part: str) -> bool:
+        if checkpoint.denoiser_file(part) is not None:  # diffusers copies its tensors
+            return False
         dtype = "fp32" if part in checkpoint.spec.fp32_components else config.model.dtype
         return {*chain(*checkpoint.weight_files(part).values())} == {_DTYPES[dtype]}
 

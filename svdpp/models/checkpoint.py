@@ -48,6 +48,7 @@ from svdpp.models.files import (
     variant_of,
     weight_files,
 )
+from svdpp.models.gguf_files import DenoiserFile, check_denoisers, find_denoisers
 from svdpp.models.hashes import hash_files
 from svdpp.models.image_sizes import check_image_size
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
@@ -75,6 +76,8 @@ class Checkpoint:
     """LoRAs of the model; empty until the weights are found."""
     clip_loras: Mapping[Lora, LoraFile] = field(default_factory=dict, hash=False)
     """The model's `clip_loras`, as they are asked for with weight 1, and their files."""
+    denoisers: tuple[DenoiserFile, ...] = ()
+    """GGUF files in place of the checkpoint's own denoisers; empty until the weights are found."""
     family: str
     """Name of the family, as in its sampling parameters."""
     classes: tuple[tuple[str, str], ...]
@@ -135,6 +138,14 @@ class Checkpoint:
     def weighted_components(self) -> tuple[str, ...]:
         """Names of the components that have weights."""
         return tuple(part for part, _ in self.classes if has_weights(part))
+
+    def denoiser_file(self, part: str) -> DenoiserFile | None:
+        """Return the GGUF file that takes the place of a component's weights; None: they are own.
+
+        Args:
+            part: Name of the component.
+        """
+        return next((file for file in self.denoisers if file.part == part), None)
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
         """Return all components that a rank with these roles loads, also those without weights."""
@@ -248,7 +259,7 @@ class Checkpoint:
         if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
             raise ModelError(
                 f"{part} has weights of the dtype {quantised[0]}: quantised",
-                "use the checkpoint that it was made from: svdpp does not run quantised weights",
+                _QUANTISED_HINT,
                 details={"component": part, "dtype": quantised[0]},
             )
         return files
@@ -256,7 +267,8 @@ class Checkpoint:
     def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
         """Return the SHA-256 of each file with weights, in hex, by its name below the folder.
 
-        The first call reads all files of the model, which takes about a second for each GB. Later
+        A GGUF file is named as if it were in the folder of the component whose place it takes. The
+        first call reads all files of the model, which takes about a second for each GB. Later
         calls, in any process, read only files that have changed.
 
         Args:
@@ -265,13 +277,16 @@ class Checkpoint:
         Raises:
             ModelError: A file is missing or cannot be read.
         """
-        parts = self.weighted_components if parts is None else parts
-        paths = sorted({path for part in parts for path in self.weight_files(part)})
+        parts = {*(self.weighted_components if parts is None else parts)}
+        added = {file.part: file.path for file in self.denoisers if file.part in parts}
+        own = {path for part in parts - added.keys() for path in self.weight_files(part)}
+        names = {path: path.relative_to(self.folder).as_posix() for path in sorted(own)}
+        names |= {path: f"{part}/{path.name}" for part, path in sorted(added.items())}
         try:
-            hashes = hash_files(paths)
+            hashes = hash_files(names)
         except OSError as error:
             raise ModelError(f"{self.label}: a file cannot be read ({error.strerror})") from error
-        return {path.relative_to(self.folder).as_posix(): hashes[path] for path in paths}
+        return {name: hashes[path] for path, name in names.items()}
 
     def variant_of(self, part: str) -> str | None:
         """Return the variant in which a component's weights are read; None: the plain files."""
@@ -362,7 +377,7 @@ def with_weights(
     """Return `checkpoint` with the weights of `components`, downloaded and checked.
 
     In a local folder the weights of all components are checked, because its fingerprint covers
-    them all.
+    them all. Denoisers whose place GGUF files take are neither downloaded nor checked.
 
     Args:
         checkpoint: Checkpoint that was found without weights.
@@ -378,6 +393,9 @@ def with_weights(
         lora: find_lora(lora, local_files_only=model.local_files_only, checkpoint=checkpoint)
         for lora in (*model.loras, *clip_loras)
     }
+    denoisers = find_denoisers(model)
+    replaced = {file.part for file in denoisers}
+    components = [part for part in components if part not in replaced]
     with _located(model) as local:
         if local is None:
             pinned = replace(model, revision=checkpoint.revision or model.revision)
@@ -385,13 +403,15 @@ def with_weights(
             # The configs of the default model came with svdpp, so those of the snapshot are checked
             # here.
             checkpoint = _check_configs(model, folder, local)
-        checked = components if local is None else checkpoint.weighted_components
-        weights = [path for part in checked for path in checkpoint.weight_files(part)]
+        if local is not None:
+            components = [part for part in checkpoint.weighted_components if part not in replaced]
+        weights = [path for part in components for path in checkpoint.weight_files(part)]
         changes = local is not None and model.name not in DEMO_MODELS
         return replace(
             checkpoint,
             loras=tuple(files[lora] for lora in model.loras),
             clip_loras={lora: files[lora] for lora in clip_loras},
+            denoisers=denoisers,
             fingerprint=fingerprint(checkpoint.folder, weights) if changes else None,
         )
 
@@ -426,8 +446,10 @@ def _local_folder(name: str) -> Path | None:
     if path.endswith(_SINGLE_FILES):
         raise ModelError(
             f"{display_name(name)} is a single file, and svdpp reads no single files",
-            "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then `model` "
-            "FOLDER; of GGUF use the model that it was made from",
+            "`model` the checkpoint that it was made from, with `denoisers` FILE.gguf"
+            if path.endswith(".gguf")
+            else "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then "
+            "`model` FOLDER",
         )
     is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
     if is_path or name.count("/") > 1:
@@ -472,6 +494,15 @@ class Configs:
     def _checked(self, name: str) -> JsonFile:
         config = read_json(self._folder, name)
         for place, key, value in _entries_of(config.values):
+            if key == "quantization_config" and value is not None:
+                method = value.get("quant_method") if isinstance(value, Mapping) else None
+                by = "" if method is None else f" by {short_repr(method)}"
+                raise config.error(
+                    f"the key {short_repr(place)} is not supported: svdpp runs no weights that are "
+                    f"quantised{by}",
+                    _QUANTISED_HINT,
+                    details={"key": place, "quant_method": method and short_repr(method)},
+                )
             if _CODE_KEYS.search(key) and value is not None:
                 raise config.error(
                     f"the key {short_repr(place)} is not supported: {_NO_CODE}",
@@ -545,6 +576,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
         **facts,
     )
     check_loras(model.loras, checkpoint)
+    check_denoisers(model, checkpoint)
     return checkpoint
 
 
@@ -616,6 +648,10 @@ def _refuse_code(folder: Path) -> None:
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _INDEX_FILE = "model_index.json"
+_QUANTISED_HINT = (
+    "use the checkpoint that it was made from; of many families the denoiser may be quantised: "
+    "`denoisers` FILE.gguf"
+)
 #: Dtypes of quantised weights, which are useless without scales.
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
@@ -647,7 +683,7 @@ _NO_CODE = "svdpp runs no code from a checkpoint"
 #: kernel on the hub, `transformers_weights` another file. `_attn_implementation_autoset` is only a
 #: flag and does not match.
 _CODE_KEYS = re.compile(
-    r"auto_map|custom_pipeline|quantization_config|_implementation$|use_kernels|"
+    r"auto_map|custom_pipeline|_implementation$|use_kernels|"
     r"kernel_(config|mapping)|transformers_weights"
 )
 # Largest values of config keys that determine memory. For comparison, Wan 2.2 A14B has 40 layers,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -17,14 +16,8 @@ from typing import Any
 
 from svdpp.config import Lora, ModelConfig
 from svdpp.errors import ModelError, RequestError
-from svdpp.models.files import (
-    display_name,
-    hub_errors,
-    read_safetensors_header,
-    short_repr,
-    snapshot_commit,
-)
-from svdpp.models.hashes import file_sha256
+from svdpp.models.added_files import check_experts, find_file
+from svdpp.models.files import display_name, read_safetensors_header, short_repr
 
 # Name of the file that diffusers writes; the default for a folder or a repository.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -227,17 +220,13 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
     """
     if not loras:
         return
-    label, two_experts = checkpoint.label, checkpoint.num_experts == 2
     if not checkpoint.spec.loras:
-        raise RequestError(f"{label} takes no `loras`: diffusers' pipeline for it cannot load one")
+        raise RequestError(
+            f"{checkpoint.label} takes no `loras`: diffusers' pipeline for it cannot load one"
+        )
     if importlib.util.find_spec("peft") is None:
         raise RequestError("`loras` needs the package peft", "pip install 'svdpp[lora]'")
-    for lora in loras:
-        name = display_name(lora.name)
-        if two_experts == (lora.expert is None):
-            experts = "two experts: say which" if two_experts else "one expert: say none"
-            hint = "end it with :high or :low" if two_experts else f"leave out :{lora.expert}"
-            raise RequestError(f"{label} has {experts} in `loras` {name}", hint)
+    check_experts(loras, checkpoint)
 
 
 def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> LoraFile:
@@ -253,31 +242,15 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
         ModelError: there is no such file, it is damaged, its hash is not the one that is asked for,
             or its tensors are not those of a LoRA.
     """
-    name, path = display_name(lora.name), Path(os.path.expanduser(lora.name))
-    try:
-        if path.exists():
-            path = (path / _LORA_FILE if path.is_dir() else path).resolve()
-            found = replace(lora, name=str(path))
-        else:
-            path = _download_lora(lora, local_files_only)
-            commits = filter(None, map(snapshot_commit, path.parents))
-            found = replace(lora, revision=next(commits, lora.revision))
-        if path.suffix != ".safetensors":
-            raise ModelError("only safetensors files are read", "convert it")
+
+    def check(path: Path) -> dict[str, int]:
         read_safetensors_header(path)  # finds a damaged file before any rank starts
-        ignored = {} if checkpoint is None else check_tensors(path, checkpoint)
-        sha256 = file_sha256(path)
-    except ModelError as error:
-        message = f"`loras` {name}: {error.message}"
-        raise ModelError(message, error.hint, details=error.details) from error
-    except OSError as error:
-        raise ModelError(f"`loras` {name} cannot be read ({error.strerror})") from error
-    if lora.sha256 not in (None, sha256):
-        raise ModelError(
-            f"the LoRA {name} has changed since the clip was made",
-            "restore it, or make the clip again: svdpp run --overwrite",
-        )
-    return LoraFile(lora=replace(found, sha256=sha256), path=path, ignored=ignored)
+        return {} if checkpoint is None else check_tensors(path, checkpoint)
+
+    found, path, ignored = find_file(
+        lora, check, default=_LORA_FILE, local_files_only=local_files_only
+    )
+    return LoraFile(lora=found, path=path, ignored=ignored)
 
 
 def lora_bytes(model: ModelConfig) -> int:
@@ -299,17 +272,3 @@ def lora_bytes(model: ModelConfig) -> int:
         sum(sizes(model.loras, part)) + sum(sizes(clip_loras, part)[:CLIP_LORAS_KEPT])
         for part in ("transformer", "transformer_2")
     )
-
-
-def _download_lora(lora: Lora, local_files_only: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    owner, _, rest = lora.name.partition("/")
-    repository, _, file = rest.partition("/")
-    if not owner.strip("~.") or not repository or repository.endswith(".safetensors"):
-        hint = "name a safetensors file, or OWNER/NAME/FILE on the hub"
-        raise ModelError("there is no such file", hint)
-    given: Any = {"revision": lora.revision, "local_files_only": local_files_only}
-    source = ModelConfig(name=f"{owner}/{repository}", **given)
-    with hub_errors(source):
-        return Path(hf_hub_download(source.name, file or _LORA_FILE, **given))

@@ -32,9 +32,11 @@ from svdpp.errors import ModelError, RequestError, SvdppError, first_line
 from svdpp.models.base import PreparedInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
+from svdpp.models.engine.gguf_denoisers import quantise_fake
 from svdpp.models.engine.model import EngineModel, blank_input
 from svdpp.models.engine.records import component_methods, patch_methods, tensors_in
 from svdpp.models.files import display_name, library_errors, read_safetensors_header
+from svdpp.models.gguf_files import find_denoisers
 from svdpp.models.lora_files import lora_bytes
 from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
 from svdpp.plan.roles import Roles
@@ -117,7 +119,7 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
         packet, _ = fake_model.encode()
         encode = fake_model.flops
         packet, _ = fake_model.denoise(packet)
-        step = fake_model.flops // min(2, sampling.num_inference_steps)
+        step = fake_model.flops // fake_model.num_steps
         fake_model.decode(packet)
         return PartFlops(encode, step, fake_model.flops)
 
@@ -255,13 +257,17 @@ class _FakeModel:
         # once.
         self._known: dict[Any, tuple[int, int, Any]] = {}
         parts = {}
+        self._files = {file.part: file for file in find_denoisers(model, are_hashed=False)}
         for part, name in checkpoint.classes:
             cls = load.component_class(part, name)
             if has_weights(part):
                 with library_errors(part, checkpoint):
                     dtype = load.component_dtype(checkpoint, part, model.dtype)
                     parts[part] = self._module(cls, part, dtype)
-                    _check_weights(checkpoint, part, parts[part])
+                    if part in self._files:
+                        quantise_fake(parts[part], self._files[part], dtype, self._fake)
+                    else:
+                        _check_weights(checkpoint, part, parts[part])
                 load.apply_memory_options(checkpoint, part, parts[part], model)
             else:
                 parts[part] = load.load_processor(checkpoint, part, cls)
@@ -270,6 +276,16 @@ class _FakeModel:
             checkpoint, sampling.from_image, parts, torch.device("cpu")
         )
         self._model = EngineModel(self._pipe, checkpoint, sampling, model.dtype)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of measured steps: the second holds more than the first.
+
+        All of them if the experts differ, as one of them may have quantised layers.
+        """
+        steps = self._sampling.num_inference_steps
+        differ = bool(self._files) and self._checkpoint.num_experts == 2
+        return steps if differ else min(2, steps)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
         source = blank_input(self._sampling, whole=True)
@@ -281,11 +297,13 @@ class _FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Return packet and memory after two steps, because the second holds more memory."""
+        """Return the packet after `num_steps`, their memory, and the larger expert's weights."""
         roles = Roles(encode=False, denoise=True, decode=False)
-        end = min(2, self._sampling.num_inference_steps)
-        steps = partial(self._model.denoise, packet, 0, end, lambda _, __: None)
-        return self._measured(roles, packet, steps)
+        steps = partial(self._model.denoise, packet, 0, self.num_steps, lambda _, __: None)
+        result, memory = self._measured(roles, packet, steps)
+        experts = self._modules.keys() & {*self._checkpoint.spec.denoisers}
+        sizes = [sum(each.nbytes for each in _weights(self._modules[part])) for part in experts]
+        return result, memory._replace(weight_bytes=max(memory.weight_bytes, *sizes))
 
     def decode(self, packet: Tensors) -> PartMemory:
         roles = Roles(encode=False, denoise=False, decode=True)

@@ -47,6 +47,7 @@ from svdpp.serve.schemas import (
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
     "lora": "the server's LoRAs are chosen at its start, by --lora",
+    "denoiser": "the server's denoiser is chosen at its start, by --denoiser",
     "video_reference": "the video is the field input_reference, for a model that takes one",
     "boundary_ratio": "the checkpoint has it",
     "guidance_rescale": "this model has none",
@@ -285,10 +286,11 @@ class Capabilities:
             model, weights = checkpoint.folder.name, checkpoint.fingerprint  # not where it is
         elif checkpoint.revision is not None:
             weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
-        loras = (file.identity for file in checkpoint.loras)
+        added = [file.identity for file in checkpoint.loras]
+        added += [file.identity for file in checkpoint.denoisers]
         return cls(
             model=model,
-            weights=".".join(filter(None, (weights, *loras))),
+            weights=".".join(filter(None, (weights, *added))),
             image_use=checkpoint.image_use,
             last_image_use=checkpoint.last_image_use,
             last_image_reason=checkpoint.last_image_reason,

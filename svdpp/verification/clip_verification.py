@@ -16,6 +16,7 @@ from typing import Any, Literal
 from svdpp.config import (
     DUMMY_MODEL,
     ClipRequest,
+    Denoiser,
     Lora,
     ModelConfig,
     ParallelConfig,
@@ -235,6 +236,7 @@ def _config(
             **{name: metadata[name] for name in same},
             local_files_only=settings.local_files_only,
             loras=tuple(map(_lora, metadata.get("lora", ()))),
+            denoisers=tuple(Denoiser(**each) for each in metadata.get("denoiser", ())),
         ),
         sampling=recorded_sampling(metadata),
         device=_gpu_for(metadata, gpus()) if metadata["device"] == "cuda" else "cpu",
@@ -262,7 +264,7 @@ def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
 
 def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
     recorded = clip.metadata["weights_fingerprint"]
-    if recorded is None and not config.model.loras:
+    if recorded is None and not config.model.loras and not config.model.denoisers:
         return
     if find_checkpoint(config.model).fingerprint != recorded:
         raise ModelError(

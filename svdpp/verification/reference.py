@@ -26,8 +26,10 @@ from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import step_callback
+from svdpp.models.engine.gguf_denoisers import load_denoiser
 from svdpp.models.engine.load import (
     apply_memory_options,
+    component_class,
     component_dtype,
     silence_libraries,
     text_processors,
@@ -196,6 +198,12 @@ class Reference:
             for part in checkpoint.spec.fp32_components
         }
         cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
+        classes, denoisers = dict(checkpoint.classes), {}
+        for file in checkpoint.denoisers:
+            kind = component_class(file.part, classes[file.part])
+            own = component_dtype(checkpoint, file.part, dtype)
+            with library_errors(file.part, checkpoint):
+                denoisers[file.part] = load_denoiser(checkpoint.folder, file, kind, own)
         with library_errors("the pipeline"):
             self.pipe: Any = cls.from_pretrained(
                 checkpoint.folder,
@@ -204,6 +212,7 @@ class Reference:
                 use_safetensors=True,
                 local_files_only=True,
                 **text_processors(checkpoint),
+                **denoisers,
             )
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.to(device)

@@ -25,6 +25,7 @@ from svdpp.media.inputs import example_images
 from svdpp.media.video import read_audio, read_frames, write_clip
 from svdpp.plan.roles import Roles
 from tests.support.builders import save_tiny_lora
+from tests.support.gguf_writer import save_gguf
 from tests.support.pictures import save_video
 from tests.support.shell import PHOTO, Answer, assert_error, parsed, svdpp_here
 from tests.support.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
@@ -374,6 +375,34 @@ def test_lines_with_loras_of_their_own_are_made_by_the_same_ranks(
     lines[1]["lora"][0] = "2-high.safetensors:0.75:high"
     jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert succeed(asked, *out, "--resume").out.count("was finished") == 3
+
+
+@pytest.mark.slow
+def test_clips_of_a_gguf_file_are_made_verified_and_told_apart(tmp_path: Path) -> None:
+    folder = save_tiny_wan(tmp_path / "wan", width=4)
+    eight, four = (save_gguf(folder, tmp_path / f"{kind}.gguf", kind) for kind in ("Q8_0", "Q4_0"))
+    next((folder / "transformer").glob("*.safetensors")).unlink()
+    model = f"--model {folder} --prompt sea --steps 4 --world 2 {ON_CPU} {SMALL}"
+    out = ("--out", str(tmp_path / "out"))
+    used = ("--denoiser", str(eight))
+
+    succeed(f"run {model}", *used, *out)
+    (clip,) = (tmp_path / "out").glob("*.mp4")
+    (recorded,) = metadata_of(clip)["denoiser"]
+    assert (recorded["expert"], len(recorded["sha256"])) == (None, 64)
+    assert "gguf" in metadata_of(clip)["versions"]
+    assert "bitwise equal" in succeed("verify", str(clip)).out
+    assert "was finished" in succeed(f"run {model}", *used, *out, "--resume").out
+    other = ask(f"run {model}", "--denoiser", str(four), *out, "--resume")
+    assert_error(other, 2, "exists with another denoiser")
+    succeed(f"verify {model}", "--denoiser", str(four))
+
+    shutil.copy(four, eight)
+    assert_error(ask("verify", str(clip)), 5, "has changed since the clip was made")
+    eight.unlink()
+    assert_error(ask("verify", str(clip)), 5, "there is no such file")
+    single = ask(f"run --model {four} --prompt sea", *out)
+    assert_error(single, 5, "reads no single files", "--denoiser FILE.gguf")
 
 
 @pytest.mark.slow

@@ -114,7 +114,15 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     ),
     "nested quantisation": (
         config(CLIP_CONFIG, vision_config=[{"quantization_config": {"load_in_8bit": True}}]),
-        "the key 'vision_config.quantization_config' is not supported",
+        "the key 'vision_config.quantization_config' is not supported: svdpp runs no weights",
+    ),
+    "quantised by bitsandbytes": (
+        config(CONFIG, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "svdpp runs no weights that are quantised by 'bitsandbytes'\nuse the checkpoint",
+    ),
+    "quantised by TorchAO": (
+        config(CONFIG, quantization_config={"quant_method": "torchao", "quant_type": {}}),
+        "svdpp runs no weights that are quantised by 'torchao'\nuse the checkpoint",
     ),
     "a nested kernel of the hub": (
         config(CLIP_CONFIG, text_config={"attn_implementation": "owner/kernel"}),

@@ -21,6 +21,7 @@ from svdpp.config import (
     ModelConfig,
     SamplingConfig,
     extra_params,
+    parse_denoiser,
     parse_loras,
     sampling_of_model,
 )
@@ -101,6 +102,15 @@ class ModelOptions:
             help="A LoRA, repeatable: FILE or OWNER/NAME/FILE, then :WEIGHT, :high or :low. Needs "
             "the extra lora.",
             common=True,
+        ),
+    ] = None
+    denoiser: Annotated[
+        list[str] | None,
+        option(
+            panel=MODEL,
+            metavar="FILE.gguf",
+            help="A quantised denoiser in place of the model's own: FILE.gguf or "
+            "OWNER/NAME/FILE.gguf, with :high or :low. Needs the extra gguf.",
         ),
     ] = None
     local_files_only: Annotated[
@@ -263,6 +273,7 @@ class ModelOptions:
             family=self.as_family,
             dtype=dtype,
             loras=parse_loras(self.lora),
+            denoisers=tuple(map(parse_denoiser, self.denoiser or ())),
             dummy_latent_shape=self.latent_shape,
             **{name: getattr(self, name) for name in names},
             **more,

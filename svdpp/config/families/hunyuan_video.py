@@ -45,6 +45,7 @@ HUNYUAN_VIDEO = FamilySpec(
     example="hunyuanvideo-community/HunyuanVideo",
     license="Tencent Hunyuan Community License",
     denoiser="HunyuanVideoTransformer3DModel",
+    gguf=True,
     text_pipeline="HunyuanVideoPipeline",
     image_pipeline="HunyuanVideoImageToVideoPipeline",
     encode_components=TWO_TEXT_ENCODERS,

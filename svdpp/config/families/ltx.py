@@ -135,6 +135,7 @@ LTX = FamilySpec(
     example="Lightricks/LTX-Video",
     license="LTX-Video Open Weights License",
     denoiser="LTXVideoTransformer3DModel",
+    gguf=True,
     text_pipeline="LTXPipeline",
     image_pipeline="LTXImageToVideoPipeline",
     text_and_image=True,

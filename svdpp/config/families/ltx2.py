@@ -79,6 +79,7 @@ LTX2 = FamilySpec(
     example="Lightricks/LTX-2",
     license="LTX-2 Community License",
     denoiser="LTX2VideoTransformer3DModel",
+    gguf=True,
     text_pipeline="LTX2Pipeline",
     image_pipeline="LTX2ImageToVideoPipeline",
     text_and_image=True,

@@ -32,6 +32,7 @@ MOCHI = FamilySpec(
     example="genmo/mochi-1-preview",
     license="Apache-2.0",
     denoiser="MochiTransformer3DModel",
+    gguf=True,
     text_pipeline="MochiPipeline",
     branches="batch",
     batched_arguments=frozenset(

@@ -55,6 +55,7 @@ SKYREELS_V2 = FamilySpec(
     example="Skywork/SkyReels-V2-T2V-14B-720P-Diffusers",
     license="Skywork License",
     denoiser="SkyReelsV2Transformer3DModel",
+    gguf=True,
     text_pipeline="SkyReelsV2Pipeline",
     image_pipeline="SkyReelsV2ImageToVideoPipeline",
     last_image_arguments=two_images,

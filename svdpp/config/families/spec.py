@@ -135,6 +135,8 @@ class FamilySpec:
     """Whether diffusers' pipeline loads LoRAs."""
     loras_as_wan: bool = False
     """Whether diffusers converts LoRAs as those of Wan, and drops tensors without a place."""
+    gguf: bool = False
+    """Whether diffusers loads the denoiser from a GGUF file."""
     record_uses: Mapping[str, Literal["unused", "first step"] | int] = field(default_factory=dict)
     """Users of a record that are not all steps and the decode: none, as of images before they are
     encoded, or the first step alone; of several with one name, the number of the one in use."""

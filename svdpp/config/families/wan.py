@@ -225,6 +225,7 @@ WAN = FamilySpec(
     example="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     license="Apache-2.0",
     denoiser="WanTransformer3DModel",
+    gguf=True,
     text_pipeline="WanPipeline",
     image_pipeline="WanImageToVideoPipeline",
     last_image_arguments=two_images,

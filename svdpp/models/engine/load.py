@@ -22,6 +22,7 @@ from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_details
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.engine.gguf_denoisers import load_denoiser
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.roles import Roles
 
@@ -245,8 +246,12 @@ def _load_module(
     other CPU kernels, which give other bits.
     """
     try:
+        file = checkpoint.denoiser_file(part)
         with library_errors(part, checkpoint):
-            module = _from_pretrained(checkpoint, part, cls, dtype)
+            if file is None:
+                module = _from_pretrained(checkpoint, part, cls, dtype)
+            else:
+                module = load_denoiser(checkpoint.folder, file, cls, dtype)
         return module.eval().to(device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -265,7 +270,9 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in `dtype`."""
+    """Return the bytes of a component's weights in `dtype`, or of the GGUF file that has them."""
+    if (file := checkpoint.denoiser_file(part)) is not None:
+        return file.path.stat().st_size
     entries = chain(
         *(read_safetensors_header(path)[1].values() for path in checkpoint.weight_files(part))
     )

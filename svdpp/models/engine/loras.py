@@ -275,9 +275,10 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
-        expected = weight.shape[1] if is_first else weight.shape[0]
+        weight_shape = getattr(weight, "quant_shape", weight.shape)  # else of bytes
+        expected = weight_shape[1] if is_first else weight_shape[0]
         if factor.shape[1 if is_first else 0] != expected:
-            shapes = [list(factor.shape), list(weight.shape)]
+            shapes = [list(factor.shape), list(weight_shape)]
             raise ModelError(
                 f"the tensor {_names(factor.sources)} of shape {shapes[0]} does not fit the weight "
                 f"{path} of shape {shapes[1]}",

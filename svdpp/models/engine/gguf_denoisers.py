@@ -1,0 +1,168 @@
+"""Denoisers of GGUF files: loaded by diffusers, and checked tensor by tensor.
+
+diffusers renames a file's tensors, only warns of those that have no place, and leaves weights
+without data that the file lacks. So the renaming is done first with tensors that have no data, and
+the module's weights must be exactly these.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import GGUFQuantizationConfig
+from diffusers.loaders.single_file_model import (
+    SINGLE_FILE_LOADABLE_CLASSES,
+    _get_single_file_loadable_mapping_class,
+    _should_convert_state_dict_to_diffusers,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from svdpp.errors import ModelError
+from svdpp.models.files import library_errors, short_repr
+from svdpp.models.gguf_files import DenoiserFile, GgufTensor, read_gguf_header
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16}
+#: Tensors that the details of an error name.
+_MAX_NAMED = 20
+
+
+def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype) -> Any:
+    """Load a denoiser by diffusers' `from_single_file`, in eval mode on the CPU.
+
+    Args:
+        folder: Folder of the checkpoint, which has the denoiser's config.
+        file: Checked file.
+        cls: Class of the denoiser.
+        dtype: Dtype in which it computes, and of the weights that are not quantised.
+
+    Raises:
+        ModelError: The file's tensors are not those of the denoiser.
+    """
+    with torch.device("meta"):
+        module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
+    converted_tensors(module, file)
+    with warnings.catch_warnings(action="ignore"):  # of pages that torch may not write
+        return cls.from_single_file(
+            str(file.path),
+            config=str(folder),
+            subfolder=file.part,
+            quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
+            dtype=dtype,
+            local_files_only=True,
+        )
+
+
+def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by the names of a denoiser's weights, without data.
+
+    Quantised ones have the shape of their bytes, and a `quant_type`, as diffusers has them.
+
+    Args:
+        module: Denoiser of diffusers; only names and shapes of its weights are read.
+        file: Checked file.
+
+    Raises:
+        ModelError: The file's tensors are not those of the denoiser.
+    """
+    cls, label = type(module), file.label
+    state = module.state_dict()
+    given = {name: _without_data(entry) for name, entry in read_gguf_header(file.path).items()}
+    if _should_convert_state_dict_to_diffusers(state, given):
+        kind = _get_single_file_loadable_mapping_class(cls)
+        convert = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+        with library_errors(f"{label} for a {cls.__name__}"):
+            given = convert(config=module.config, checkpoint=given)
+    ignored = tuple(module._keys_to_ignore_on_load_unexpected or ())
+    missing = [name for name, _ in module.named_parameters() if name not in given]
+    strange = [
+        name
+        for name in given
+        if name not in state and not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    for problem, names in (("the file lacks", missing), (f"a {cls.__name__} has no", strange)):
+        if names:
+            count = f" ({len(names)} such tensors)" if len(names) > 1 else ""
+            raise ModelError(
+                f"{label}: {problem} {short_repr(names[0])}{count}",
+                f"use a file of the checkpoint's own model, a {cls.__name__}",
+                details={"tensors": names[:_MAX_NAMED], "count": len(names)},
+            )
+    given = {name: tensor for name, tensor in given.items() if name in state}
+    for name, tensor in given.items():
+        _check_tensor(module, name, tensor, state[name].shape, label)
+    return given
+
+
+def _without_data(entry: GgufTensor) -> torch.Tensor:
+    if not entry.is_quantised:
+        return torch.empty(entry.shape, dtype=_DTYPES[entry.type.name], device="meta")
+    from diffusers.quantizers.gguf.utils import GGUFParameter  # imports gguf, an extra
+    from gguf import GGMLQuantizationType
+
+    data = torch.empty(entry.byte_shape, dtype=torch.uint8, device="meta")
+    kind = GGMLQuantizationType[entry.type.name]
+    parameter: torch.Tensor = GGUFParameter(data, quant_type=kind)
+    return parameter
+
+
+def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, label: str) -> None:
+    shape = tuple(getattr(tensor, "quant_shape", tensor.shape))
+    if shape != tuple(expected):
+        raise ModelError(
+            f"{label}: {short_repr(name)} has the shape {list(shape)}, and {list(expected)} by the "
+            "checkpoint's config",
+            "use a file of the same model as the checkpoint",
+            details={"tensor": name, "shape": list(shape), "config_shape": list(expected)},
+        )
+    if hasattr(tensor, "quant_type") and not _is_read(module, name):
+        kind = tensor.quant_type.name
+        raise ModelError(
+            f"{label}: {short_repr(name)} is of the type {kind}, which diffusers reads in linear "
+            "layers only",
+            "use a file that has this tensor as F32 or F16",
+            details={"tensor": name, "type": kind},
+        )
+
+
+def _is_read(module: Any, name: str) -> bool:
+    """Whether diffusers dequantises a tensor: of linear layers in each call, others at the load."""
+    if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
+        return True
+    path, _, kind = name.rpartition(".")
+    return kind == "weight" and isinstance(module.get_submodule(path), torch.nn.Linear)
+
+
+def quantise_fake(
+    module: Any, file: DenoiserFile, dtype: torch.dtype, fake: FakeTensorMode
+) -> None:
+    """Give a denoiser of fake tensors the quantised layers of a file.
+
+    Args:
+        module: Denoiser, whose weights are replaced by fake bytes.
+        file: Checked file.
+        dtype: Dtype in which the layers compute.
+        fake: Mode of the fake tensors.
+
+    Raises:
+        ModelError: The file's tensors are not those of the denoiser.
+    """
+    from diffusers.quantizers.gguf.utils import GGUFLinear  # imports gguf, an extra
+
+    for name, tensor in converted_tensors(module, file).items():
+        kept = {*(module._keep_in_fp32_modules or ())}.intersection(name.split("."))
+        if not hasattr(tensor, "quant_type") or kept:
+            continue
+        path = name.rpartition(".")[0]
+        parent, _, child = path.rpartition(".")
+        old = module.get_submodule(path)
+        sizes = old.in_features, old.out_features
+        new = GGUFLinear(*sizes, bias=False, compute_dtype=dtype, device="meta")
+        with fake:
+            weight: Any = torch.empty(tensor.shape, dtype=torch.uint8)
+        weight.quant_type, weight.as_tensor = tensor.quant_type, lambda weight=weight: weight
+        new._parameters["weight"], new._parameters["bias"] = weight, old.bias
+        setattr(module.get_submodule(parent), child, new)
