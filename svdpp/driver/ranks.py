@@ -37,10 +37,20 @@ _HOST_SPECIFIC_FIELDS = (
 _ABORT_SECONDS = 5.0
 
 
-class PipelineRanks:
-    """The ranks of one pipeline: started by this process, or joined if a launcher started them.
+def _check_arguments(
+    config: PipelineConfig, history_clips: int | None, trace_clips: int | None
+) -> None:
+    kind = type(config).__name__
+    require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
+    for limit in (history_clips, trace_clips):
+        wrong = f"a history has 1 clip or more, got {limit}"
+        require(limit is None or limit >= 1, wrong, got=limit, minimum=1)
 
-    A thread takes their events from start to end, so that ranks never wait for a reader. It ends
+
+class PipelineRanks:
+    """Ranks of a pipeline, which this process starts, or joins if a launcher started them.
+
+    A thread receives their events from start to end, so that ranks never wait for a reader. It ends
     when the pipeline is closing and all clips are done, when a rank fails, or by `_abort`.
     """
 
@@ -60,17 +70,9 @@ class PipelineRanks:
         ranks_ignore_signals: bool = False,
         fault: Callable[[int], object] | None = None,
     ) -> None:
-        kind = type(config).__name__
-        require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
-        for limit in (history_clips, trace_clips):
-            require(
-                limit is None or limit >= 1,
-                f"a history has 1 clip or more, got {limit}",
-                got=limit,
-                minimum=1,
-            )
+        _check_arguments(config, history_clips, trace_clips)
         self.world = find_world()
-        """World that a launcher has put this process in; None if it starts the ranks itself."""
+        """World of the launcher that started this process; None if the pipeline starts the ranks."""
         self.layout_reason = ""
         """Reason for the layout in one line; "" if `layout` left nothing to choose."""
         if layout is not None:
@@ -89,7 +91,7 @@ class PipelineRanks:
             config, world=self.world, checkpoint=checkpoint
         )
         self.trace = Trace(config.world_size, trace_clips or history_clips)
-        """The measurements so far."""
+        """Measurements so far."""
         self.run_error: BaseException | None = None
         """Error that ended the run before its last clip; None while it runs, or if it succeeded."""
         self._setup = RankSetup(
@@ -115,7 +117,7 @@ class PipelineRanks:
             max_failures=history_clips,
         )
         self._supervisor: Supervisor | None = None
-        # A daemon, so that a program that never leaves the block still ends, and its ranks too.
+        # A daemon, so that a program that never leaves the block still ends, with its ranks.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._clips.finisher = self._thread
         self._has_begun = threading.Event()

@@ -225,7 +225,7 @@ def kill_with_children(pids: Collection[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process, directly before it ends.
+    """Kill this process's children and their children, directly before it ends.
 
     This thread keeps the GIL from then on (by default a thread gets it for 5 ms, and `os.kill` does
     not release it), because another thread could report a killed ffmpeg as a lost clip.

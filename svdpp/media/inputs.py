@@ -1,6 +1,6 @@
-"""Inputs of clips: prompts, and untrusted images and videos, found, read and fitted.
+"""Inputs of clips: prompts, and images and videos, which are searched, read, checked and fitted.
 
-A file is read once, so the hashed bytes are the decoded bytes. Knows no torch.
+Files are untrusted. Each is read once, so that the hashed bytes are the decoded bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from svdpp.media.output_files import error_reason
 from svdpp.media.prompts import slugify_prompt
 from svdpp.media.streams import Stream, main_video, probe_streams
 
-#: Suffixes of the files that are taken from a folder or a pattern.
+#: Suffixes of the images that are taken from a folder or a pattern.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
@@ -44,20 +44,20 @@ _DAMAGED = (
     "copy or download it again; if a player shows it, save it as H.264: ffmpeg -i IN -c:v libx264 "
     "out.mp4"
 )
-# Formats of images that can have several frames; the pages of a TIFF are none.
+# Formats of images that can be animations. The pages of a TIFF are not frames.
 _ANIMATED = tuple(name for name in FORMATS if name in ("GIF", "WEBP", "PNG", "AVIF"))
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 _MIN_SIDE = 16
 _MAX_ASPECT = 16
-# Padding a narrow image to a wide shape multiplies its pixels; more than this is refused.
+# Most pixels of a padded image: padding a narrow image to a wide shape multiplies its pixels.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 _SMALLER = f"make it smaller, or raise `max_megapixels` (at most {MAX_MEGAPIXELS})"
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
-#: An image, the frames of a video, or several of both by name.
+#: Image, frames of a video, or several of both by name.
 DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 
@@ -67,15 +67,17 @@ Conversion = Literal["", "over white", "scaled"]
 
 @dataclass(frozen=True)
 class MediaFile:
-    """Path, hash and upright size in pixels of an image or a video that was read."""
+    """Image or video that was read."""
 
     path: Path
     sha256: str
     """SHA-256 of the file, in hex."""
     width: int
+    """Width in pixels, of the upright image."""
     height: int
+    """Height in pixels, of the upright image."""
     conversion: Conversion = ""
-    """Difference of its colours from those that diffusers' `load_image` reads; empty if none."""
+    """Conversion by which its colours differ from those of diffusers' `load_image`; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +88,21 @@ class ClipInput:
     prompt: str | None = None
     negative_prompt: str | None = None
     videos: tuple[tuple[str, MediaFile], ...] = ()
-    """The further videos that the family takes, by name."""
+    """Further videos that the family takes, by name."""
     last_image: MediaFile | None = None
-    """The image at which the clip ends."""
+    """Image at which the clip ends; None: it ends freely."""
     loras: tuple[Lora, ...] = ()
-    """LoRAs of its clips besides those of the model, as they are asked for."""
+    """Requested LoRAs of its clips, besides those of the model."""
 
     @property
     def name(self) -> str:
-        """Part of its clips' file names that stands for the input."""
+        """Name of the input, as a part of its clips' file names."""
         if self.media_file is not None:
             return self.media_file.path.stem
         return slugify_prompt(self.prompt or "") or "prompt"
 
     def request(self, seed: int) -> ClipRequest:
-        """Return the request of its clip with `seed`, without an output."""
+        """Return the request of the clip with `seed`, without an output."""
         return ClipRequest(
             seed=seed,
             image=None if self.media_file is None else str(self.media_file.path),
@@ -122,12 +124,12 @@ class ClipInput:
 
 
 def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
-    """Return requests for all inputs with the first seed, then for all with the second, in a cycle.
+    """Return requests: all inputs with the first seed, then all with the second, in a cycle.
 
     Args:
-        inputs: one input or more.
-        seeds: one seed or more.
-        count: number of requests.
+        inputs: Inputs, at least one.
+        seeds: Seeds, at least one.
+        count: Number of requests.
     """
     return [
         inputs[clip % len(inputs)].request(seeds[clip // len(inputs) % len(seeds)])
@@ -135,7 +137,7 @@ def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -
     ]
 
 
-# A frame of another shape than this times the image's is worth a remark.
+# Ratio of the aspect ratios of frame and image from which on a remark is made.
 _STRETCHED = 1.25
 
 
@@ -146,11 +148,11 @@ _CONVERSIONS: dict[Conversion, tuple[str, str]] = {
 
 
 def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[str]:
-    """Return sentences on what becomes of images that a user may not expect, one for each kind.
+    """Return remarks on conversions of images that a user may not expect, one of each kind.
 
     Args:
-        files: images or videos of the clips.
-        sampling: its `width`, `height` and `fit`; only `stretch` distorts.
+        files: Images or videos of the clips.
+        sampling: Sampling parameters; only the `fit` stretch distorts images.
     """
     files = list(dict.fromkeys(files))
     remarks = []
@@ -180,14 +182,14 @@ def _name_first(files: Sequence[MediaFile]) -> str:
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[MediaFile]:
-    """Return the images or videos that `inputs` name, decoded completely.
+    """Return the images or videos that `inputs` name, after decoding them completely.
 
     Args:
-        inputs: files, folders and glob patterns; see `collect_inputs`.
-        video_frames: frames that each video must have; None for images.
+        inputs: Files, folders and glob patterns; see `collect_inputs`.
+        video_frames: Frames that each video must have; None for images.
 
     Raises:
-        InputError: some cannot be used; it lists all problems.
+        InputError: Inputs cannot be used; the error lists all problems.
     """
     files, problems = collect_inputs(inputs, video_frames=video_frames)
     raise_problems(problems)
@@ -200,17 +202,17 @@ def collect_inputs(
     max_pixels: int = MAX_PIXELS,
     video_frames: int | None = None,
 ) -> tuple[list[MediaFile], list[InputError]]:
-    """Return the images or videos that can be used, each once, and an error for each that cannot.
+    """Return the usable images or videos, without duplicates, and an error for each other input.
 
     Args:
-        inputs: each a file (with any suffix), a folder (its files with a suffix of an image or a
+        inputs: Each a file (with any suffix), a folder (its files with a suffix of an image or a
             video, without hidden ones) or, if no file has that literal name, a glob pattern (files
             with such a suffix).
-        max_pixels: largest image or frame.
-        video_frames: frames that each video must have; None for images.
+        max_pixels: Largest image or frame.
+        video_frames: Frames that each video must have; None for images.
 
     Raises:
-        InputError: none can be used.
+        InputError: None can be used.
     """
     files: list[MediaFile] = []
     problems: list[InputError] = []
@@ -242,14 +244,14 @@ def _collect_errors(problems: list[InputError]) -> Iterator[None]:
 
 
 def raise_problems(problems: Sequence[InputError], hint: str = "") -> None:
-    """Raise a single problem, with `hint` added to its own, or several as one error's list.
+    """Raise an error that has all problems.
 
     Args:
-        problems: errors of inputs; without any, nothing is raised.
-        hint: further advice for the user.
+        problems: Errors of inputs; if empty, nothing is raised.
+        hint: Further hint for the user.
 
     Raises:
-        InputError: there is a problem.
+        InputError: `problems` is not empty.
     """
     if len(problems) == 1:
         both = "; ".join(filter(None, (problems[0].hint, hint)))
@@ -325,13 +327,13 @@ def example_requests(
     """Return clips with all that the model needs: the first example image, a prompt, or both.
 
     Args:
-        config: its model and sampling say which inputs are needed.
-        num_clips: number of clips, each with a seed of its own.
-        seed: seed of the first clip; the others count from there.
-        prompt: prompt of all clips, if the model takes prompts; None for an example.
+        config: Its model and sampling say which inputs are needed.
+        num_clips: Number of clips, each with a seed of its own.
+        seed: Seed of the first clip; the others count from there.
+        prompt: Prompt of all clips, if the model takes prompts; None for an example.
 
     Raises:
-        RequestError: the model takes no prompt.
+        RequestError: The model takes no prompt.
     """
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)
@@ -360,15 +362,15 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of a regular file.
 
     Args:
-        path: file of at most 256 MiB. A pipe or device is refused without waiting for it.
+        path: Path of a file of at most 256 MiB. Pipes and devices are rejected without waiting.
 
     Raises:
-        InputError: it does not exist, is empty or too large, or cannot be read.
+        InputError: The file does not exist, is empty or too large, or cannot be read.
     """
     name = repr(str(path))
     details: dict[str, object] = {"path": str(path)}
     try:
-        # Non-blocking, because opening a pipe would wait for its writer.
+        # O_NONBLOCK, because opening a pipe would wait for its writer.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputError(f"{name} is not a regular file", details=details)
@@ -391,16 +393,17 @@ def read_bytes(path: Path) -> bytes:
 def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, MediaFile]:
     """Read an image as an upright 8-bit RGB image.
 
-    An animation gives its first frame. Transparent images are composited over white: most cut-outs
-    are made for light pages, and over black their dark outlines and shadows would vanish. 16-bit
-    grey is scaled, never clipped. Colour profiles are not applied, because diffusers applies none.
+    Of an animation the first frame is read. Transparent images are composited over white, because
+    most cut-outs are made for light pages: over black, dark outlines and shadows would vanish.
+    16-bit grey is scaled, not clipped. Colour profiles are not applied, because diffusers applies
+    none.
 
     Args:
-        path: file in one of `FORMATS`, by any name.
-        max_pixels: largest image.
+        path: Path of a file in one of `FORMATS`, with any suffix.
+        max_pixels: Largest number of pixels.
 
     Raises:
-        InputError: the file is no such image, damaged, or too large, small or narrow.
+        InputError: The file is not such an image, damaged, or too large, small or narrow.
     """
     return _read_image_bytes(read_bytes(path), path, max_pixels)
 
@@ -503,14 +506,14 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
 
     Args:
-        image: upright RGB image.
-        width: width of the frame, in pixels.
-        height: height of the frame, in pixels.
+        image: Upright RGB image.
+        width: Width of the frame, in pixels.
+        height: Height of the frame, in pixels.
         fit: `stretch` leaves the image as it is; `crop` keeps the largest centred part with that
             ratio; `pad` adds black bars on both sides.
 
     Raises:
-        InputError: padding would take too many pixels.
+        InputError: Padding would take too many pixels.
     """
     if fit == "stretch":
         return image
@@ -543,18 +546,17 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
 
 
 def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia | None:
-    """Return the images and videos that a clip is made from.
+    """Read the images and videos that a clip is made from.
 
     Args:
-        request: request with the names of the files, and their SHA-256 where it is known.
-        sampling: parameters of the clip, which say which files are videos, and the frame's size.
+        request: Request of the clip, with the paths of the files.
+        sampling: Sampling parameters of the clip.
 
     Returns:
-        An image, the frames of a video, or several of both by name; None if the clip starts from a
-        prompt alone.
+        Image, frames of a video, or several of both by name; None if the clip starts from text.
 
     Raises:
-        InputError: a file cannot be read, or has changed since the run began.
+        InputError: A file cannot be read, or has changed since the run began.
     """
     found = {}
     for name, (path, sha256) in request.files.items():
@@ -567,20 +569,19 @@ def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia |
 def decode_input(
     data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
 ) -> tuple[Image.Image | list[Image.Image], MediaFile]:
-    """Return one file of a clip as an image or as frames, and what is recorded of the file.
+    """Return one file of a clip as an image or as frames, and a description of the file.
 
-    The frames of a video get their size by the filter with which diffusers resizes them. An image
-    stands for a video that shows nothing else.
+    Frames of a video are resized by the filter that diffusers uses. An image counts as a video that
+    shows nothing else.
 
     Args:
-        data: content of the file.
-        path: name of the file for messages.
-        sampling: parameters of the clip, which say whether the file is a video, and the frame's
-            size.
-        name: name of the file among those of the clip.
+        data: Content of the file.
+        path: Path of the file, for messages.
+        sampling: Sampling parameters of the clip.
+        name: Name of the file among those of the clip.
 
     Raises:
-        InputError: the file is not what the clip needs, damaged, or beyond the limits.
+        InputError: The file is not what the clip needs, damaged, or beyond the limits.
     """
     side, fit = sampling.videos.get(name), sampling.fit
     width, height = side or sampling.width, side or sampling.height
@@ -599,18 +600,19 @@ def decode_input(
 
 
 def probe_video(path: Path, num_frames: int, max_pixels: int) -> MediaFile:
-    """Check that a video has as many frames, all of which are decoded; write no file.
+    """Check that a video has enough frames, by decoding them.
 
     Args:
-        path: video, animation or image; an image stands for a video that shows nothing else.
-        num_frames: number of frames that the clip takes.
-        max_pixels: largest frame.
+        path: Path of a video, animation or image; an image counts as a video that shows nothing
+            else.
+        num_frames: Number of frames that the clip takes.
+        max_pixels: Largest number of pixels of a frame.
 
     Returns:
-        Path, hash and the size of the last of these frames.
+        Description of the file, with the size of the last of these frames.
 
     Raises:
-        InputError: it has fewer frames, cannot be decoded, or is beyond the limits.
+        InputError: The file has fewer frames, cannot be decoded, or is above the limits.
     """
     data = read_bytes(path)
     with path.open("rb") as file:
@@ -623,7 +625,7 @@ def _frames(
 ) -> Iterator[Image.Image]:
     """Yield the first `count` frames, upright, one at a time; `file` has the same bytes as `data`.
 
-    An image that is no animation is repeated.
+    An image that is not an animation is repeated.
     """
     demuxer = demuxer_of(data)
     if demuxer is not None:

@@ -56,8 +56,8 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
     """Return the API keys; None if there are none, as only a loopback address may have it.
 
     Raises:
-        RequestError: other machines could reach the server without a key.
-        InputError: the file is not one of keys.
+        RequestError: Other machines could reach the server without a key.
+        InputError: The file is not one of keys.
     """
     if key_file is not None:
         return read_keys(key_file)
@@ -94,16 +94,16 @@ def add_key(path: Path, name: str) -> str:
     """Create a key, which is stored nowhere, and append its hash to the file of keys.
 
     Args:
-        path: file of keys; made, with its folder, if it does not exist.
-        name: owner of the key, 1 to 64 letters, digits or `._@-`.
+        path: File of keys; made, with its folder, if it does not exist.
+        name: Owner of the key, 1 to 64 letters, digits or `._@-`.
 
     Returns:
         The key, which cannot be recovered from the file.
 
     Raises:
-        RequestError: the name has other characters or another length.
-        InputError: the existing file is no file of keys.
-        OutputError: the file cannot be written.
+        RequestError: The name has other characters or another length.
+        InputError: The existing file is no file of keys.
+        OutputError: The file cannot be written.
     """
     if _NAME.fullmatch(name) is None:
         raise RequestError(
@@ -131,7 +131,7 @@ def read_keys(path: Path) -> Keys:
     line's text, because it may be a key.
 
     Raises:
-        InputError: the file cannot be read, a line has another form, or two names have one hash.
+        InputError: The file cannot be read, a line has another form, or two names have one hash.
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
     lines = [line.groups() for line in _read_lines(path, "API key file", _KEY_LINE, form)]

@@ -107,14 +107,14 @@ class Engine:
         """Cancel a job: a waiting one at once, one in progress when the ranks have dropped it.
 
         Args:
-            job_id: id of the job.
-            removes: whether a job in progress is also hidden from its owner, and removed later.
+            job_id: Id of the job.
+            removes: Whether a job in progress is also hidden from its owner, and removed later.
 
         Returns:
             Whether the job is in a final state, whichever it is.
 
         Raises:
-            OutputError: the queue cannot be changed.
+            OutputError: The queue cannot be changed.
         """
         while not self._queue.request_cancel(job_id, removes=removes):
             if self._queue.cancel_waiting(job_id):

@@ -1,4 +1,4 @@
-"""Setup that the parent writes for the process of the reference; imports no diffusers."""
+"""Setup of the reference process, which the parent makes; imports no diffusers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from svdpp.models.checkpoint import Checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSetup:
-    """Instructions for the process of the reference; see `run_reference`."""
+    """Setup of the reference process; see `run_reference`."""
 
     config: PipelineConfig
+    """Resolved configuration with one rank."""
     checkpoint: Checkpoint | None
+    """Checkpoint of the model; None for the dummy model."""
     requests: tuple[ClipRequest, ...]
+    """Requests of the clips, in order."""
     steps: frozenset[int]
+    """Numbers of steps after which the latent is kept."""
     folder: Path | None
+    """Folder for kept tensors; None: none are kept."""
     predictions: bool
-    """Whether it keeps those of each branch of the guidance."""
+    """Whether the predictions of each branch of the guidance are kept."""

@@ -240,7 +240,9 @@ class Failed(Event):
     error: dict[str, Any]
     traceback: str
     action: ActionField | None
+    """Current action; None between actions."""
     step: int
+    """Current step; -1 outside of DENOISE."""
 
 
 class Finished(Event):

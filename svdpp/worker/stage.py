@@ -333,7 +333,7 @@ class PipelineStage:
         self._free(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """Return the packet of the action's clip, after waiting for its arrival."""
+        """Wait for the packet of the action's clip; return it, a tombstone if it is cancelled."""
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):

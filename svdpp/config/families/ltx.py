@@ -78,7 +78,7 @@ def check_vae(configs: CheckpointConfigs) -> bool:
     """Return whether the VAE takes a timestep.
 
     Raises:
-        ModelError: its decoder draws noise by itself.
+        ModelError: Its decoder draws noise by itself.
     """
     vae = configs.of("vae", timestep_conditioning=False, decoder_inject_noise=[])
     vae.refuse("decoder_inject_noise", "draws noise from torch's global generator")
@@ -108,9 +108,9 @@ def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: s
     `LTXImageToVideoPipeline` does so on its own device if the VAE takes a timestep.
 
     Args:
-        checkpoint: checked checkpoint.
-        sampling: sampling parameters.
-        device: device of the pipeline.
+        checkpoint: Checked checkpoint.
+        sampling: Sampling parameters.
+        device: Device of the pipeline.
     """
     return device if sampling.from_image and checkpoint.decode_draws_noise else "cpu"
 

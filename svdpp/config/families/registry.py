@@ -43,10 +43,10 @@ _SPECS: tuple[FamilySpec, ...] = (
     *sana_video.FAMILIES,
 )
 
-#: The spec of each family.
+#: Spec of each family, by name.
 FAMILY_SPECS: Mapping[str, FamilySpec] = {spec.name: spec for spec in _SPECS}
 
-#: The family of each pipeline.
+#: Name of the family of each pipeline.
 FAMILY_OF_PIPELINE: Mapping[str, str] = {
     pipeline: family
     for family, spec in FAMILY_SPECS.items()
@@ -54,10 +54,10 @@ FAMILY_OF_PIPELINE: Mapping[str, str] = {
     if pipeline is not None and pipeline not in spec.aliases
 }
 
-#: The class of each family's parameters.
+#: Class of each family's sampling parameters, by name.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {spec.name: spec.sampling for spec in _SPECS}
 
-#: Any family's parameters; the field `family` tells which.
+#: Sampling parameters of any family, which the field `family` names.
 if TYPE_CHECKING:
     SamplingConfig = svd.SvdSampling | PromptedSampling
 else:  # by this, pydantic finds the class of a message's parameters
@@ -74,7 +74,7 @@ def check_takes_last_image(family: str) -> None:
     """Check that clips of a family can end at an image.
 
     Raises:
-        RequestError: its pipeline in diffusers takes no last image; the hint names those that do.
+        RequestError: Its pipeline in diffusers takes no last image; the hint names those that do.
     """
     if family not in LAST_IMAGE_FAMILIES:
         raise RequestError(
@@ -84,7 +84,7 @@ def check_takes_last_image(family: str) -> None:
         )
 
 
-#: Every parameter with an option of its own, by the name of its field.
+#: Parameters that have their own option, by the names of their fields.
 OPTION_PARAMS = {**params_of(PromptedSampling), **params_of(svd.SvdSampling)}
 
 
@@ -92,10 +92,10 @@ def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
     """Return the sampling parameters with these fields.
 
     Args:
-        values: fields by name; without `family` they are SVD's.
+        values: Fields by name; without `family` they are SVD's.
 
     Raises:
-        RequestError: a name is unknown, or a value out of range.
+        RequestError: A name is unknown, or a value out of range.
     """
     family = values.get("family", "svd")
     check_choice("family", family, (*SAMPLING_CLASSES,))

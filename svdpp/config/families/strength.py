@@ -28,7 +28,7 @@ def check_strength(_: object, sampling: Any) -> None:
     """Check that the schedule has at most `MAX_STEPS` steps.
 
     Raises:
-        RequestError: it has more.
+        RequestError: It has more.
     """
     (total,) = all_steps(sampling).values()
     require(

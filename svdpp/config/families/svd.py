@@ -60,7 +60,7 @@ class SvdSampling(CommonSampling):
         """Return a copy with numbers for `num_frames` and `decode_chunk_size`, as in diffusers.
 
         Args:
-            model_frames: number of frames in the model's config.
+            model_frames: Number of frames in the model's config.
         """
         frames = self.num_frames or model_frames
         return replace(self, num_frames=frames, decode_chunk_size=self.decode_chunk_size or frames)

@@ -241,7 +241,7 @@ def _converted(
         ignored: Tensors that the model has no place for.
 
     Raises:
-        ModelError: the conversion drops a tensor of the file, or renames it to another part.
+        ModelError: The conversion drops a tensor of the file, or renames it to another part.
     """
     read: set[str] = set()
     traced: dict[str, _Traced] = {}
