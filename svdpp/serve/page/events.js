@@ -1,7 +1,7 @@
 // Owns the server-sent events: the running clips, followed as they go.
 
 import { parse, request } from "./api.js";
-import { byStart, isOpen, takeVideo } from "./clips.js";
+import { byStart, drop, isOpen, takeVideo } from "./clips.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
 
@@ -53,8 +53,9 @@ function takeEvent(text) {
   const data = text.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
   if (!data.length) return; // a comment that keeps the connection open
   const video = parse(data.join("\n"));
-  takeVideo(video);
-  if (!isOpen(video)) state.listAt = 0; // the others have moved up
+  if (video.deleted) drop(video.id); // by another client
+  else takeVideo(video);
+  if (video.deleted || !isOpen(video)) state.listAt = 0; // the others have moved up
   emit("change");
 }
 
