@@ -322,7 +322,7 @@ def test_a_full_queue_is_waited_for_or_the_rest_is_left(
     monkeypatch.setattr(server.service, "settings", settings)
     page.choose(PHOTOS[0])
     page.fill("variations", 3)
-    page.fill("steps", 300)
+    page.fill("steps", 150)
     page.one("#make").click()
     page.wait_text("#plan", "1 sent. The queue of this server is full. The page goes on by itself.")
     page.wait_text("#plan", "2 sent.")
