@@ -15,6 +15,7 @@ _MODULES = {
         *("LtxSampling", "ParallelConfig", "PipelineConfig", "SvdSampling", "WanSampling"),
     ),
     "svdpp.driver.clips": ("ClipFailure", "ClipHandle", "ClipResult"),
+    "svdpp.driver.generate": ("generate",),
     "svdpp.driver.pipeline": ("Pipeline",),
     "svdpp.errors": (
         *("BrokenLinkError", "ClosedError", "DeviceError", "InputError", "MismatchError"),

@@ -12,6 +12,7 @@ from svdpp.config import WanSampling as WanSampling
 from svdpp.driver.clips import ClipFailure as ClipFailure
 from svdpp.driver.clips import ClipHandle as ClipHandle
 from svdpp.driver.clips import ClipResult as ClipResult
+from svdpp.driver.generate import generate as generate
 from svdpp.driver.pipeline import Pipeline as Pipeline
 from svdpp.errors import BrokenLinkError as BrokenLinkError
 from svdpp.errors import ClosedError as ClosedError

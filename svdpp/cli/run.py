@@ -23,7 +23,7 @@ from svdpp.cli.options.files import (
 )
 from svdpp.cli.options.model import parse_seeds
 from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.config import Lora, PipelineConfig, PromptedSampling, SamplingConfig
+from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (
     InputError,
@@ -38,11 +38,10 @@ from svdpp.errors import (
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from svdpp.diagnostics.run_metrics import RunMetrics
     from svdpp.driver.clip_names import NameTemplate
-    from svdpp.driver.clips import ClipResult
     from svdpp.driver.job_lines import LineDefaults, LineReader
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.manifest import RunManifest
@@ -55,11 +54,6 @@ if TYPE_CHECKING:
 _TRACE_CLIPS = 1000
 _FEW_CLIPS = 8  # checking these takes a second or two
 
-# Number of clips that are submitted at once, and that a forecast covers: actions need memory.
-_BATCH_SIZE = 1000
-
-# Number of frames of a clip if only the model knows it; published SVDs make 14 or 25.
-_USUAL_FRAMES = 25
 # Remarks on images that are printed: each size of the clips has its own.
 _MAX_REMARKS = 8
 
@@ -167,6 +161,7 @@ def run(
     log: LogOptions,
 ) -> None:
     """Animate images, or make clips from prompts: OUT/NAME_SEED.mp4 and a JSON file beside it."""
+    from svdpp.driver.jobs import loras_of
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.media.output_files import lock_folder
 
@@ -182,7 +177,7 @@ def run(
         device=device,
         from_image=options.from_image,
         has_last_image=options.has_last_image,
-        clip_loras=_loras_of(jobs),
+        clip_loras=loras_of(jobs),
     )
     steps = {job.sampling.num_inference_steps for job in jobs if job.sampling is not None}
     request = replace(
@@ -199,7 +194,7 @@ def run(
         return
     jobs, input_errors = command.check_jobs(config, jobs, input_errors)
     # Without those of lines that are left out.
-    config = replace(config, model=replace(config.model, clip_loras=_loras_of(jobs)))
+    config = replace(config, model=replace(config.model, clip_loras=loras_of(jobs)))
     if options.dry_run:
         command.show_plan(config, jobs, why, input_errors)
         return
@@ -377,8 +372,9 @@ class RunCommand:
         """
         if self.launched is not None or self.options.jobs is None:
             return self.sampling
-        sizes = {job.sampling: None for job in jobs if job.sampling is not None}
-        return max(sizes, key=_work)
+        from svdpp.driver.jobs import largest_sampling
+
+        return largest_sampling(jobs, self.sampling)
 
     def check_jobs(
         self, config: PipelineConfig, jobs: Sequence[RunJob], errors: Sequence[SvdppError]
@@ -561,6 +557,7 @@ class RunCommand:
         from svdpp.cli.progress import EventLog, Progress, labels
         from svdpp.diagnostics.run_metrics import metrics_of_pipeline
         from svdpp.driver.manifest import find_missing_outputs
+        from svdpp.driver.run_plan import BATCH_SIZE, submit_and_collect
 
         console, requests, config = self.console, clips.requests, pipeline.config
         if not requests:
@@ -571,7 +568,7 @@ class RunCommand:
         progress = Progress(
             console,
             "run",
-            pipeline.schedule(requests[:_BATCH_SIZE]),
+            pipeline.schedule(requests[:BATCH_SIZE]),
             labels=labels(requests),
             num_clips=len(requests),
             costs=config.costs,
@@ -619,13 +616,14 @@ class RunCommand:
         from svdpp.driver.jobs import plan_clips
         from svdpp.driver.request import describe_assumed_costs
         from svdpp.driver.resolve import estimate_ranks, resolve_config
+        from svdpp.driver.run_plan import BATCH_SIZE
 
         console, policy = self.console, self.policy
         config, checkpoint = resolve_config(config, weights="none")
         assert checkpoint is not None
         clips = plan_clips(jobs, policy, config, checkpoint)
         console.info(why)
-        ranks = estimate_ranks(config, checkpoint, apart=len(clips.clips) > _BATCH_SIZE)
+        ranks = estimate_ranks(config, checkpoint, apart=len(clips.clips) > BATCH_SIZE)
         ends, forecast = _forecast(config, clips)
         refused = [
             {
@@ -654,14 +652,6 @@ class RunCommand:
         )
         if self.options.costs is None:
             console.info(describe_assumed_costs(config.costs))
-
-
-def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
-    """Return a key by which the clip is largest that needs most parts of the model, and memory."""
-    pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
-    from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
-    branches, steps = sampling.uses_guidance, sampling.num_inference_steps
-    return from_image, pixels, branches, sampling.has_last_image, steps
 
 
 def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
@@ -701,9 +691,10 @@ def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict
 
     The costs are those of the pipeline's parameters; a clip of another size counts by its pixels.
     """
+    from svdpp.driver.run_plan import BATCH_SIZE
     from svdpp.plan.forecast import simulate_schedule
 
-    first = clips.clips[:_BATCH_SIZE]
+    first = clips.clips[:BATCH_SIZE]
     if not first:
         return [], {"total_seconds": 0.0}
     pixels = [_pixels(clip.sampling or config.sampling) for clip in clips.clips]
@@ -753,27 +744,3 @@ def _range(numbers: Sequence[int]) -> str:
 
 def _plural(number: str, noun: str) -> str:
     return f"{number} {noun}{'' if number == '1' else 's'}"
-
-
-def _loras_of(jobs: Iterable[RunJob]) -> tuple[Lora, ...]:
-    """Return the LoRAs of clips, each once."""
-    return tuple(dict.fromkeys(lora for job in jobs for lora in job.made_from.loras))
-
-
-def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
-    """Submit the clips, the last ones while earlier ones are made.
-
-    Args:
-        pipeline: Pipeline, which is started.
-        clips: Clips to make.
-
-    Yields:
-        Finished clips, in the order in which they end.
-    """
-    for first in range(0, len(clips.clips), _BATCH_SIZE):
-        batch = clips.clips[first : first + _BATCH_SIZE]
-        handles = pipeline.submit(clips.requests_of(batch), clips.metadata_of(batch))
-        for result in pipeline.results():
-            yield result
-            if handles[0].done() and first + _BATCH_SIZE < len(clips.clips):
-                break

@@ -7,14 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from svdpp.config import ClipRequest
 from svdpp.driver.file_thread import FileThread
-from svdpp.errors import SvdppError, error_from_dict, reraisable
-from svdpp.media import output_files
+from svdpp.errors import RequestError, SvdppError, error_from_dict, reraisable
+from svdpp.media import output_files, video
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import (
     Cancel,
@@ -36,6 +36,28 @@ class ClipResult:
     clip: int
     request: ClipRequest
     metadata: dict[str, Any]
+    owner: object = field(default=None, repr=False, compare=False)
+    """Owner of the file's folder, if it is a temporary one that goes when nothing refers to it."""
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the clip's file or folder of frames; None: the request names none."""
+        return None if self.request.output is None else Path(self.request.output.path)
+
+    @property
+    def frames(self) -> video.Frames:
+        """Frames of the file, uint8 of shape (F, H, W, 3); each use reads the file again.
+
+        Those of the format `frames` are exact; the others compress.
+
+        Raises:
+            RequestError: The clip has no file.
+            InputError: The file is gone or damaged.
+        """
+        output = self.request.output
+        if output is None:
+            raise RequestError("the clip has no file", "give its request an `output`")
+        return video.read_frames(Path(output.path), output.format)
 
 
 @dataclass(frozen=True)

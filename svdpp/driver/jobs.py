@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from svdpp.config import Lora, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.config import (
+    Lora,
+    OutputConfig,
+    PipelineConfig,
+    PromptedSampling,
+    SamplingConfig,
+    VideoFormat,
+)
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, require
 from svdpp.config.loras import ordered_by_loras
 from svdpp.config.pipeline import (
@@ -29,6 +37,9 @@ from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
+_VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
+# Frames of a clip if only the model knows them, to find the largest: published SVDs make 14 or 25.
+_USUAL_FRAMES = 25
 #: What a line of a jobs file sets besides the sampling parameters, as a clip's JSON calls it.
 _LINE_FIELDS = (
     *("input_sha256", "last_image_sha256", "videos_sha256"),
@@ -57,6 +68,38 @@ class OutputPolicy:
     the lines of a jobs file."""
     is_restarted: bool = False
     latents_folder: Path | None = None
+
+    @staticmethod
+    def at(out: Path, *, format: VideoFormat | None = None, **more: Any) -> OutputPolicy:
+        """Return the policy for a folder of clips, or for the file of a single one.
+
+        Args:
+            out: Folder, or a file with the suffix of a video.
+            format: Format of the clips; None: that of the suffix, else mp4.
+            more: Further fields.
+
+        Raises:
+            RequestError: The suffix contradicts the format, or a value is out of range.
+        """
+        suffix = out.suffix.lower()
+        is_file = suffix in _VIDEO_SUFFIXES and not out.is_dir()
+        formats = (format,) if format else ("mp4", "gif", "webp")
+        if is_file and suffix[1:] not in formats:
+            known = ", ".join(f".{name}" for name in formats)
+            raise RequestError(
+                f"unsupported output format: `out` {shlex.quote(str(out))} (supported: {known})",
+                "a name without the suffix of a video is a folder",
+                details={"path": str(out), "supported": list(formats)},
+            )
+        kind: Any = format or (suffix[1:] if is_file else "mp4")
+        policy = OutputPolicy(
+            folder=out.parent if is_file else out,
+            single_clip=out.name[: -len(suffix)] if is_file else "",
+            format=kind,
+            **more,
+        )
+        OutputConfig(path=str(out), format=kind, crf=policy.crf)  # checks them
+        return policy
 
     @property
     def keeps_finished(self) -> bool:
@@ -127,6 +170,33 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     if policy.format == "mp4":
         find_ffmpeg()
     return len(existing)
+
+
+def largest_sampling(jobs: Sequence[RunJob], sampling: SamplingConfig) -> SamplingConfig:
+    """Return the parameters with which ranks are started: those of the largest clip.
+
+    Args:
+        jobs: jobs of the run.
+        sampling: parameters of jobs that have none of their own.
+    """
+    return max(dict.fromkeys(job.sampling or sampling for job in jobs), key=_work)
+
+
+def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
+    """Return a key by which the clip is largest that needs most parts of the model, and memory."""
+    pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
+    from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
+    branches, steps = sampling.uses_guidance, sampling.num_inference_steps
+    return from_image, pixels, branches, sampling.has_last_image, steps
+
+
+def loras_of(jobs: Iterable[RunJob]) -> tuple[Lora, ...]:
+    """Return the LoRAs of clips, each once.
+
+    Args:
+        jobs: Jobs of the run.
+    """
+    return tuple(dict.fromkeys(lora for job in jobs for lora in job.made_from.loras))
 
 
 def check_number_of_clips(count: int) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
 from svdpp.driver.clip_metadata import clip_metadata
@@ -14,6 +14,13 @@ from svdpp.driver.run_job import RunJob
 from svdpp.media import video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Schedule
+
+if TYPE_CHECKING:
+    from svdpp.driver.clips import ClipResult
+    from svdpp.driver.pipeline import Pipeline
+
+#: Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
+BATCH_SIZE = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,3 +141,22 @@ class RunPlan:
     def metadata_of(self, clips: Sequence[PlannedClip]) -> list[dict[str, Any]]:
         """Return the metadata of some clips."""
         return [self.resolver.metadata_of(clip.job, clip.sampling) for clip in clips]
+
+
+def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
+    """Submit the clips, the last ones while earlier ones are made.
+
+    Args:
+        pipeline: started.
+        clips: to be made.
+
+    Yields:
+        Finished clips, in the order in which they end.
+    """
+    for first in range(0, len(clips.clips), BATCH_SIZE):
+        batch = clips.clips[first : first + BATCH_SIZE]
+        handles = pipeline.submit(clips.requests_of(batch), clips.metadata_of(batch))
+        for result in pipeline.results():
+            yield result
+            if handles[0].done() and first + BATCH_SIZE < len(clips.clips):
+                break

@@ -346,6 +346,15 @@ def _end_message(error: BaseException | None) -> bytes:
 # --- the start of ranks on this machine ---------------------------------------------------------
 
 
+def end_if_importing_script() -> None:
+    """End this process if it is a rank that imports the user's script; the parent says why.
+
+    Without a guard the script would start ranks again, and these as well.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(1)
+
+
 def start_ranks(
     entry: EntryPoint,
     argument: Any,
@@ -376,8 +385,7 @@ def start_ranks(
         RequestError: The program comes from stdin, or its ranks import it without a guard.
         RankError: A process has not started in time, or the system refuses to start one.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(1)  # this process is a rank that imports the script; the parent reports that
+    end_if_importing_script()
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         raise RequestError(
             f"ranks import your script, which stdin does not allow: {MAIN_GUARD_HINT}"

@@ -355,7 +355,7 @@ def test_a_gpu_that_ran_short_of_memory_is_said_once_for_all_parts_of_a_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The ranks are forked, so that they inherit the patched memory pressure."""
-    monkeypatch.setattr("svdpp.cli.run._BATCH_SIZE", 2)
+    monkeypatch.setattr("svdpp.driver.run_plan.BATCH_SIZE", 2)
     monkeypatch.setattr(MemoryPressure, "has_occurred", lambda self: True)  # noqa: ARG005
     monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
     answer = svdpp_here("run", PHOTO, *DEMO, *TINY, "--seeds", "1-5", "--out", str(tmp_path))

@@ -26,7 +26,7 @@ from svdpp.cli.options.declare import (
     option,
     path_option,
 )
-from svdpp.config import OutputConfig, VideoFormat
+from svdpp.config import VideoFormat
 from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
 from svdpp.config.limits import (
     MAX_CLIPS,
@@ -36,7 +36,7 @@ from svdpp.config.limits import (
     require,
 )
 from svdpp.config.pipeline import check_prompt
-from svdpp.errors import InputError, OutputError, RequestError
+from svdpp.errors import InputError, OutputError
 from svdpp.launch.world import World
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 #: Value of `--prompts` for prompts in files beside the images.
 SAME_STEM = "same-stem"
-
-_VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
 
 
 def clips_option(help: str, default: str | bool) -> Any:
@@ -374,24 +372,9 @@ class OutputOptions:
         """
         from svdpp.driver.jobs import OutputPolicy
 
-        out, suffix = self.out, self.out.suffix.lower()
-        is_file = suffix in _VIDEO_SUFFIXES and not out.is_dir()
-        formats = (self.format,) if self.format else ("mp4", "gif", "webp")
-        if is_file and suffix[1:] not in formats:
-            known = ", ".join(f".{name}" for name in formats)
-            raise RequestError(
-                f"unsupported output format: `out` {shlex.quote(str(out))} (supported: {known})",
-                "a name without the suffix of a video is a folder",
-                details={"path": str(out), "supported": list(formats)},
-            )
-        kind: Any = self.format or (suffix[1:] if is_file else "mp4")
-        OutputConfig(path=str(out), format=kind, crf=self.crf)  # checks them
-        wrong = "`name` is for a folder of clips, and `out` names a file"
-        require(not (is_file and self.name), wrong, "leave one of them out")
-        return OutputPolicy(
-            folder=out.parent if is_file else out,
-            single_clip=out.name[: -len(suffix)] if is_file else "",
-            format=kind,
+        policy = OutputPolicy.at(
+            self.out,
+            format=self.format,
             crf=self.crf,
             overwrite=self.overwrite,
             resume=self.resume,
@@ -399,6 +382,9 @@ class OutputOptions:
             is_restarted=is_restarted,
             latents_folder=self.latents_dir,
         )
+        wrong = "`name` is for a folder of clips, and `out` names a file"
+        require(not (policy.single_clip and self.name), wrong, "leave one of them out")
+        return policy
 
 
 @dataclass(frozen=True, kw_only=True)

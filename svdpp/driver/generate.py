@@ -1,0 +1,212 @@
+"""Clips in one call: images, prompts or dicts in, results with frames out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from svdpp.config import DEFAULT_MODEL, ModelConfig, PipelineConfig, VideoFormat
+from svdpp.config.limits import require
+from svdpp.driver.clip_names import name_jobs
+from svdpp.driver.jobs import (
+    OutputPolicy,
+    check_number_of_clips,
+    check_outputs,
+    find_refused_jobs,
+    largest_sampling,
+    plan_clips,
+)
+from svdpp.driver.manifest import open_manifest
+from svdpp.driver.request import PipelineRequest, default_dtype, find_device
+from svdpp.driver.resolve import resolve_config
+from svdpp.driver.run_job import RunJob
+from svdpp.driver.run_plan import PlannedClip, RunPlan, submit_and_collect
+from svdpp.driver.sources import ClipSource, SourceReader, place_of
+from svdpp.errors import RequestError, worst_of
+from svdpp.launch import process_lifetime
+from svdpp.launch.fork_server import start_fork_server_early
+from svdpp.launch.worker_group import end_if_importing_script
+from svdpp.launch.world import find_world
+from svdpp.media.output_files import lock_folder
+from svdpp.models.checkpoint import Checkpoint, find_checkpoint
+from svdpp.plan.parallel import LayoutName
+
+if TYPE_CHECKING:
+    from svdpp.driver.clips import ClipResult
+    from svdpp.driver.pipeline import Pipeline
+
+
+def generate(
+    inputs: ClipSource | Iterable[ClipSource] = (),
+    *,
+    prompts: str | Iterable[str] | None = None,
+    negative_prompt: str | None = None,
+    seeds: int | Iterable[int] = 0,
+    model: str | ModelConfig = DEFAULT_MODEL,
+    out: str | os.PathLike[str] | None = None,
+    format: VideoFormat | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    world_size: int | None = None,
+    device: str = "auto",
+    layout: LayoutName | None = None,
+    num_threads: int | None = None,
+    on_result: Callable[[ClipResult], object] | None = None,
+    **parameters: Any,
+) -> list[ClipResult]:
+    """Make clips, as `svdpp run` does, and wait for all of them.
+
+    Ranks are started for this call and end with it; a `Pipeline` keeps them.
+
+    Args:
+        inputs: Images: paths, folders, glob patterns or images of PIL; each gets each prompt and
+            each seed. Or dicts of which each is one clip, with the fields of a line of `svdpp run
+            --jobs`. Nothing: clips from prompts alone.
+        prompts: Prompt or prompts.
+        negative_prompt: What clips with a prompt must not show.
+        seeds: Seed or seeds.
+        model: Hub id, folder or demo, in the precision that `svdpp run` takes; or a
+            `ModelConfig`, as it is.
+        out: Folder of the clips, or the file of a single one. None: a temporary folder that is
+            removed with the last of the results.
+        format: Format of the clips. None: that of the suffix of `out`, else mp4; without `out` it
+            is `frames`, whose pixels are exact.
+        overwrite: Whether existing files are replaced.
+        resume: Whether clips that are finished in `out` are kept.
+        world_size: Number of ranks. None: all GPUs that can be used, or 2 ranks on the CPU.
+        device: `auto`, `cuda`, `cpu` or `cuda:N`.
+        layout: Name of the layout. None: `pipeline`.
+        num_threads: CPU threads of each rank. None: the cores divided by the ranks.
+        on_result: Function that is called in this thread with each clip as it finishes.
+        parameters: Parameters of the model's sampler, such as `steps`, `frames`, `width` and
+            `fps`, by their names in requests or in diffusers.
+
+    Returns:
+        Results in the order of the inputs, each with all its prompts, each with all its seeds.
+
+    Raises:
+        RequestError: The request cannot be made; nothing has been loaded.
+        InputError: An image cannot be read.
+        ModelError: The model is missing or not supported.
+        SvdppError: A clip was lost, raised once all others are made; or the reason for which the
+            run ended.
+    """
+    end_if_importing_script()
+    require(
+        find_world() is None,
+        "generate starts ranks of its own, and a launcher has started this process",
+        "use a Pipeline, whose ranks join the launcher's",
+    )
+    asked = ModelConfig(name=model) if isinstance(model, str) else model
+    require(not asked.is_dummy, "the dummy model makes no video files", "use `model` demo")
+    device = find_device(device, asked.name)
+    checkpoint = find_checkpoint(asked, weights=False)
+    if isinstance(model, str):
+        asked = replace(asked, dtype=default_dtype(device, checkpoint.family))
+    start_fork_server_early(family=checkpoint.family, device=device)
+    temporary, on_failure = None, contextlib.ExitStack()
+    if out is None:
+        temporary = _TemporaryFolder()
+        on_failure.callback(temporary.remove)
+        out, format = temporary.path, format or "frames"
+    policy = OutputPolicy.at(
+        Path(out),
+        format=format,
+        overwrite=overwrite,
+        resume=resume,
+    )
+    with on_failure, process_lifetime.temp_folder("svdpp-images-") as folder:
+        reader = SourceReader(asked, checkpoint, parameters, format=policy.format, folder=folder)
+        sources, texts, numbers = _listed(inputs), _listed(prompts), _listed(seeds)
+        if any(isinstance(source, Mapping) for source in sources):
+            is_product = prompts is not None or seeds != 0
+            wrong = "`prompts` and `seeds` are for images: each dict is one clip"
+            require(not is_product, wrong, "write prompt and seed into the dicts")
+            jobs = reader.read(sources, negative_prompt)
+        else:
+            jobs = reader.combine(sources, texts, negative_prompt, numbers)
+        check_number_of_clips(len(jobs))
+        jobs = name_jobs(jobs, single_clip=policy.single_clip, recorded=policy.recorded_names)
+        request = PipelineRequest(
+            model=asked,
+            sampling=largest_sampling(jobs, reader.sampling(from_image=bool(sources))),
+            device=device,
+            layout=layout,
+            num_ranks=world_size,
+            num_threads=num_threads,
+            num_clips=len(jobs),
+            checkpoint=checkpoint,
+        )
+        config, _ = request.resolve()
+        check_outputs(jobs, policy)
+        _check_jobs(jobs, config, checkpoint)
+        from svdpp.driver.pipeline import Pipeline  # torch, as the fork server does meanwhile
+
+        with lock_folder(policy.folder, policy.single_clip):
+            pipeline = Pipeline(config, checkpoint=checkpoint)
+            assert pipeline.checkpoint is not None
+            plan = plan_clips(jobs, policy, pipeline.config, pipeline.checkpoint)
+            results = _make(pipeline, plan, policy, temporary, on_result)
+        on_failure.pop_all()
+        return results
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return one value or several as a list; None is no value."""
+    if values is None:
+        return []
+    is_one = isinstance(values, str | os.PathLike | Image.Image | Mapping | int)
+    return [values] if is_one else list(values)
+
+
+def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint) -> None:
+    """Check the clips against the configs of the model, before a weight is loaded."""
+    resolved, _ = resolve_config(config, weights="none", checkpoint=checkpoint)
+    for job, error in find_refused_jobs(jobs, resolved, checkpoint):
+        place = "" if job.line is None else f"{place_of(job.line)}: "
+        details = {**error.details, "line": job.line}
+        raise RequestError(f"{place}{error.message}", error.hint, details=details)
+
+
+def _make(
+    pipeline: Pipeline,
+    plan: RunPlan,
+    policy: OutputPolicy,
+    temporary: _TemporaryFolder | None,
+    on_result: Callable[[ClipResult], object] | None,
+) -> list[ClipResult]:
+    """Return the clips that were finished already and those that are made now, by their index."""
+    from svdpp.driver.clips import ClipResult  # torch
+
+    results: dict[int, ClipResult] = {}
+    for (index, job), metadata in zip(plan.skipped_jobs, plan.skipped, strict=True):
+        clip = PlannedClip(index=index, job=job, sampling=plan.resolver.sampling_of(job))
+        results[index] = ClipResult(index, plan.resolver.request_of(clip), metadata)
+    with open_manifest(policy.manifest, pipeline.config, plan, [], policy.clip_table) as manifest:
+        if plan.clips:
+            pipeline.observe(manifest)
+            with pipeline:
+                for made in submit_and_collect(pipeline, plan):
+                    index = plan.clips[made.clip].index
+                    results[index] = replace(made, clip=index, owner=temporary)
+                    if on_result is not None:
+                        on_result(results[index])
+    if errors := [failure.error for failure in pipeline.failures]:
+        raise worst_of(errors, f"{len(errors)} of {len(results) + len(errors)} clips lost")
+    return [results[index] for index in sorted(results)]
+
+
+class _TemporaryFolder:
+    """Folder that is removed when nothing refers to this object, and at the end of the process."""
+
+    def __init__(self) -> None:
+        self.path = process_lifetime.make_folder("svdpp-clips-")
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)

@@ -1,0 +1,227 @@
+"""Arguments of `generate` as jobs: images of files or in memory, prompts, seeds, dicts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from PIL import Image
+
+from svdpp.config import (
+    SAMPLING_CLASSES,
+    ModelConfig,
+    SamplingConfig,
+    VideoFormat,
+    params_of,
+    sampling_of_model,
+)
+from svdpp.config.limits import require
+from svdpp.driver.job_files import JobFile, JobLine
+from svdpp.driver.job_lines import LineDefaults, LineReader, raise_line_errors
+from svdpp.driver.run_job import RunJob, combine_jobs
+from svdpp.errors import InputError, nearest
+from svdpp.media.inputs import ClipInput, MediaFile, collect_inputs, raise_problems
+from svdpp.models.checkpoint import Checkpoint
+
+#: An image: its path, or the image itself.
+ImageSource: TypeAlias = str | os.PathLike[str] | Image.Image
+#: An image, or the fields of one clip by their names in requests.
+ClipSource: TypeAlias = ImageSource | Mapping[str, Any]
+
+
+class SourceReader:
+    """Converter of the arguments of `generate` into jobs.
+
+    Args:
+        model: Model of the clips.
+        checkpoint: Checkpoint of the model, of which only the configs are read.
+        parameters: Sampling parameters by their names in requests, or their own.
+        format: Format of the clips.
+        folder: Folder for images in memory, because ranks read files.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        checkpoint: Checkpoint,
+        parameters: Mapping[str, Any],
+        *,
+        format: VideoFormat,
+        folder: Path,
+    ) -> None:
+        self._model, self._checkpoint = model, checkpoint
+        self._values = _by_own_name(parameters, checkpoint.family)
+        self._format: VideoFormat = format
+        self._folder = folder
+        self._saved: dict[int, str] = {}
+
+    def sampling(self, *, from_image: bool) -> SamplingConfig:
+        """Return the given parameters, else the model's defaults, not resolved.
+
+        Args:
+            from_image: Whether clips start from an image, for families that need not.
+
+        Raises:
+            RequestError: A parameter is out of range.
+        """
+        return sampling_of_model(
+            self._model.name,
+            self._checkpoint.family,
+            self._values,
+            from_image=from_image,
+            memory_opt=self._model.memory_opt,
+        )
+
+    def combine(
+        self,
+        images: Sequence[ImageSource],
+        prompts: Sequence[str],
+        negative_prompt: str | None,
+        seeds: Sequence[int],
+    ) -> list[RunJob]:
+        """Return a job for each image, each prompt and each seed.
+
+        Args:
+            images: Images, folders and glob patterns; empty: clips start from prompts.
+            prompts: Prompts; empty: clips have none.
+            negative_prompt: Text that clips with a prompt must not show; None: none.
+            seeds: Seeds, one or more.
+
+        Raises:
+            RequestError: There is neither an image nor a prompt.
+            InputError: An image cannot be read.
+        """
+        nothing = "there is neither an image nor a prompt"
+        require(bool(images or prompts), nothing, 'such as generate("photo.jpg")')
+        files: list[MediaFile | None] = [None]
+        if images:
+            paths = [self._path(image, index) for index, image in enumerate(images)]
+            frames = self.sampling(from_image=True).video_frames
+            found, problems = collect_inputs(paths, video_frames=frames)
+            raise_problems(problems)
+            files = [*found]
+        texts: list[str | None] = [*prompts] or [None]
+        inputs = [ClipInput(file, text, negative_prompt) for file in files for text in texts]
+        return combine_jobs(inputs, seeds)
+
+    def read(self, clips: Sequence[ClipSource], negative_prompt: str | None) -> list[RunJob]:
+        """Return a job for each dict.
+
+        Args:
+            clips: Fields of each clip by their names in requests; an image instead of a dict has
+                no other fields.
+            negative_prompt: That of clips which give none.
+
+        Raises:
+            RequestError: Fields are wrong; all errors are told.
+            InputError: Images cannot be read.
+        """
+        checkpoint = self._checkpoint
+        has_images = checkpoint.image_use != "refused"
+        defaults = LineDefaults(
+            model=self._model.name,
+            sampling=self.sampling(from_image=has_images),
+            image_use=checkpoint.image_use,
+            prompt_use=checkpoint.prompt_use,
+            negative_prompt=negative_prompt,
+            format=self._format,
+        )
+        fields = [self._fields(clip, index) for index, clip in enumerate(clips)]
+        reader = LineReader(defaults, _Dicts(clips=fields))
+        jobs, errors = reader.read(reader.file.lines())
+        raise_line_errors(errors, reader.file, len(jobs))
+        return jobs
+
+    def _fields(self, clip: ClipSource, index: int) -> dict[str, Any]:
+        if not isinstance(clip, Mapping):
+            clip = {"image": clip}
+        return {
+            str(name): self._path(value, index)
+            if isinstance(value, os.PathLike | Image.Image)
+            else value
+            for name, value in clip.items()
+        }
+
+    def _path(self, image: ImageSource, index: int) -> str:
+        """Return the path of an image; one in memory is saved, once however often it is given."""
+        if isinstance(image, str | os.PathLike):
+            return os.fspath(image)
+        kind = type(image).__name__
+        wrong = f"{place_of(index)} must be a path, an image of PIL or a dict, got {kind}"
+        require(isinstance(image, Image.Image), wrong, index=index)
+        if id(image) not in self._saved:
+            name = Path(getattr(image, "filename", "") or "image").stem
+            path = self._folder / str(len(self._saved)) / f"{name}.png"
+            path.parent.mkdir()
+            _as_png(image, index).save(path, compress_level=1)
+            self._saved[id(image)] = str(path)
+        return self._saved[id(image)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dicts(JobFile):
+    """Dicts in place of the lines of a file."""
+
+    name: str = "inputs"
+    folder: Path = Path()
+    kind: str = ""
+    text: str = ""
+    clips: Sequence[Mapping[str, Any]] = ()
+
+    def lines(self) -> Iterator[JobLine]:
+        return (JobLine(number, fields) for number, fields in enumerate(self.clips))
+
+    def place(self, line: int, field: str | None = None) -> str:
+        return place_of(line) + ("" if field is None else f", {field}")
+
+
+def place_of(index: int) -> str:
+    """Return one of the inputs as messages name it."""
+    return f"inputs[{index}]"
+
+
+def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return sampling parameters by the names of their fields."""
+    kind: Any = SAMPLING_CLASSES[family]
+    names = {"fit": "fit"}
+    for name, param in params_of(kind).items():
+        names |= {name: name, param.field: name}
+    values: dict[str, Any] = {}
+    for typed, value in parameters.items():
+        hint = nearest(typed, (*names, *_ARGUMENTS), f"svdpp models {family} lists them")
+        unknown = f"generate has no argument {typed!r}, and {family} no such parameter"
+        require(typed in names, unknown, hint, parameter=typed, family=family)
+        name = names[typed]
+        require(name not in values, f"{typed!r} is given twice, by two names", parameter=typed)
+        values[name] = value
+    return values
+
+
+#: Arguments of `generate` that are not sampling parameters, for hints.
+_ARGUMENTS = ("inputs", "prompts", "negative_prompt", "seeds", "model", "world_size", "device")
+
+
+def _as_png(image: Image.Image, index: int) -> Image.Image:
+    """Return an image without metadata, in a mode of PNG with the same colours.
+
+    Pixels count as they are: a rotation by EXIF is not applied, as in diffusers' pipelines.
+    """
+    if image.mode in ("F", "I"):
+        raise InputError(
+            f"{place_of(index)} has grey of 32 bits, whose white is not defined",
+            "convert it to mode L",
+            details={"index": index, "bits": 32},
+        )
+    if image.mode.startswith("I;16"):
+        copy = image.copy()
+    else:
+        has_alpha = image.mode in _WITH_ALPHA or "transparency" in image.info
+        copy = image.convert("RGBA" if has_alpha else "RGB")
+    copy.info = {}
+    return copy
+
+
+_WITH_ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
