@@ -6,12 +6,10 @@ import contextlib
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from PIL import Image
 
 from svdpp.config import DEFAULT_MODEL, ModelConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import require
@@ -117,27 +115,16 @@ def generate(
         temporary = _TemporaryFolder()
         on_failure.callback(temporary.remove)
         out, format = temporary.path, format or "frames"
-    policy = OutputPolicy.at(
-        Path(out),
-        format=format,
-        overwrite=overwrite,
-        resume=resume,
-    )
-    with on_failure, process_lifetime.temp_folder("svdpp-images-") as folder:
-        reader = SourceReader(asked, checkpoint, parameters, format=policy.format, folder=folder)
-        sources, texts, numbers = _listed(inputs), _listed(prompts), _listed(seeds)
-        if any(isinstance(source, Mapping) for source in sources):
-            is_product = prompts is not None or seeds != 0
-            wrong = "`prompts` and `seeds` are for images: each dict is one clip"
-            require(not is_product, wrong, "write prompt and seed into the dicts")
-            jobs = reader.read(sources, negative_prompt)
-        else:
-            jobs = reader.combine(sources, texts, negative_prompt, numbers)
+    with on_failure, process_lifetime.temp_folder("svdpp-images-") as images:
+        policy = OutputPolicy.at(Path(out), format=format, overwrite=overwrite, resume=resume)
+        reader = SourceReader(asked, checkpoint, parameters, format=policy.format, folder=images)
+        jobs = reader.jobs(inputs, prompts, negative_prompt, seeds)
         check_number_of_clips(len(jobs))
         jobs = name_jobs(jobs, single_clip=policy.single_clip, recorded=policy.recorded_names)
+        from_image = jobs[0].made_from.media_file is not None
         request = PipelineRequest(
             model=asked,
-            sampling=largest_sampling(jobs, reader.sampling(from_image=bool(sources))),
+            sampling=largest_sampling(jobs, reader.sampling(from_image=from_image)),
             device=device,
             layout=layout,
             num_ranks=world_size,
@@ -157,14 +144,6 @@ def generate(
             results = _make(pipeline, plan, policy, temporary, on_result)
         on_failure.pop_all()
         return results
-
-
-def _listed(values: Any) -> list[Any]:
-    """Return one value or several as a list; None is no value."""
-    if values is None:
-        return []
-    is_one = isinstance(values, str | os.PathLike | Image.Image | Mapping | int)
-    return [values] if is_one else list(values)
 
 
 def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -58,6 +58,34 @@ class SourceReader:
         self._folder = folder
         self._saved: dict[int, str] = {}
 
+    def jobs(
+        self,
+        inputs: ClipSource | Iterable[ClipSource],
+        prompts: str | Iterable[str] | None,
+        negative_prompt: str | None,
+        seeds: int | Iterable[int],
+    ) -> list[RunJob]:
+        """Return a job for each dict, or for each image, prompt and seed.
+
+        Args:
+            inputs: Dicts with the fields of one clip each, or images, folders and patterns; an
+                image among dicts is a clip without other fields. Empty: clips of prompts alone.
+            prompts: Prompts of each image; None: clips have none.
+            negative_prompt: Text that clips with a prompt must not show; None: none.
+            seeds: Seeds of each image and prompt.
+
+        Raises:
+            RequestError: Arguments contradict each other, or fields of dicts are wrong.
+            InputError: Images cannot be read.
+        """
+        sources = _listed(inputs)
+        if not any(isinstance(source, Mapping) for source in sources):
+            return self._combine(sources, _listed(prompts), negative_prompt, _listed(seeds))
+        is_product = prompts is not None or seeds != 0
+        wrong = "`prompts` and `seeds` are for images: each dict is one clip"
+        require(not is_product, wrong, "write prompt and seed into the dicts")
+        return self._read(sources, negative_prompt)
+
     def sampling(self, *, from_image: bool) -> SamplingConfig:
         """Return the given parameters, else the model's defaults, not resolved.
 
@@ -75,25 +103,13 @@ class SourceReader:
             memory_opt=self._model.memory_opt,
         )
 
-    def combine(
+    def _combine(
         self,
         images: Sequence[ImageSource],
         prompts: Sequence[str],
         negative_prompt: str | None,
         seeds: Sequence[int],
     ) -> list[RunJob]:
-        """Return a job for each image, each prompt and each seed.
-
-        Args:
-            images: Images, folders and glob patterns; empty: clips start from prompts.
-            prompts: Prompts; empty: clips have none.
-            negative_prompt: Text that clips with a prompt must not show; None: none.
-            seeds: Seeds, one or more.
-
-        Raises:
-            RequestError: There is neither an image nor a prompt.
-            InputError: An image cannot be read.
-        """
         nothing = "there is neither an image nor a prompt"
         require(bool(images or prompts), nothing, 'such as generate("photo.jpg")')
         files: list[MediaFile | None] = [None]
@@ -107,18 +123,7 @@ class SourceReader:
         inputs = [ClipInput(file, text, negative_prompt) for file in files for text in texts]
         return combine_jobs(inputs, seeds)
 
-    def read(self, clips: Sequence[ClipSource], negative_prompt: str | None) -> list[RunJob]:
-        """Return a job for each dict.
-
-        Args:
-            clips: Fields of each clip by their names in requests; an image instead of a dict has
-                no other fields.
-            negative_prompt: That of clips which give none.
-
-        Raises:
-            RequestError: Fields are wrong; all errors are told.
-            InputError: Images cannot be read.
-        """
+    def _read(self, clips: Sequence[ClipSource], negative_prompt: str | None) -> list[RunJob]:
         checkpoint = self._checkpoint
         has_images = checkpoint.image_use != "refused"
         defaults = LineDefaults(
@@ -159,6 +164,14 @@ class SourceReader:
             _as_png(image, index).save(path, compress_level=1)
             self._saved[id(image)] = str(path)
         return self._saved[id(image)]
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return one value or several as a list; None is no value."""
+    if values is None:
+        return []
+    is_one = isinstance(values, str | os.PathLike | Image.Image | Mapping | int)
+    return [values] if is_one else list(values)
 
 
 @dataclass(frozen=True, kw_only=True)

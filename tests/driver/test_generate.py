@@ -35,10 +35,10 @@ def reader(folder: Path, model: str = "demo", **parameters: Any) -> SourceReader
 
 
 def test_each_image_gets_each_prompt_and_each_seed(tmp_path: Path) -> None:
-    texts = reader(tmp_path, "demo-text").combine([], ["a", "b"], "dark", [3, 4])
+    texts = reader(tmp_path, "demo-text").jobs((), ["a", "b"], "dark", [3, 4])
     found = [(job.made_from.prompt, job.made_from.negative_prompt, job.seed) for job in texts]
     assert found == [("a", "dark", 3), ("a", "dark", 4), ("b", "dark", 3), ("b", "dark", 4)]
-    images = reader(tmp_path).combine([PHOTO, Path(PHOTO).parent / "c*.jpg"], [], None, [0])
+    images = reader(tmp_path).jobs([PHOTO, Path(PHOTO).parent / "c*.jpg"], None, None, 0)
     names = [job.made_from.name for job in images]
     assert names == ["rocket", "chelsea", "coffee"]
 
@@ -57,7 +57,7 @@ def test_a_dict_is_one_clip_and_overrides_the_arguments(tmp_path: Path) -> None:
         PHOTO,
         {"image": Image.open(PHOTO), "out": "last.mp4", "num_frames": 3},
     ]
-    jobs = reader(tmp_path, **TINY).read(clips, None)
+    jobs = reader(tmp_path, **TINY).jobs(clips, None, None, 0)
     assert [job.seed for job in jobs] == [3, 0, 0]
     sizes = [(job.sampling.num_inference_steps, job.sampling.num_frames) for job in jobs]
     assert sizes == [(5, 2), (2, 2), (2, 3)]
@@ -72,7 +72,7 @@ def test_an_image_in_memory_keeps_its_colours(mode: str, tmp_path: Path) -> None
         image = Image.fromarray(rng.integers(0, 2**16, (40, 48), np.uint16))
     else:
         image = Image.fromarray(rng.integers(0, 256, (40, 48, 3), np.uint8)).convert(mode)
-    (job,) = reader(tmp_path).combine([image], [], None, [0])
+    (job,) = reader(tmp_path).jobs([image], None, None, 0)
     assert job.made_from.media_file is not None
     read = read_image(job.made_from.media_file.path)[0]
     if mode in ("RGB", "L", "P", "1", "CMYK"):
@@ -86,12 +86,13 @@ def test_an_image_in_memory_counts_as_it_is_and_is_saved_once(tmp_path: Path) ->
     exif[0x0112] = 6  # turned by 90 degrees
     Image.new("RGB", (64, 32), "red").save(tmp_path / "turned.jpg", exif=exif)
     image = Image.open(tmp_path / "turned.jpg")
-    jobs = reader(tmp_path).read([{"image": image, "seed": seed} for seed in range(2)], None)
+    twice = [{"image": image, "seed": seed} for seed in range(2)]
+    jobs = reader(tmp_path).jobs(twice, None, None, 0)
     files = {job.made_from.media_file for job in jobs}
     assert [(file.width, file.height) for file in files if file] == [(64, 32)]
     same_name = [Image.open(tmp_path / "turned.jpg"), Image.new("RGB", (16, 16))]
     (tmp_path / "b").mkdir()
-    names = [job.made_from.name for job in reader(tmp_path / "b").combine(same_name, [], None, [0])]
+    names = [job.made_from.name for job in reader(tmp_path / "b").jobs(same_name, None, None, 0)]
     assert names == ["turned", "image"]
 
 
@@ -107,6 +108,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": Image.new("F", (64, 64))}, InputError, r"inputs\[0\] has grey of 32 bits"),
     ({"prompts": "a cat"}, RequestError, "takes no prompt"),
     ({"inputs": [{"image": PHOTO}], "seeds": [1]}, RequestError, "each dict is one clip"),
+    ({"seeds": [0, -1]}, RequestError, "`seed` must be 0 to"),
+    ({"seeds": []}, RequestError, "got 0"),
     ({"inputs": [{"image": PHOTO, "seed": -1}]}, RequestError, r"inputs\[0\], seed"),
     ({"inputs": [{"image": PHOTO}, {"imag": PHOTO}]}, RequestError, r"inputs\[1\], imag"),
     ({"out": "clip.avi"}, RequestError, "unsupported output format"),

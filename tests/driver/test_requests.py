@@ -84,12 +84,12 @@ def test_loras_of_requests_are_found_and_checked_when_they_are_submitted(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "index",
-    [pytest.param(index, marks=[pytest.mark.slow] if index % 2 else []) for index in range(9)],
+    [pytest.param(index, marks=[pytest.mark.slow] if index % 2 else []) for index in range(11)],
 )
 def test_every_program_of_the_page_prints_what_it_says(
     index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert len(PROGRAMS) == len(code_blocks(PAGE.read_text(), "python")) == 9
+    assert len(PROGRAMS) == len(code_blocks(PAGE.read_text(), "python")) == 11
     program, output = PROGRAMS[index]
     path = tmp_path / "example.py"
     path.write_text(program)
