@@ -20,6 +20,7 @@ from svdpp.driver.jobs import (
     check_outputs,
     find_refused_jobs,
     largest_sampling,
+    loras_of,
     plan_clips,
 )
 from svdpp.driver.manifest import open_manifest
@@ -122,6 +123,8 @@ def generate(
         check_number_of_clips(len(jobs))
         jobs = name_jobs(jobs, single_clip=policy.single_clip, recorded=policy.recorded_names)
         from_image = jobs[0].made_from.media_file is not None
+        asked = replace(asked, clip_loras=loras_of(jobs))
+        steps = {job.sampling.num_inference_steps for job in jobs if job.sampling is not None}
         request = PipelineRequest(
             model=asked,
             sampling=largest_sampling(jobs, reader.sampling(from_image=from_image)),
@@ -131,6 +134,7 @@ def generate(
             num_threads=num_threads,
             num_clips=len(jobs),
             checkpoint=checkpoint,
+            steps_vary=len(steps) > 1,
         )
         config, _ = request.resolve()
         check_outputs(jobs, policy)

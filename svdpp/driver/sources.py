@@ -131,6 +131,8 @@ class SourceReader:
             sampling=self.sampling(from_image=has_images),
             image_use=checkpoint.image_use,
             prompt_use=checkpoint.prompt_use,
+            last_image_use=checkpoint.last_image_use,
+            last_image_reason=checkpoint.last_image_reason,
             negative_prompt=negative_prompt,
             format=self._format,
         )
