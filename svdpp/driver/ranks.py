@@ -72,7 +72,7 @@ class PipelineRanks:
     ) -> None:
         _check_arguments(config, history_clips, trace_clips)
         self.world = find_world()
-        """World of the launcher that started this process; None if the pipeline starts the ranks."""
+        """World of the launcher of this process; None if the pipeline starts the ranks."""
         self.layout_reason = ""
         """Reason for the layout in one line; "" if `layout` left nothing to choose."""
         if layout is not None:
