@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, BinaryIO
 
+from fastapi.responses import StreamingResponse
+from loguru import logger
+from starlette.types import Send
+
+from svdpp.errors import OutputError, redact
 from svdpp.serve.auth import Owner
 from svdpp.serve.files import clip_name
 from svdpp.serve.job import JobState
@@ -41,6 +46,19 @@ class Member:
     changed_at: float
     content: BinaryIO
     size: int
+
+
+class Archive(StreamingResponse):
+    """Response with a zip; if it cannot be finished, the connection ends before the zip does."""
+
+    media_type = "application/zip"
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the zip."""
+        try:
+            await super().stream_response(send)
+        except OutputError as error:  # the head says 200 already
+            logger.warning("an archive is not finished: {}", redact(error.message))
 
 
 class _Output:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
@@ -25,7 +25,7 @@ from svdpp.config import SAMPLING_CLASSES
 from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
-from svdpp.serve.archive import MAX_CLIPS, clip_members, zip_members
+from svdpp.serve.archive import MAX_CLIPS, Archive, clip_members, zip_members
 from svdpp.serve.auth import Owner
 from svdpp.serve.files import PrivateFile, clip_name, content_disposition, input_name
 from svdpp.serve.job import JobState
@@ -263,7 +263,7 @@ def get_archive(
     name = f"clips-{datetime.fromtimestamp(service.queue.now()):%Y-%m-%d}.zip"
     headers = {"Content-Disposition": content_disposition(name, "attachment")}
     parts = _archive_parts(service, owner, zip_members(clip_members(service, owner, found)))
-    return StreamingResponse(parts, media_type="application/zip", headers=headers)
+    return Archive(parts, headers=headers)
 
 
 def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[str]:

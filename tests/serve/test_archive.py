@@ -7,10 +7,13 @@ import json
 import tracemalloc
 import zipfile
 
+import httpx
 import pytest
 
 from svdpp.serve.archive import CLIPS_FILE, Member, zip_members
-from tests.support.http_server import HttpServer, error_of
+from svdpp.serve.job import Job
+from svdpp.serve.sqlite import BackendUnavailableError
+from tests.support.http_server import HttpServer, error_of, wait
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,23 @@ def test_an_archive_is_refused_before_it_begins(
     error = error_of(get("/v1/videos/archive"), 413, "too_many_clips")
     assert error["details"] == {"field": "ids", "limit": 2}
     assert server.client.head("/v1/videos/archive").status_code == 405
+
+
+def test_an_archive_that_cannot_be_finished_is_none(
+    server: HttpServer, ids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = server.service.queue.get
+
+    def get_or_fail(id: str) -> Job | None:
+        if id == ids[1]:
+            raise BackendUnavailableError("the queue is away")
+        return get(id)
+
+    monkeypatch.setattr(server.service.queue, "get", get_or_fail)
+    with pytest.raises(httpx.RemoteProtocolError):
+        server.client.get("/v1/videos/archive")
+    wait(lambda: "an archive is not finished: the queue is away" in server.err)
+    assert "Traceback" not in server.err
 
 
 def test_an_archive_has_the_clips_of_its_key_alone(keyed: HttpServer) -> None:
