@@ -129,7 +129,9 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     rows = [
         {
             **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
-            "range": None if one.low is None or one.high is None else _range(one.low, one.high),
+            "range": None
+            if one.low is None or one.high is None
+            else format_range(one.low, one.high),
             "verdict": "drift" if one.is_baseline else words[one.is_noise],
         }
         for one in found.ratios
@@ -147,8 +149,13 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     )
 
 
-def _range(low: float, high: float) -> str:
-    """Return a range of ratios as text, short enough for a table of 80 columns."""
+def format_range(low: float, high: float) -> str:
+    """Return a range of ratios as text, short enough for a table of 80 columns.
+
+    Args:
+        low: Lower end, above 0.
+        high: Upper end.
+    """
     bounds = (f"{bound:.3g}" if 0.01 <= bound < 100 else f"{bound:.0e}" for bound in (low, high))
     return "..".join(bounds)
 

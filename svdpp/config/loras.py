@@ -86,7 +86,7 @@ def parse_loras(value: object) -> tuple[Lora, ...]:
 def _parse_lora(value: object) -> Lora:
     if isinstance(value, str):
         return _parse_text(value)
-    form = "write FILE:0.8, or an object with `name` and `scale`"
+    form = "write FILE:0.8, or an object with name and scale"
     if not isinstance(value, dict):
         details = {"value": detail_value(value)}
         raise RequestError(f"`loras` {shown(value)} is no LoRA", form, details=details)
@@ -96,7 +96,7 @@ def _parse_lora(value: object) -> Lora:
             wrong = f"`loras` has no field {shown(name)}"
             raise RequestError(wrong, hint, details={"name": shown(name), "known": list(_FIELDS)})
     require("name" in value, "a LoRA of `loras` has no name", form)
-    both = "`scale` and `weight` of a LoRA are one thing"
+    both = "scale and weight of a LoRA are one thing"
     require(not ("scale" in value and "weight" in value), both, "leave one out")
     expert = value.get("expert")
     wrong = f"the expert of `loras` must be high or low, got {shown(expert)}"

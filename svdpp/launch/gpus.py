@@ -52,7 +52,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         uuids = list(map(nvml.nvmlDeviceGetUUID, handles))
         names = list(map(nvml.nvmlDeviceGetName, handles))
         gpus = []
-        for index, i in enumerate(_visible_order(uuids, names, environment)):
+        for index, i in enumerate(visible_order(uuids, names, environment)):
             memory = nvml.nvmlDeviceGetMemoryInfo(handles[i])
             major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handles[i])
             gpu = Gpu(
@@ -107,7 +107,7 @@ def open_nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _visible_order(
+def visible_order(
     uuids: Sequence[str], names: Sequence[str], environment: Mapping[str, str]
 ) -> list[int]:
     """Return NVML's index of each GPU that CUDA shows, in CUDA's order.
@@ -115,6 +115,15 @@ def _visible_order(
     CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs; CUDA ignores the first entry that
     matches no GPU, and all after it (CUDA programming guide). NVML numbers GPUs by bus. CUDA puts
     the fastest first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
+
+    Args:
+        uuids: UUIDs of all GPUs, in NVML's order.
+        names: Names of all GPUs, in NVML's order.
+        environment: Environment variables.
+
+    Raises:
+        RequestError: CUDA_VISIBLE_DEVICES names a MIG slice, or CUDA's order of different GPUs is
+            unknown.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     entries = [str(index) for index in range(len(uuids))] if listed is None else listed.split(",")

@@ -239,7 +239,7 @@ def _config(
             denoisers=tuple(Denoiser(**each) for each in metadata.get("denoiser", ())),
         ),
         sampling=recorded_sampling(metadata),
-        device=_gpu_for(metadata, gpus()) if metadata["device"] == "cuda" else "cpu",
+        device=choose_device(metadata, gpus()) if metadata["device"] == "cuda" else "cpu",
         num_threads=metadata["num_threads"],
         deterministic=metadata["deterministic"],
         timeout_seconds=settings.timeout,
@@ -251,10 +251,14 @@ def _lora(recorded: Mapping[str, Any]) -> Lora:
     return Lora(**{name: value for name, value in recorded.items() if name != "ignored"})
 
 
-def _gpu_for(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
+def choose_device(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
     """Return the device of the recorded kind with the most free memory, else `cuda:0`.
 
     Other processes, such as a server's ranks, may use the other GPUs.
+
+    Args:
+        metadata: Metadata of the clip.
+        gpus: GPUs of this machine.
     """
     kind = metadata["conditions"].get("gpu")
     fitting = [gpu for gpu in gpus if kind in (None, gpu.name)]

@@ -142,8 +142,8 @@ def test_different_bits_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_wild_range_is_as_short_as_another() -> None:
-    assert bench._range(0.9123, 1.128) == "0.912..1.13"
-    assert bench._range(0.000555, 1834.0) == "6e-04..2e+03"
+    assert bench.format_range(0.9123, 1.128) == "0.912..1.13"
+    assert bench.format_range(0.000555, 1834.0) == "6e-04..2e+03"
 
 
 @pytest.fixture(scope="module")

@@ -55,9 +55,9 @@ def test_commit_and_state_are_those_of_a_checkout_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
-    assert machine._git() is None
+    assert machine.environment()["git"] is None
     (tmp_path / ".git").mkdir()  # not a git repository
-    assert machine._git() is None
+    assert machine.environment()["git"] is None
 
 
 def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

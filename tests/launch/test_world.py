@@ -161,22 +161,22 @@ MIXED = ["A100", "H100", "A100", "A100"]
 )
 def test_visible_gpus_are_in_cudas_order(visible: str | None, order: list[int]) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpus._visible_order(UUIDS, EQUAL, environment) == order
+    assert gpus.visible_order(UUIDS, EQUAL, environment) == order
 
 
 def test_mixed_gpus_need_an_explicit_order() -> None:
     with pytest.raises(RequestError, match="CUDA's order is unknown") as caught:
-        gpus._visible_order(UUIDS, MIXED, {})
+        gpus.visible_order(UUIDS, MIXED, {})
     assert caught.value.hint == "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert gpus._visible_order(UUIDS, MIXED, by_bus) == [0, 1, 2, 3]
+    assert gpus.visible_order(UUIDS, MIXED, by_bus) == [0, 1, 2, 3]
     by_uuid = {"CUDA_VISIBLE_DEVICES": "GPU-ab22,GPU-aa11"}
-    assert gpus._visible_order(UUIDS, MIXED, by_uuid) == [1, 0]
+    assert gpus.visible_order(UUIDS, MIXED, by_uuid) == [1, 0]
 
 
 def test_mig_slices_are_refused_by_name() -> None:
     with pytest.raises(RequestError, match="MIG slice 'MIG-1'"):
-        gpus._visible_order(UUIDS, EQUAL, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
+        gpus.visible_order(UUIDS, EQUAL, {"CUDA_VISIBLE_DEVICES": "MIG-1"})
 
 
 def test_free_memory_follows_cudas_numbering(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,9 +212,9 @@ def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
 
 def test_a_proof_takes_the_freest_gpu_of_the_clips_kind() -> None:
     gpus = [_gpu(0, 1), _gpu(1, 4), _gpu(2, 3), _gpu(3, 9, "A100")]
-    assert clip_verification._gpu_for({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
-    assert clip_verification._gpu_for({"conditions": {}}, gpus) == "cuda:3"
-    assert clip_verification._gpu_for({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
+    assert clip_verification.choose_device({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
+    assert clip_verification.choose_device({"conditions": {}}, gpus) == "cuda:3"
+    assert clip_verification.choose_device({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
 
 
 def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
