@@ -36,10 +36,10 @@ class PrivateFile(FileResponse):
         """Describe the answer.
 
         Args:
-            path: the file.
-            name: readable name that a browser gives to a download.
-            sha256: hash of the content, which is the entity tag; empty if it is not known.
-            changed_at: unix seconds; those of the file itself change with each copy of it.
+            path: Path of the file.
+            name: Readable name that a browser gives to a download.
+            sha256: Hash of the content, which is the entity tag; empty if it is not known.
+            changed_at: Unix seconds; those of the file itself change with each copy of it.
             kind: Media type; empty: that of the path's suffix.
         """
         headers = {

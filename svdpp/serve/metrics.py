@@ -171,9 +171,9 @@ class Metrics(Collector):
 
         Args:
             method: HTTP method, or `other`.
-            route: path of the route with its placeholders, or `other`.
+            route: Path of the route with its placeholders, or `other`.
             status: HTTP status of the answer; 499 if the client went away before it.
-            seconds: time from the head of the request to the head of the response.
+            seconds: Time from the head of the request to the head of the response.
         """
         self._counters["http_requests"].labels(method, route, status).inc()
         self._histograms["http_request_seconds"].labels(route, status).observe(seconds)

@@ -151,8 +151,8 @@ class AuthMiddleware:
         """Return the bytes that a body may have, and a hint for a larger one, which is refused.
 
         Args:
-            headers: headers of the request.
-            upload_path: path of the route if it takes images; else empty.
+            headers: Headers of the request.
+            upload_path: Path of the route if it takes images; else empty.
         """
         limit, hint = _MAX_OTHER_BODY, ""
         if upload_path:

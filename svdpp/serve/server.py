@@ -75,12 +75,12 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
     """Return the application and its service; nothing is started.
 
     Args:
-        settings: settings of the server, with a config that `check_config` returned.
+        settings: Settings of the server, with a config that `check_config` returned.
         keys: API keys; None serves this machine only.
 
     Raises:
-        RequestError: the data folder or the queue is another's.
-        OutputError: the folder cannot be written.
+        RequestError: The data folder or the queue is another's.
+        OutputError: The folder cannot be written.
     """
     queue = JobQueue(
         settings.folder.absolute(),
@@ -153,7 +153,7 @@ class Server:
         """Serve until a signal, or until the engine gives up.
 
         Raises:
-            Exception: what ended the engine.
+            Exception: Error that ended the engine.
         """
         # The soft limit of open files is often 1024.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

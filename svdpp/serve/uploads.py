@@ -107,11 +107,11 @@ class DecoderSlots:
         """Hold a place during the block.
 
         Args:
-            owner: name of the key whose turn is used.
-            seconds: time to wait for a place.
+            owner: Name of the key whose turn is used.
+            seconds: Time to wait for a place.
 
         Raises:
-            DecoderBusyError: no place became free in time.
+            DecoderBusyError: No place became free in time.
         """
         request = [owner]
         with self._changed:
@@ -170,21 +170,21 @@ class UploadStore:
         """Store an image durably, once it is decoded; if it raises, no file is left.
 
         Args:
-            source: content of the image, which is read from its beginning.
-            id: id of the job.
-            name: name for messages, by `sanitize_filename`.
-            video_frames: number of frames of a video that is taken as well; 0 takes images only.
+            source: Content of the image, which is read from its beginning.
+            id: Id of the job.
+            name: Name for messages, by `sanitize_filename`.
+            video_frames: Number of frames of a video that is taken as well; 0 takes images only.
             further: Name in `Job.further_paths`; empty for `Job.input_file`.
-            owner: name of the key, whose turn it must be.
+            owner: Name of the key, whose turn it must be.
             decoded: Images that need not be decoded again; this one is added to them.
 
         Returns:
             The stored file, with its SHA-256, width and height.
 
         Raises:
-            InputError: it is not an image, or one beyond the limits.
-            DecoderBusyError: no decoder was free in time.
-            OutputError: the disk cannot be written.
+            InputError: The file is not an image, or is beyond the limits.
+            DecoderBusyError: No decoder was free in time.
+            OutputError: The disk cannot be written.
         """
         upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
@@ -224,7 +224,7 @@ class UploadStore:
         """Store the file of a batch's lines durably, as `ID.jsonl`; return SHA-256 and bytes.
 
         Raises:
-            OutputError: the disk cannot be written.
+            OutputError: The disk cannot be written.
         """
         upload, final = self._folder / f".upload-{id}-{secrets.token_hex(4)}", f"{id}.jsonl"
         try:
@@ -350,10 +350,10 @@ def main(path: str, *numbers: str) -> None:
     """Write to stdout what is known of the image, or the error.
 
     Args:
-        path: file to decode.
-        numbers: the server's process id, whose end also ends this process; the frames that a clip
-            takes of a video, or 0; and the limits: pixels, bytes of address space, seconds of CPU
-            time, after which the kernel sends SIGXCPU, and scans of a JPEG.
+        path: File to decode.
+        numbers: Process id of the server, whose end also ends this process; the frames that a clip takes
+            of a video, or 0; and the limits: pixels, bytes of address space, seconds of CPU time,
+            after which the kernel sends SIGXCPU, and scans of a JPEG.
     """
     parent, video_frames, max_pixels, max_bytes, cpu_seconds, max_scans = map(int, numbers)
     end_with_parent(parent)
