@@ -35,7 +35,7 @@ from svdpp.errors import Interrupted, RequestError
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
-    from svdpp.config import PipelineConfig
+    from svdpp.config import Lora, PipelineConfig
     from svdpp.serve.service import ServerSettings
 
 #: Modules that each extra installs.
@@ -110,6 +110,15 @@ class ServeOptions(PipelineOptions, ImageOptions):
         float,
         _service("SECONDS", "With --queue: silence after which others take a server's clips."),
     ] = 30.0
+    lora_dir: Annotated[
+        Path | None,
+        path_option(
+            panel=SERVICE,
+            metavar="DIR",
+            help="Let requests name LoRAs of this folder, by their files without .safetensors.",
+            common=True,
+        ),
+    ] = None
     adopt: Annotated[
         bool,
         flag(
@@ -370,11 +379,20 @@ def _serve(
 
 
 def _config(options: ServeOptions, launched: World | None) -> tuple[PipelineConfig, str]:
+    loras: tuple[Lora, ...] = ()
+    if options.lora_dir is not None:
+        from svdpp.models.lora_files import loras_in_folder
+
+        checkpoint = options.checkpoint
+        loras = loras_in_folder(
+            options.lora_dir, 1 if checkpoint is None else checkpoint.num_experts
+        )
     return options.request(
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
         # Ranks for clips from images can also make clips from text, if the model does both.
         from_image=options.image_use != "refused",
+        clip_loras=loras,
         serves=True,
         time_scale=options.time_scale,
         settings={"heartbeat_timeout_seconds": options.heartbeat_timeout},

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config import Lora, ModelConfig
+from svdpp.config.added_files import Expert
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.added_files import check_experts, find_file
 from svdpp.models.files import display_name, read_safetensors_header, short_repr
@@ -227,6 +228,32 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
     if importlib.util.find_spec("peft") is None:
         raise RequestError("`loras` needs the package peft", "pip install 'svdpp[lora]'")
     check_experts(loras, checkpoint)
+
+
+def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
+    """Return the LoRAs of a folder: its safetensors files, for each expert of the model.
+
+    Args:
+        folder: Folder, whose subfolders are not searched.
+        num_experts: Number of denoisers of the model.
+
+    Raises:
+        RequestError: It is no folder, or has no such file.
+    """
+    names = sorted(map(str, folder.glob("*.safetensors"))) if folder.is_dir() else []
+    if not names:
+        what = "has no *.safetensors files" if folder.is_dir() else "is no folder"
+        raise RequestError(
+            f"`lora_dir` {display_name(str(folder))} {what}",
+            "put the LoRAs that requests may name into it",
+        )
+    experts: tuple[Expert | None, ...] = ("high", "low") if num_experts == 2 else (None,)
+    return tuple(Lora(name=name, expert=expert) for name in names for expert in experts)
+
+
+def lora_stem(lora: Lora) -> str:
+    """Return the name of a LoRA's file without folder and suffix, by which requests name it."""
+    return Path(lora.name).stem
 
 
 def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> LoraFile:

@@ -22,6 +22,7 @@ from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import CostModel
 from svdpp.serve.job import LATENTS_FOLDER, Job
+from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
 from svdpp.worker.routes import resolve_clip_config
@@ -187,6 +188,7 @@ class RequestBuilder:
         self._config = config
         self._checkpoint = checkpoint
         self._store = store
+        self._loras = LoraCatalog(checkpoint)
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS_FOLDER
         # Latent checkpoints in the store, by key and step, that are of this server's clips.
@@ -207,6 +209,7 @@ class RequestBuilder:
             latents_key=key,
             done_steps=self._steps_done(key),
             sampling=job.sampling,
+            loras=tuple(file.lora for file in self._loras.files(job.loras)),
         )
         return RunningClip(job, request, metadata)
 
@@ -276,6 +279,7 @@ class RequestBuilder:
         if self._checkpoint is not None:
             config = resolve_clip_config(job.sampling, self._config, self._checkpoint)
             output, clip_input = self._output(job), self._clip_input(job)
-            metadata = clip_metadata(clip_input, job.seed, output, config, self._checkpoint)
+            loras = self._loras.files(job.loras)
+            metadata = clip_metadata(clip_input, job.seed, output, config, self._checkpoint, loras)
             identity = latents_key(metadata, weights_identity(self._checkpoint))
         return metadata, hashlib.sha256(f"{job.id} {identity}".encode()).hexdigest()

@@ -11,14 +11,14 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from loguru import logger
 
 from svdpp import __version__
-from svdpp.config import SamplingConfig
+from svdpp.config import Lora, SamplingConfig
 from svdpp.plan.actions import Kind
 from svdpp.serve.clips import RunningClip
 from svdpp.serve.clock import ClockError
@@ -249,10 +249,20 @@ class Fleet:
         """Return this server, then the others as each has described itself `seen_seconds` ago."""
         return [self._describe_self(), *self._peers]
 
-    def peers_for(self, model_key: str | None) -> list[dict[str, Any]]:
-        """Return the other live servers that make the clips of a model (`Job.model_key`)."""
+    def peers_for(self, model_key: str | None, loras: Iterable[Lora] = ()) -> list[dict[str, Any]]:
+        """Return the other live servers that make the clips of a model (`Job.model_key`).
+
+        Args:
+            model_key: Key of the model and its weights.
+            loras: LoRAs that they must have.
+        """
+        hashes = {lora.sha256 for lora in loras}
         live = (other for other in self._peers if other["is_live"])
-        return [other for other in live if (other["weights"] or other["model"]) == model_key]
+        return [
+            other
+            for other in live
+            if (other["weights"] or other["model"]) == model_key and hashes <= {*other["loras"]}
+        ]
 
     def _describe_self(self) -> dict[str, Any]:
         dispatcher, state = self._engine.dispatcher, self._engine.state
@@ -262,6 +272,7 @@ class Fleet:
             "version": __version__,
             "model": self._capabilities.model,
             "weights": self._capabilities.weights,
+            "loras": [each["sha256"] for each in self._capabilities.loras.to_json()],
             "sizes": [format_size(*size) for size in self._capabilities.sizes],
             "ranks": self._engine.config.world_size,
             "state": state,

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from svdpp.config import SamplingConfig, sampling_from
+from svdpp.config import Lora, SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RequestError
 
@@ -51,6 +51,9 @@ class Job:
     Args:
         model: model that makes it, by the name that clients know.
         weights: fingerprint or commit of the model's weights; empty if they never change.
+        loras: LoRAs besides those of the model, each with the name that clients know and the hash
+            of its file. The column of the parameters stores them, which an older svdpp then leaves
+            to newer servers.
         sampling: resolved parameters, so that the number of frames is known.
         input_file: name of the file in the folder of images; empty for a clip from text alone.
         input_name: file name that the client gave, for people only.
@@ -81,6 +84,7 @@ class Job:
     weights: str = ""
     seed: int
     sampling: SamplingConfig
+    loras: tuple[Lora, ...] = ()
     input_file: str = ""
     input_name: str = ""
     input_sha256: str = ""
@@ -162,7 +166,8 @@ _COLUMN_NAMES = {
     "verification_reason": "proof_reason",
 }
 _JSON_FIELDS = ("error", "metadata", "further_inputs", "remarks")
-_FIELDS = tuple(field.name for field in fields(Job))
+#: Fields of `Job` that have a column.
+_FIELDS = tuple(field.name for field in fields(Job) if field.name != "loras")
 #: The columns of a row, in the order of the fields of `Job`.
 COLUMNS = tuple(_COLUMN_NAMES.get(name, name) for name in _FIELDS)
 
@@ -179,6 +184,8 @@ def job_to_row(job: Job) -> dict[str, Any]:
     sampling = asdict(job.sampling)
     if not job.sampling.has_last_image:
         sampling.pop("has_last_image", None)  # servers of svdpp 0.5 know no such parameter
+    if job.loras:
+        sampling["loras"] = list(map(asdict, job.loras))
     values |= {"sampling": json.dumps(sampling), "state": str(job.state)}
     return {column_of(name): value for name, value in values.items()}
 
@@ -192,6 +199,7 @@ def job_from_row(row: tuple[Any, ...]) -> Job:
     values = dict(zip(_FIELDS, row, strict=True))
     try:
         values |= {name: _of_json(values[name]) for name in _JSON_FIELDS}
+        values["loras"] = _loras_of(values["sampling"])
         values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
     except (ValueError, TypeError, LookupError) as error:
         raise UnreadableJobError(
@@ -220,7 +228,15 @@ def sampling_of(text: str) -> SamplingConfig:
     Raises:
         RequestError: A newer svdpp has written them.
     """
-    return sampling_from(json.loads(text))
+    values = json.loads(text)
+    values.pop("loras", None)
+    return sampling_from(values)
+
+
+@functools.lru_cache(maxsize=256)
+def _loras_of(text: str) -> tuple[Lora, ...]:
+    """Return the LoRAs in the JSON of a row's parameters."""
+    return tuple(Lora(**values) for values in json.loads(text).get("loras", ()))
 
 
 def new_id() -> str:

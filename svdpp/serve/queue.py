@@ -225,7 +225,7 @@ class JobQueue:
         """Random id of this server."""
         self.model_key: str | None = None
         """Key of the jobs that this server takes (`Job.model_key`). None: it takes all."""
-        self.incompatible_reason: Callable[[SamplingConfig], str | None] = lambda _: None
+        self.incompatible_reason: Callable[[Job], str | None] = lambda _: None
         """Reason why the ranks cannot make a job with these parameters. None: they can."""
         # Ids and tokens of this server's open claims, except those that it is ending now.
         self._claims: set[tuple[str, int]] = set()
@@ -414,7 +414,7 @@ class JobQueue:
             except UnreadableJobError as error:
                 self._skip_unreadable(error)
                 raise _IncompatibleJobError(rows[0][_SAMPLING]) from error
-            if self.incompatible_reason(job.sampling) is not None:
+            if self.incompatible_reason(job) is not None:
                 raise _IncompatibleJobError(rows[0][_SAMPLING])
             connection.execute(_ADVANCE_TURN, (job.owner,))
         self._claims.add((job.id, job.fencing_token))
@@ -813,7 +813,7 @@ def _same_request(existing: Job, job: Job) -> Job:
         RequestError: The new job requests another clip.
     """
     inputs = ("input_sha256", "further_inputs", "prompt", "negative_prompt")
-    for name in (*inputs, "seed", "sampling", "priority", "callback_url"):
+    for name in (*inputs, "seed", "sampling", "loras", "priority", "callback_url"):
         if getattr(existing, name) != getattr(job, name):
             raise RequestError(
                 f"the idempotency key {str(job.idempotency_key)[:60]!r} was used for a request "

@@ -10,8 +10,8 @@ import binascii
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Self
 
@@ -23,6 +23,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     create_model,
     model_validator,
 )
@@ -35,6 +36,7 @@ from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.config.sampling import as_whole, frames_of_seconds, params_by_field
 from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, InputUse
+from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.schemas import (
     IMAGE_FIELD,
     ApiError,
@@ -46,7 +48,7 @@ from svdpp.serve.schemas import (
 #: Fields of vLLM-Omni's clients that have no effect here, and what has one instead.
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
-    "lora": "the server's LoRAs are chosen at its start, by --lora",
+    "lora": "this server has none to choose from: --lora-dir at its start names a folder of them",
     "denoiser": "the server's denoiser is chosen at its start, by --denoiser",
     "video_reference": "the video is the field input_reference, for a model that takes one",
     "boundary_ratio": "the checkpoint has it",
@@ -245,6 +247,24 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
     }
 
 
+def _lora_field(names: Sequence[str]) -> dict[str, Any]:
+    if not names:
+        return {}
+    one = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "enum": list(names)},
+            "scale": {"type": "number", "default": 1},
+            "expert": {"type": "string", "enum": ["high", "low"]},
+        },
+        "required": ["name"],
+    }
+    several = {"type": "array", "items": {"anyOf": [one, {"type": "string"}]}}
+    schema = WithJsonSchema({"anyOf": [one, {"type": "string"}, several]})
+    text = "LoRA, or a list of them, each by its name or with a scale; in a form as JSON."
+    return {"lora": (Annotated[Any, schema], Field(None, description=text))}
+
+
 def _param_field(param: Param, highest: float) -> Any:
     """Return type and field of a parameter, which diffusers' name, as of vLLM-Omni, also sets."""
     default = f" By default {param.shown_default}." if param.shown_default else ""
@@ -273,6 +293,8 @@ class Capabilities:
     """A negative prompt is optional wherever there is a prompt."""
     unused: tuple[str, ...] = ()
     """Parameters of the family that have no effect on the model."""
+    loras: LoraCatalog = field(default_factory=LoraCatalog)
+    """LoRAs that clips may have besides those of the model."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
 
@@ -296,6 +318,7 @@ class Capabilities:
             last_image_reason=checkpoint.last_image_reason,
             prompt_use=checkpoint.prompt_use,
             unused=checkpoint.unused_parameters,
+            loras=LoraCatalog(checkpoint),
             **settings,
         )
 
@@ -321,9 +344,10 @@ class Capabilities:
             **_last_image_fields(self.last_image_use),
             **_video_fields(kind.videos),
             **_prompt_fields(kind),
+            **_lora_field(self.loras.names),
             **{
-                field: _param_field(param, highest.get(field, param.highest))
-                for field, param in params_by_field(kind).items()
+                name: _param_field(param, highest.get(name, param.highest))
+                for name, param in params_by_field(kind).items()
             },
         )
 
@@ -336,7 +360,7 @@ class Capabilities:
             "negative_prompt": "refused" if self.prompt_use == "refused" else "optional",
             **dict.fromkeys(self.sampling.videos, "needed"),
         }
-        left_out = {"model", "user", *inputs, *self.unused}
+        left_out = {"model", "user", "lora", *inputs, *self.unused}
         schemas = self.request_model.model_json_schema()["properties"]
         fields = {name: _field(each) for name, each in schemas.items() if name not in left_out}
         defaults = params_to_json(self.sampling)
@@ -349,6 +373,7 @@ class Capabilities:
             "fields": fields,
             "defaults": {name: value for name, value in defaults.items() if name in fields},
             "sizes": [format_size(*size) for size in self.sizes],
+            "loras": self.loras.to_json(),
             "limits": {
                 "max_frames": self.max_frames,
                 "max_steps": self.max_steps,

@@ -19,6 +19,7 @@ from svdpp import errors
 from svdpp.config import (
     SAMPLING_CLASSES,
     Fit,
+    Lora,
     PromptedSampling,
     SamplingConfig,
     configuration_fields,
@@ -70,7 +71,7 @@ IMAGE_FIELD = "input_reference"
 
 #: Names of all fields that a request can have, of any model.
 FIELDS = frozenset(
-    {"model", "seed", "seconds", "size", "user", "priority", "callback_url"}
+    {"model", "seed", "seconds", "size", "user", "priority", "callback_url", "lora"}
     | {IMAGE_FIELD, LAST_IMAGE, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
@@ -80,6 +81,7 @@ _REQUEST_NAMES = {name: name for name in configuration_fields()} | {
     for kind in cast("Iterable[Any]", SAMPLING_CLASSES.values())
     for name, param in params_of(kind).items()
 }
+_REQUEST_NAMES["loras"] = "lora"
 
 
 def write_request_fields(text: str) -> str:
@@ -189,6 +191,8 @@ def video_from_job(
         values[LAST_IMAGE] = further.pop(LAST_IMAGE)
     if further:
         values["videos"] = further
+    if job.loras:
+        values["lora"] = list(map(_lora_to_json, job.loras))
     if isinstance(job.sampling, PromptedSampling):
         values |= {"prompt": job.prompt, "negative_prompt": job.negative_prompt}
     return Video(
@@ -215,6 +219,11 @@ def video_from_job(
         batch_id=job.batch_id,
         custom_id=job.custom_id,
     )
+
+
+def _lora_to_json(lora: Lora) -> dict[str, Any]:
+    expert = {} if lora.expert is None else {"expert": lora.expert}
+    return {"name": lora.name, "scale": lora.weight, **expert, "sha256": lora.sha256}
 
 
 def _to_int(seconds: float | None) -> int | None:

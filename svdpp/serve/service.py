@@ -163,10 +163,8 @@ class Service:
             max_frames=settings.max_frames,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
-        queue.model_key, queue.incompatible_reason = (
-            self.capabilities.model_key,
-            self.admission.no_route_reason,
-        )
+        queue.model_key = self.capabilities.model_key
+        queue.incompatible_reason = self._refusal_of
         self.fleet = Fleet(queue, self.engine, self.capabilities)
         self.metrics = Metrics(
             queue, self.engine, lambda: self.subscribers.total, self.fleet.servers
@@ -317,6 +315,7 @@ class Service:
             weights=self.capabilities.weights,
             seed=seed_of(request.seed, owner.name, seed_key),
             sampling=sampling,
+            loras=self.capabilities.loras.find(request.value("lora")),
             **prompts,
             created_at=0.0,
             priority=request.priority,
@@ -496,7 +495,8 @@ class Service:
             )
             return video_from_job(job, eta_seconds=eta, step=job.step)
         if (reason := self._incompatible_reason(job)) is not None:
-            return video_from_job(job, held=None if self.fleet.peers_for(job.model_key) else reason)
+            has_peers = bool(self.fleet.peers_for(job.model_key, job.loras))
+            return video_from_job(job, held=None if has_peers else reason)
         estimate = self.fleet.estimates.estimate(job.id) or Estimate(0, None)
         clip, eta = self.engine.dispatcher.get(job.id), estimate.eta_seconds
         now = ClipProgress(0, 1) if clip is None else clip.progress
@@ -507,10 +507,15 @@ class Service:
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
+    def _refusal_of(self, job: Job) -> str | None:
+        """Return the reason why this server cannot make a job of its model; None if it can."""
+        missing = self.capabilities.loras.missing_reason(job.loras)
+        return missing or self.admission.no_route_reason(job.sampling)
+
     def _incompatible_reason(self, job: Job) -> str | None:
         """Return the reason why this server cannot make a job; None if it can."""
         if job.model_key == self.queue.model_key:
-            return self.queue.incompatible_reason(job.sampling)
+            return self._refusal_of(job)
         own_model = self.capabilities.model
         other = "other weights of it" if job.model == own_model else own_model
         return f"its model is {job.model}, and this server runs {other}"

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from svdpp.config import ParallelConfig
+from svdpp.config import Lora, ParallelConfig, sampling_from
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.clock import uptime
 from svdpp.serve.fleet import Fleet
@@ -230,7 +230,7 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
     other = add(svd, model="svd", weights="newer weights")
     short = add(svd, model="wan", sampling=_SHORT)
     assert [id for id, _ in wan.waiting()] == [short]
-    wan.incompatible_reason = lambda sampling: "too few steps" if sampling == _SHORT else None
+    wan.incompatible_reason = lambda job: "too few steps" if job.sampling == _SHORT else None
     assert wan.claim() is None
     second = add(wan, model="wan")
     for queue, id in ((wan, second), (svd, first)):
@@ -241,6 +241,28 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
     assert [[*queue.pending_verifications()] for queue in (svd, wan)] == [[first], [second]]
     queued = svd.page(owner="", limit=9, states=[JobState.QUEUED], order="asc")
     assert [job.id for job in queued] == [other, short]
+
+
+def test_a_server_takes_only_jobs_whose_loras_it_has(opened: Open) -> None:
+    """By the hashes of the files; an older svdpp leaves such jobs to newer ones."""
+    has_lora, plain = opened(), opened()
+    lora = Lora(name="style", weight=0.5, sha256="1" * 64)
+    plain.incompatible_reason = lambda job: "it lacks a LoRA" if job.loras else None
+    first, second = add(plain, loras=(lora,)), add(plain)
+    assert job_of(has_lora, first).loras == (lora,)
+    assert taken(plain).id == second
+    assert plain.claim() is None
+    assert [id for id, _ in has_lora.waiting()] == [first]
+    assert taken(has_lora).loras == (lora,)
+    with has_lora.backend.transaction() as connection:
+        query = "SELECT sampling FROM jobs WHERE id = ?"
+        ((text,),) = connection.execute(query, (first,)).fetchall()
+    with pytest.raises(RequestError, match="no parameter 'loras'"):  # as an older svdpp reads it
+        sampling_from(json.loads(text))
+    again = replace(job_of(has_lora, first), id="video_2", idempotency_key="a", loras=())
+    has_lora.add(replace(again, id="video_1", loras=(lora,)), None)
+    with pytest.raises(RequestError, match="with another lora"):
+        has_lora.add(again, None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,139 @@
+"""LoRAs that requests name: by the stems of the files in the server's folder, never by a path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svdpp.config import Lora, LtxSampling, ModelConfig
+from svdpp.errors import RequestError
+from svdpp.models.checkpoint import find_checkpoint
+from svdpp.models.hashes import file_sha256
+from svdpp.models.lora_files import loras_in_folder
+from svdpp.serve.loras import LoraCatalog
+from svdpp.serve.request_schema import Capabilities
+from svdpp.serve.schemas import ApiError, to_api_error
+from tests.support.builders import save_tiny_lora
+from tests.support.http_server import ServerHere, error_of, wait
+from tests.support.shell import assert_error, svdpp_here
+from tests.support.tiny_families import save_tiny_ltx, save_tiny_wan
+
+CPU = ("--device", "cpu", "--world", "2", "--threads", "1", "--max-prompt-tokens", "8")
+WAN = (*CPU, "--steps", "4", "--height", "32", "--width", "32", "--frames", "5")
+
+
+@pytest.fixture(scope="module")
+def ltx(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_ltx(tmp_path_factory.mktemp("ltx"))
+
+
+def capabilities_of(model: Path, folder: Path) -> Capabilities:
+    config = ModelConfig(name=str(model), clip_loras=loras_in_folder(folder, 1))
+    return Capabilities.of("ltx", find_checkpoint(config), sampling=LtxSampling(), sizes=())
+
+
+def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.safetensors" for name in ("slow", "style")}
+    for seed, file in enumerate(files.values()):
+        save_tiny_lora(ltx, file, seed=seed)
+    hashes = {name: file_sha256(file) for name, file in files.items()}
+    server = capabilities_of(ltx, tmp_path)
+    assert server.to_json()["loras"] == [
+        {"name": name, "sha256": sha256} for name, sha256 in hashes.items()
+    ]
+
+    def found(value: Any) -> tuple[Lora, ...]:
+        request = server.validate({"prompt": "sea", "lora": value})
+        return server.loras.find(request.value("lora"))
+
+    style = Lora(name="style", weight=0.8, sha256=hashes["style"])
+    # As vLLM-Omni's clients send it, in JSON or in a form; as on the command line.
+    for value in ({"name": "style", "scale": 0.8}, '{"name": "style", "scale": 0.8}', "style:0.8"):
+        assert found(value) == (style,)
+    both = found(["style:0.8", {"name": "slow"}])
+    assert both == (style, Lora(name="slow", sha256=hashes["slow"]))
+    assert [file.path for file in server.loras.files(both)] == [files["style"], files["slow"]]
+    assert [file.lora.weight for file in server.loras.files(both)] == [0.8, 1.0]
+
+    assert server.loras.missing_reason(both) is None
+    other = Lora(name="slow", sha256="0" * 64)  # the name is the same, and the file is not
+    assert server.loras.missing_reason([other]) is not None
+    with pytest.raises(RequestError, match="the LoRA slow, which this server does not have"):
+        server.loras.files([other])
+    assert LoraCatalog().missing_reason(both) is not None
+
+    for value, words in (
+        ("styl", "this server has no lora 'styl'"),
+        (str(files["style"]), "this server has no lora"),
+        ({"name": "style", "path": "/etc"}, "lora has no field 'path'"),
+        ({"name": "style", "scale": 1000}, "the weight of lora must be"),
+        ({"name": "style", "expert": "low"}, "has one expert"),
+        ("[", "is not JSON"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            found(value)
+        error = to_api_error(refused.value)
+        assert (error.status, error.details["field"]) == (422, "lora")
+        assert words in error.message
+        assert str(tmp_path) not in error.message or value == str(files["style"])
+    with pytest.raises(RequestError) as refused:
+        found("styl")
+    assert refused.value.hint == "did you mean style?"
+    assert refused.value.details["known"] == ["slow", "style"]
+
+
+def test_a_server_without_loras_says_how_it_gets_some(tmp_path: Path) -> None:
+    server = Capabilities(model="ltx", sampling=LtxSampling(), sizes=(), prompt_use="needed")
+    assert server.to_json()["loras"] == []
+    with pytest.raises(ApiError) as refused:
+        server.validate({"prompt": "sea", "lora": "style"})
+    assert "--lora-dir" in refused.value.hint
+    with pytest.raises(RequestError, match=r"has no \*.safetensors files"):
+        loras_in_folder(tmp_path, 1)
+    with pytest.raises(RequestError, match="is no folder"):
+        loras_in_folder(tmp_path / "none", 1)
+
+
+def test_loras_that_do_not_fit_are_named_at_the_start(ltx: Path, tmp_path: Path) -> None:
+    """Before a rank is started, with the tensor."""
+    wan = save_tiny_wan(tmp_path / "wan")
+    save_tiny_lora(wan, tmp_path / "loras" / "sea.safetensors", seed=1)
+    options = ("--lora-dir", str(tmp_path / "loras"), "--data", str(tmp_path / "data"))
+    answer = svdpp_here("serve", "--model", str(ltx), *CPU, *options, "--port", "0")
+    assert_error(answer, 5, "the LoRA", "sea.safetensors", "tensor")
+    answer = svdpp_here("serve", "--model", "demo", *CPU[:-2], *options, "--port", "0")
+    assert_error(answer, 2, "takes no --lora")
+
+
+@pytest.mark.slow
+def test_clips_with_loras_that_requests_name_are_made_and_proven(tmp_path: Path) -> None:
+    model, loras = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875), tmp_path / "loras"
+    for seed, part in enumerate(("transformer", "transformer_2")):
+        save_tiny_lora(model, loras / f"{part}.safetensors", part=part, seed=seed)
+    both = [{"name": "transformer", "scale": 0.5, "expert": "high"}, "transformer_2:low"]
+    options = (*WAN, "--split", "balanced", "--model", str(model), "--lora-dir", str(loras))
+    with ServerHere(tmp_path / "data", *options) as server:
+        server.wait_ready()
+        (shown,) = server.client.get("/v1/models").json()["data"]
+        assert [each["name"] for each in shown["loras"]] == ["transformer", "transformer_2"]
+        values = ({}, {"lora": json.dumps(both)}, {"lora": "transformer:0.25:high"}, {})
+        ids = [server.add(photo=None, prompt="the sea", seed=7, **value)[0] for value in values]
+        made = [server.wait_for(id, "completed") for id in ids]
+        assert [len(video.get("lora", ())) for video in made] == [0, 2, 1, 0]
+        assert made[1]["lora"][0]["scale"] == 0.5
+        metadata = [server.client.get(f"/v1/videos/{id}/metadata").json() for id in ids]
+        latents = [each["latents_sha256"] for each in metadata]
+        assert latents[0] == latents[3]
+        assert len(set(latents)) == 3
+        for id in ids[1:3]:
+            server.client.post(f"/v1/videos/{id}/verify")
+        proofs = lambda: [server.video(id)["proof"] for id in ids[1:3]]  # noqa: E731
+        wait(lambda: proofs() == ["equal", "equal"], lambda: f"{proofs()}")
+        answer = server.client.post("/v1/videos", json={"prompt": "sea", "lora": "none:high"})
+        assert answer.status_code == 422
+        assert error_of(answer)["details"]["known"] == ["transformer", "transformer_2"]
+        answer = server.client.post("/v1/videos", json={"prompt": "sea", "lora": "transformer"})
+        assert "say which" in error_of(answer)["message"]
