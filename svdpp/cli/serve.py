@@ -116,7 +116,6 @@ class ServeOptions(PipelineOptions, ImageOptions):
             panel=SERVICE,
             metavar="DIR",
             help="Let requests name LoRAs of this folder, by their files without .safetensors.",
-            common=True,
         ),
     ] = None
     adopt: Annotated[
