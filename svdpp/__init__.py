@@ -20,7 +20,7 @@ _MODULES = {
     "svdpp.errors": (
         *("BrokenLinkError", "ClosedError", "DeviceError", "InputError", "MismatchError"),
         *("ModelError", "NotFiniteError", "OutOfMemoryError", "OutputError", "RankError"),
-        *("RequestError", "SvdppError", "TargetMissedError", "TransportError"),
+        *("RequestError", "ServerError", "SvdppError", "TargetMissedError", "TransportError"),
         "VerificationError",
     ),
     "svdpp.plan.split": ("StepRange",),

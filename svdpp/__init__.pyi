@@ -25,6 +25,7 @@ from svdpp.errors import OutOfMemoryError as OutOfMemoryError
 from svdpp.errors import OutputError as OutputError
 from svdpp.errors import RankError as RankError
 from svdpp.errors import RequestError as RequestError
+from svdpp.errors import ServerError as ServerError
 from svdpp.errors import SvdppError as SvdppError
 from svdpp.errors import TargetMissedError as TargetMissedError
 from svdpp.errors import TransportError as TransportError

@@ -235,6 +235,13 @@ class TargetMissedError(SvdppError, RuntimeError):
     meaning = "a benchmark missed a target"
 
 
+class ServerError(SvdppError, RuntimeError):
+    """A server, `run --server`, does not answer, refuses the key, or has lost a clip."""
+
+    exit_code = 11
+    meaning = "the server of a run cannot be used"
+
+
 class Interrupted(BaseException):
     """A signal ended the run; no Exception, because libraries would swallow one."""
 

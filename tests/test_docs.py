@@ -44,6 +44,7 @@ NOT_RUN = {
     "torchrun ": "tests/cli/test_end_to_end.py runs torchrun; others need several hosts",
     "srun ": "needs Slurm",
     "curl ": "tests/serve/test_serving_docs.py asks a server",
+    "svdpp run --jobs clips.csv --server": "tests/serve/test_run_at_server.py runs it",
     "svdpp serve": "runs until it is stopped; tests/serve",
     "svdpp bench": "takes minutes; tests/cli/test_tools.py",
     "svdpp verify --model path/to/checkpoint": "any checkpoint",

@@ -39,6 +39,7 @@ EXIT_CODES = {
     "ClosedError": 1,
     "NotFiniteError": 9,
     "TargetMissedError": 10,
+    "ServerError": 11,
 }
 TYPES = {
     name: each

@@ -43,12 +43,13 @@ pipeline finishes more clips per hour; pairs of ranks (--cfg-parallel 2) make ea
 #: Paragraphs at the end of the program's help.
 EPILOG = """\
 The variables SVDPP_MODEL, SVDPP_DEVICE, SVDPP_DATA, SVDPP_QUEUE, SVDPP_FILES and SVDPP_LOG_FILE \
-set the defaults of the options that they are named after.
+set the defaults of the options that they are named after; SVDPP_API_KEY has the key for --server.
 
 Exit codes: 0 success; 1 unexpected error; 2 wrong request; 3 verify found a difference; 4 out of \
 memory; 5 model missing, gated, incomplete or not safetensors; 6 a rank died or stalled; 7 input \
 unreadable or hostile; 8 output cannot be written; 9 a latent is not finite; 10 a benchmark missed \
-a target; 128 + n ended by signal n. If several clips fail, the exit code is the highest of theirs.
+a target; 11 the server of a run cannot be used; 128 + n ended by signal n. If several clips fail, \
+the exit code is the highest of theirs.
 """
 
 # Number of options that fit on a screen. The help of a command with more shows only common ones.

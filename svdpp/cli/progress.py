@@ -148,6 +148,10 @@ class Progress(Bars):
                 self._print(f"{event.error['message']}: {event.error['hint']}")
             case _:
                 pass
+        self._print_summary()
+
+    def _print_summary(self) -> None:
+        """Print a line now and then, where nothing live is shown."""
         if self.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             self._remark_console.info(self._summary())
@@ -240,6 +244,44 @@ class Progress(Bars):
         except (RequestError, ValueError):  # no transfer between hosts has been measured yet
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
+
+
+class ServerProgress(Progress):
+    """Progress of clips that a server makes: they are counted, and the time left is the server's.
+
+    Args:
+        console: Console of the command.
+        title: Name of the command.
+        labels: Names of the clips by index.
+    """
+
+    def __init__(self, console: Console, title: str, labels: Sequence[str]) -> None:
+        self._eta: tuple[float, float] | None = None  # before rich asks for the summary
+        super().__init__(console, title, (), labels=labels, num_clips=len(labels), ranks=False)
+
+    def begin(self) -> None:
+        """Note that the server works on a clip."""
+        self._first_work_at = self._first_work_at or time.monotonic()
+
+    def set_eta(self, seconds: float | None) -> None:
+        """Set the time until the last clip is finished.
+
+        Args:
+            seconds: Time by the server's forecast; None: it is unknown.
+        """
+        self._eta = None if seconds is None else (time.monotonic(), seconds)
+        self._print_summary()
+
+    def _record_outcome(self, event: ClipDone | ClipFailed) -> None:
+        super()._record_outcome(event)
+        if isinstance(event, ClipDone):
+            self._print(f"{self._counted}: {event.metadata['output']}")
+
+    def _seconds_left(self, elapsed: float) -> float | None:  # noqa: ARG002
+        if self._eta is None:
+            return None
+        at, seconds = self._eta
+        return max(0.0, seconds - (time.monotonic() - at))
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:

@@ -15,14 +15,11 @@ import typer
 from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.files import (
-    InputOptions,
     LogOptions,
-    OutputOptions,
-    PromptOptions,
     TraceOptions,
 )
 from svdpp.cli.options.model import parse_seeds
-from svdpp.cli.options.pipeline import PipelineOptions
+from svdpp.cli.server_run import ServerRunOptions, run_at_server
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (
@@ -64,7 +61,7 @@ app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
+class RunOptions(ServerRunOptions):
     """Options of the pipeline and of its clips."""
 
     # The dummy model makes no video files.
@@ -161,6 +158,9 @@ def run(
     log: LogOptions,
 ) -> None:
     """Animate images, or make clips from prompts: OUT/NAME_SEED.mp4 and a JSON file beside it."""
+    if options.server is not None:
+        run_at_server(console, launched, options, log)
+        return
     from svdpp.driver.jobs import loras_of
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.media.output_files import lock_folder

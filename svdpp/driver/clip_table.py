@@ -54,6 +54,21 @@ def read_names(path: Path) -> dict[str, list[str]]:
     return names
 
 
+def read_done(path: Path) -> dict[str, str]:
+    """Return the keys of the jobs of finished clips in a run's table, by the names of their files.
+
+    Args:
+        path: Path of the table; there need be none.
+
+    Raises:
+        InputError: It cannot be read, or is no table of a run.
+    """
+    if not read_names(path):
+        return {}
+    rows = map(json.loads, read_small_file(path, "table of clips", _MAX_BYTES).splitlines())
+    return {row["output"]: row["job"] for row in rows if row["state"] == "done"}
+
+
 def _without_suffix(output: str) -> str:
     suffixes = [suffix for suffix in video.FORMAT_SUFFIXES.values() if suffix]
     ending = Path(output).suffix

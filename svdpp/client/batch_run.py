@@ -1,0 +1,470 @@
+"""A run at a server: jobs are sent as batches, followed, and their clips are downloaded.
+
+`server.json` in the folder says which batches have been sent, and for which jobs. It is written
+before a batch is sent, with the key by which the server knows a repeated request. So a command that
+was cut at any moment goes on with the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from svdpp.client.connection import Connection, NotThereError
+from svdpp.client.server_model import ServerModel
+from svdpp.config.limits import read_small_file
+from svdpp.driver.job_lines import LineReader, raise_line_errors
+from svdpp.driver.run_job import RunJob, job_key
+from svdpp.errors import (
+    InputError,
+    RequestError,
+    ServerError,
+    SvdppError,
+    error_to_dict,
+    recorded_path,
+    without_folders,
+)
+from svdpp.media import output_files, video
+
+#: Name of the file that remembers the batches.
+STATE_FILE = "server.json"
+_SCHEMA_VERSION = 1
+_MAX_BYTES = 2**28
+_PAGE = 100
+_FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.5, 5.0
+_PART_BYTES = 2**20
+_FINAL = ("completed", "failed", "cancelled")
+
+
+@dataclass
+class Part:
+    """One batch of a run: the key of its request, its id, and its jobs."""
+
+    key: str
+    """Idempotency key."""
+    batch: str | None
+    """Id; None until the server has answered."""
+    clips: dict[str, str]
+    """Keys of the jobs, by the names of their clips, which are their `custom_id`."""
+
+
+@dataclass
+class ServerState:
+    """Content of `server.json`."""
+
+    server: str
+    model: str
+    parts: list[Part] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write the file, completely or not at all.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        output_files.write_json(path, {"schema_version": _SCHEMA_VERSION, **asdict(self)})
+
+
+def read_state(path: Path) -> ServerState | None:
+    """Return what an earlier run has sent; None: there is no such file.
+
+    Raises:
+        InputError: It cannot be read, or `svdpp run` did not write it.
+    """
+    if not path.exists():
+        return None
+    data = read_small_file(path, "state of a run at a server", _MAX_BYTES)
+    try:
+        values = json.loads(data)
+        if values.pop("schema_version") != _SCHEMA_VERSION:
+            raise ValueError("it has another version")
+        parts = [Part(**part) for part in values.pop("parts")]
+        return ServerState(**values, parts=parts)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        text = f"{str(path)!r} is not the state of a run at a server"
+        hint = "`overwrite` makes all clips again"
+        raise InputError(text, hint, details={"path": str(path)}) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerClip:
+    """State of one clip that a run has to make."""
+
+    name: str
+    job: RunJob
+    key: str
+    """Hash of what the job asks for."""
+
+    @property
+    def output(self) -> str:
+        """Name of its file."""
+        return f"{self.name}.mp4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watchers:
+    """Functions that are told what becomes of the clips."""
+
+    on_started: Callable[[], None]
+    on_eta: Callable[[float | None], None]
+    """Gets the seconds until the last clip is finished; None: unknown."""
+    on_done: Callable[[ServerClip, dict[str, Any]], None]
+    """Gets a clip and its JSON."""
+    on_lost: Callable[[ServerClip, dict[str, Any]], None]
+    """Gets a clip and the error for which there is none."""
+
+
+class BatchRun:
+    """Clips of one run, made by a server.
+
+    Args:
+        connection: Connection to the server.
+        model: Its model.
+        reader: Reader of the lines, for errors.
+        folder: Folder of the clips.
+        clips: Clips to make.
+        say: Function that gets remarks.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        model: ServerModel,
+        reader: LineReader,
+        folder: Path,
+        clips: Sequence[ServerClip],
+        say: Callable[[str], None],
+    ) -> None:
+        self._connection, self._model, self._reader = connection, model, reader
+        self._folder, self._say = folder, say
+        self._pending = {clip.name: clip for clip in clips}
+        self._state = ServerState(connection.url, model.name)
+        self._cursors: dict[str, str | None] = {}
+
+    @property
+    def batch_ids(self) -> list[str]:
+        """Ids of the batches that the server has."""
+        return [part.batch for part in self._state.parts if part.batch is not None]
+
+    @property
+    def _state_path(self) -> Path:
+        return self._folder / STATE_FILE
+
+    def adopt(self, earlier: ServerState) -> None:
+        """Go on with the batches of an earlier run.
+
+        Args:
+            earlier: What it has sent.
+
+        Raises:
+            RequestError: It was another server, or one of another model.
+            SvdppError: The server refuses a request, or was away for too long.
+        """
+        for name in ("server", "model"):
+            before, now = getattr(earlier, name), getattr(self._state, name)
+            if before != now:
+                raise RequestError(
+                    f"this folder's batches are at {name} {before!r}, not {now!r}",
+                    f"use the same {name}, or another `out` folder; `overwrite` makes all again",
+                    details={"before": before, "now": now},
+                )
+        for part in earlier.parts:
+            part.clips = {
+                name: key
+                for name, key in part.clips.items()
+                if name in self._pending and self._pending[name].key == key
+            }
+            if part.clips and self._find(part):
+                self._state.parts.append(part)
+
+    def _find(self, part: Part) -> bool:
+        """Find what has become of an earlier batch, and keep the clips that it still makes."""
+        if part.batch is None:  # the answer was lost
+            page = self._connection.get("/v1/batches", limit=_PAGE)
+            found = [
+                each for each in page["data"] if (each["metadata"] or {}).get("run") == part.key
+            ]
+            part.batch = found[0]["id"] if found else None
+        try:
+            batch = None if part.batch is None else self._batch(part.batch)
+        except NotThereError:
+            batch = None
+        if batch is None or batch["status"] == "failed":
+            return False
+        # What has ended without a clip is asked for once more.
+        stem = f"/v1/files/file_{batch['id'].removeprefix('batch_')}"
+        gone = set(self._custom_ids(f"{stem}_error/content"))
+        if batch["status"] in _FINAL:
+            gone |= part.clips.keys() - set(self._custom_ids(f"{stem}_output/content"))
+        part.clips = {name: key for name, key in part.clips.items() if name not in gone}
+        return bool(part.clips)
+
+    def _batch(self, id: str) -> dict[str, Any]:
+        return self._connection.get(f"/v1/batches/{id}")
+
+    def _custom_ids(self, path: str) -> Iterator[str]:
+        for line in self._connection.lines(path):
+            yield str(json.loads(line)["custom_id"])
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """Send the clips of which no batch is known, in as few batches as the server takes.
+
+        Raises:
+            RequestError: The server refuses lines.
+            SvdppError: The server refuses a request, or was away for too long.
+            OutputError: The state cannot be written.
+        """
+        known = {name for part in self._state.parts for name in part.clips}
+        left = [clip for name, clip in self._pending.items() if name not in known]
+        self._state.write(self._state_path)
+        while left:
+            with tempfile.TemporaryFile(prefix="svdpp-batch-") as file:
+                taken = self._write_lines(left, file)
+                clips, left = left[:taken], left[taken:]
+                part = Part(secrets.token_hex(16), None, {clip.name: clip.key for clip in clips})
+                self._state.parts.append(part)
+                self._state.write(self._state_path)
+                self._send(part, clips, file)
+                self._state.write(self._state_path)
+
+    def _write_lines(self, clips: Sequence[ServerClip], file: IO[bytes]) -> int:
+        """Write the lines of the first clips, as many as a batch may have; return their number."""
+        size = 0
+        for index, clip in enumerate(clips):
+            line = {
+                "custom_id": clip.name,
+                "method": "POST",
+                "url": "/v1/videos",
+                "body": self._model.body(clip.job),
+            }
+            text = json.dumps(line).encode() + b"\n"
+            is_full = index == self._model.max_batch_lines
+            # A form has a head besides the lines.
+            if is_full or (index and size + len(text) > self._model.max_batch_bytes - 2**16):
+                return index
+            file.write(text)
+            size += len(text)
+        return len(clips)
+
+    def _send(self, part: Part, clips: Sequence[ServerClip], file: IO[bytes]) -> None:
+        """Send a batch; the server knows it again if the request is repeated."""
+        boundary = f"svdpp-{part.key}"
+        metadata = json.dumps({"run": part.key})
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="metadata"\r\n\r\n{metadata}\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; '
+            'filename="jobs.jsonl"\r\nContent-Type: application/jsonl\r\n\r\n'
+        ).encode()
+        tail = f"\r\n--{boundary}--\r\n".encode()
+
+        def content() -> Iterator[bytes]:
+            file.seek(0)
+            yield head
+            while piece := file.read(_PART_BYTES):
+                yield piece
+            yield tail
+
+        num_bytes = file.seek(0, 2) + len(head) + len(tail)
+        headers = {
+            "Content-Type": f"multipart/form-data; boundary={boundary}",
+            "Content-Length": str(num_bytes),
+            "Idempotency-Key": part.key,
+        }
+        try:
+            batch = self._connection.post("/v1/batches", content, headers)
+        except RequestError as error:
+            self._state.parts.remove(part)
+            self._state.write(self._state_path)
+            if faults := error.details.get("faults"):
+                self._raise_faults(faults, clips)
+            raise
+        part.batch = batch["id"]
+        self._say(f"sent {len(clips)} {'clip' if len(clips) == 1 else 'clips'} as {batch['id']}")
+
+    def _raise_faults(
+        self, faults: Sequence[Mapping[str, Any]], clips: Sequence[ServerClip]
+    ) -> None:
+        """Raise faults that the server has found as those of lines of the jobs file."""
+        lines = {clip.name: clip.job.line or 0 for clip in clips}
+        errors: list[SvdppError] = []
+        for fault in faults:
+            name, message = fault.get("param"), str(fault["message"])
+            field = self._reader.image_field if name == "input_reference" else name
+            line, hint = lines.get(str(fault.get("custom_id")), 0), str(fault.get("hint") or "")
+            text = f"the server says: {message.removeprefix(f'{name} ')}"
+            errors.append(self._reader.file.error(line, text, hint, field))
+        wrong = {error.details["line"] for error in errors}
+        raise_line_errors(errors, self._reader.file, len(clips) - len(wrong))
+
+    # --- following --------------------------------------------------------------------------------
+
+    def follow(self, watchers: Watchers) -> None:
+        """Download each clip once it is finished, until all have ended.
+
+        Args:
+            watchers: Functions that are told what becomes of the clips.
+
+        Raises:
+            RequestError: The server has refused images of a batch.
+            SvdppError: The server refuses a request, or was away for too long.
+            OutputError: A clip cannot be written.
+        """
+        wait = _FIRST_POLL_SECONDS
+        while True:
+            has_changed = False
+            for part in self._state.parts:
+                if any(name in self._pending for name in part.clips):
+                    has_changed |= self._follow_part(part, watchers)
+            if not self._pending:
+                return
+            wait = _FIRST_POLL_SECONDS if has_changed else min(2 * wait, _MAX_POLL_SECONDS)
+            time.sleep(wait)
+
+    def _follow_part(self, part: Part, watchers: Watchers) -> bool:
+        """Look at a batch once; return whether a clip has ended."""
+        assert part.batch is not None
+        batch = self._batch(part.batch)  # before the videos: what is final then, is listed
+        if batch["status"] == "failed":
+            clips = [self._pending[name] for name in part.clips if name in self._pending]
+            self._state.parts.remove(part)
+            self._state.write(self._state_path)
+            self._raise_faults(batch["errors"]["data"], clips)
+        before = len(self._pending)
+        for video_view in self._videos(part.batch):
+            self._take(part, video_view, watchers)
+        if batch["status"] in _FINAL:
+            for name in part.clips.keys() & self._pending.keys():
+                text = f"the server has no clip {name!r} any more: it was removed there"
+                error = ServerError(text, "`resume` asks for it again", details={"clip": name})
+                watchers.on_lost(self._pending.pop(name), error_to_dict(error))
+        elif batch["status"] == "in_progress":
+            (last,) = self._page(part.batch, None, limit=1, order="desc")["data"] or [{}]
+            watchers.on_eta(last.get("eta_seconds"))
+        return len(self._pending) < before
+
+    def _page(self, batch: str, after: str | None, limit: int, order: str) -> dict[str, Any]:
+        return self._connection.get(
+            "/v1/videos", batch_id=batch, after=after, limit=limit, order=order
+        )
+
+    def _videos(self, batch: str) -> Iterator[dict[str, Any]]:
+        """Yield videos of a batch, from the first one on that had not ended at the look before.
+
+        Those of which a whole page waits, and the ones after it, are left for later.
+        """
+        after = self._cursors.get(batch)
+        is_first = True
+        while True:
+            try:
+                page = self._page(batch, after, _PAGE, "asc")
+            except NotThereError:
+                if after is None:
+                    return  # the batch itself
+                after = self._cursors[batch] = None  # the video was removed
+                continue
+            for each in page["data"]:
+                yield each
+                is_first &= each["status"] in _FINAL
+                if is_first:
+                    self._cursors[batch] = each["id"]
+            waits = all(each["status"] == "queued" for each in page["data"])
+            if waits or not page["has_more"]:
+                return
+            after = page["last_id"]
+
+    def _take(self, part: Part, view: Mapping[str, Any], watchers: Watchers) -> None:
+        """Take what has become of one video."""
+        name = str(view["custom_id"])
+        if view["status"] != "queued":
+            watchers.on_started()
+        if name not in part.clips or name not in self._pending:
+            return
+        clip = self._pending[name]
+        if view["status"] == "completed":
+            metadata = self._download(clip, str(view["id"]))
+            del self._pending[name]
+            watchers.on_done(clip, metadata)
+        elif view["status"] in _FINAL:
+            del self._pending[name]
+            watchers.on_lost(clip, error_to_dict(_lost_error(view)))
+
+    def _download(self, clip: ServerClip, id: str) -> dict[str, Any]:
+        """Write the clip and its JSON under their names in the folder; return the JSON."""
+        metadata = self._connection.get(f"/v1/videos/{id}/metadata")
+        path = self._folder / clip.output
+        made_from = clip.job.made_from
+        for name, file in (("input", made_from.media_file), ("last_image", made_from.last_image)):
+            if file is not None and name in metadata:
+                metadata[name] = recorded_path(file.path, self._folder)
+        for name, file in made_from.videos:
+            metadata["videos"][name] = recorded_path(file.path, self._folder)
+        metadata["output"] = clip.output
+        with tempfile.TemporaryFile(prefix="svdpp-clip-") as content:
+
+            def write(parts: Iterator[bytes]) -> None:
+                content.seek(0)
+                content.truncate()
+                for part in parts:
+                    content.write(part)
+
+            self._connection.download(f"/v1/videos/{id}/content", write)
+            content.seek(0)
+            if hashlib.file_digest(content, "sha256").hexdigest() != metadata["file_sha256"]:
+                raise ServerError(
+                    f"{clip.output!r} has another SHA-256 than its JSON at the server says",
+                    "a proxy may change it; run the command again with `resume`",
+                    details={"clip": clip.output},
+                )
+            content.seek(0)
+            with (
+                output_files.atomic_output(str(path), path.suffix) as temporary,
+                temporary.open("wb") as target,
+            ):
+                shutil.copyfileobj(content, target)
+        output_files.write_json(self._folder / f"{clip.output}.json", metadata)
+        return metadata
+
+
+def _lost_error(view: Mapping[str, Any]) -> ServerError:
+    if view["status"] == "cancelled":
+        return ServerError("it was cancelled at the server", "`resume` asks for it again")
+    error = view["error"] or {}
+    message = without_folders(str(error.get("message", "it has failed at the server")))
+    return ServerError(message, "`resume` asks for it again", details={"video": view["id"]})
+
+
+def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:
+    """Whether a clip is finished and as its job asks.
+
+    Args:
+        folder: Folder of the clips.
+        clip: Clip of the run.
+        done: Keys of the jobs of finished clips, by the names of their files.
+    """
+    path = folder / clip.output
+    if done.get(clip.output) != clip.key:
+        return False
+    try:
+        metadata = json.loads((folder / f"{clip.output}.json").read_text())
+        return bool(video.file_sha256(path) == metadata["file_sha256"])
+    except (OSError, ValueError, KeyError, TypeError, InputError):
+        return False
+
+
+def server_clips(jobs: Sequence[RunJob]) -> list[ServerClip]:
+    """Return the clips of named jobs.
+
+    Args:
+        jobs: Jobs of a run, whose names are set.
+    """
+    return [ServerClip(name=job.name, job=job, key=job_key(job)) for job in jobs]

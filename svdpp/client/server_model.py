@@ -1,0 +1,179 @@
+"""A server's model as lines of a jobs file see it, and lines as requests of that server."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from svdpp.config import SAMPLING_CLASSES, SamplingConfig
+from svdpp.config.limits import require
+from svdpp.config.sampling import params_by_field
+from svdpp.driver.job_lines import LineDefaults
+from svdpp.driver.run_job import RunJob
+from svdpp.errors import InputError, RequestError, ServerError
+from svdpp.media.inputs import MediaFile
+
+_IMAGE_FIELD = "input_reference"
+# Of a line without its files: prompts, parameters, names.
+_LINE_OVERHEAD_BYTES = 256 * 2**10
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """Model of a server, as `/v1/models` describes it."""
+
+    description: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Id of the model."""
+        return str(self.description["id"])
+
+    @property
+    def max_batch_bytes(self) -> int:
+        """Bytes that the lines of one batch may have."""
+        return int(self.description["limits"]["max_batch_bytes"])
+
+    @property
+    def max_batch_lines(self) -> int:
+        """Lines that one batch may have."""
+        return int(self.description["limits"]["max_batch_lines"])
+
+    def defaults(self, values: Mapping[str, Any], **more: Any) -> LineDefaults:
+        """Return what lines have that they do not say.
+
+        Args:
+            values: Sampling parameters that options set, by their names.
+            more: Further values of `LineDefaults`.
+
+        Raises:
+            RequestError: A parameter is not for the model's family, or out of range.
+        """
+        inputs = self.description["inputs"]
+        most = int(self.description["limits"]["max_megapixels"]) * 10**6
+        return LineDefaults(
+            model=self.name,
+            sampling=self._sampling(values),
+            image_use=inputs[_IMAGE_FIELD],
+            prompt_use=inputs["prompt"],
+            last_image_use=inputs.get("last_image", "refused"),
+            max_pixels=min(most, more.pop("max_pixels")),
+            **more,
+        )
+
+    def _sampling(self, values: Mapping[str, Any]) -> SamplingConfig:
+        kind: Any = SAMPLING_CLASSES[self.description["family"]]
+        known = {each.name for each in fields(kind)}
+        for name in values:
+            require(name in known, f"`{name}` is not for the server's model {self.name}")
+        defaults = self.description["defaults"]
+        given = {
+            param.name: defaults[field]
+            for field, param in params_by_field(kind).items()
+            if field in defaults
+        }
+        width, height = map(int, defaults["size"].split("x"))
+        given |= {"width": width, "height": height, "fit": defaults.get("fit", "stretch")}
+        sampling: SamplingConfig = kind(**given)
+        return replace(sampling, **values)
+
+    def check(self, job: RunJob) -> None:
+        """Check what the server says that it does not make, before anything is sent.
+
+        Args:
+            job: Job of a line.
+
+        Raises:
+            RequestError: The server makes no such clip.
+        """
+        assert job.sampling is not None
+        size, sizes = f"{job.sampling.width}x{job.sampling.height}", self.description["sizes"]
+        if size not in sizes:
+            raise RequestError(
+                f"the server makes {', '.join(sizes)}, not {size}",
+                "choose one of them; whoever starts the server can add others",
+                details={"field": "width", "size": size, "sizes": list(sizes)},
+            )
+        require(not job.made_from.loras, "`loras`: the server takes none in a batch")
+        files = [file for _, file in _files(job)]
+        limit = int(self.description["limits"]["max_line_bytes"]) - _LINE_OVERHEAD_BYTES
+        num_bytes = sum(-(-file.path.stat().st_size // 3) * 4 for file in files)
+        if num_bytes > limit:
+            most = limit * 3 // 4
+            raise RequestError(
+                f"its files have {num_bytes * 3 // 4} bytes, and a batch takes {most} in a line",
+                "save the image as JPEG, or make it smaller",
+                details={"bytes": num_bytes * 3 // 4, "highest": most},
+            )
+
+    def body(self, job: RunJob) -> dict[str, Any]:
+        """Return the request of a job, with all its parameters, and its files in base64.
+
+        Args:
+            job: Job of a line, checked.
+
+        Raises:
+            InputError: A file cannot be read, or has changed since it was checked.
+        """
+        sampling, made_from = job.sampling, job.made_from
+        assert sampling is not None
+        known = self.description["fields"]
+        values = {
+            field: getattr(sampling, param.name)
+            for field, param in params_by_field(type(sampling)).items()
+        }
+        values |= {"size": f"{sampling.width}x{sampling.height}", "fit": sampling.fit}
+        body = {
+            name: value for name, value in values.items() if name in known and value is not None
+        }
+        body["seed"] = job.seed
+        if self.description["inputs"]["prompt"] != "refused":
+            prompts = {"prompt": made_from.prompt, "negative_prompt": made_from.negative_prompt}
+            body |= {name: text for name, text in prompts.items() if text is not None}
+        if made_from.media_file is None:
+            body.pop("fit", None)
+        return body | {name: _encoded(file) for name, file in _files(job)}
+
+
+def server_model(answer: Mapping[str, Any]) -> ServerModel:
+    """Return the model of a server's answer to `/v1/models`.
+
+    Raises:
+        ServerError: The server is none of svdpp, or one of another version.
+    """
+    try:
+        (model,) = answer["data"]
+        assert {"max_batch_bytes", "max_batch_lines", "max_line_bytes"} <= model["limits"].keys()
+        assert model["family"] in SAMPLING_CLASSES
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise ServerError(
+            "the server takes no batches, or runs a family that this svdpp does not know",
+            "it needs svdpp serve of this version",
+        ) from error
+    return ServerModel(model)
+
+
+def _files(job: RunJob) -> list[tuple[str, MediaFile]]:
+    """Return the files of a job by the fields of a request."""
+    made_from = job.made_from
+    files = [(_IMAGE_FIELD, made_from.media_file), ("last_image", made_from.last_image)]
+    return [(name, file) for name, file in files if file is not None] + [*made_from.videos]
+
+
+def _encoded(file: MediaFile) -> str:
+    try:
+        content = file.path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{str(file.path)!r} cannot be read: {error.strerror}", details={"path": str(file.path)}
+        ) from error
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise InputError(
+            f"{str(file.path)!r} has changed since it was checked",
+            "run the command again",
+            details={"path": str(file.path)},
+        )
+    return base64.b64encode(content).decode()
