@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from svdpp.config import SAMPLING_CLASSES, SamplingConfig
@@ -13,7 +15,7 @@ from svdpp.config.limits import require
 from svdpp.config.sampling import params_by_field
 from svdpp.driver.job_lines import LineDefaults
 from svdpp.driver.run_job import RunJob
-from svdpp.errors import InputError, RequestError, ServerError
+from svdpp.errors import InputError, RequestError, ServerError, nearest
 from svdpp.media.inputs import MediaFile
 
 _IMAGE_FIELD = "input_reference"
@@ -97,7 +99,7 @@ class ServerModel:
                 "choose one of them; whoever starts the server can add others",
                 details={"field": "width", "size": size, "sizes": list(sizes)},
             )
-        require(not job.made_from.loras, "`loras`: the server takes none in a batch")
+        self._check_loras(job)
         files = [file for _, file in _files(job)]
         limit = int(self.description["limits"]["max_line_bytes"]) - _LINE_OVERHEAD_BYTES
         num_bytes = sum(-(-file.path.stat().st_size // 3) * 4 for file in files)
@@ -108,6 +110,23 @@ class ServerModel:
                 "save the image as JPEG, or make it smaller",
                 details={"bytes": num_bytes * 3 // 4, "highest": most},
             )
+
+    def _check_loras(self, job: RunJob) -> None:
+        """Check that the server has the LoRAs of a job, and that local files are the same."""
+        listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
+        for lora in job.made_from.loras:
+            name, path = Path(lora.name).stem, Path(lora.name)
+            if name not in listed:
+                known = ", ".join(listed) or "none"
+                hint = nearest(name, listed, f"it has {known}")
+                wrong = f"`loras`: the server has no {name!r}"
+                raise RequestError(wrong, hint, details={"field": "loras", "known": [*listed]})
+            if path.is_file() and _sha256_of(path) != listed[name]:
+                raise RequestError(
+                    f"`loras`: {str(path)!r} is another file than {name!r} of the server",
+                    "leave the folder out to use the server's",
+                    details={"field": "loras", "path": str(path)},
+                )
 
     def body(self, job: RunJob) -> dict[str, Any]:
         """Return the request of a job, with all its parameters, and its files in base64.
@@ -133,6 +152,12 @@ class ServerModel:
         if self.description["inputs"]["prompt"] != "refused":
             prompts = {"prompt": made_from.prompt, "negative_prompt": made_from.negative_prompt}
             body |= {name: text for name, text in prompts.items() if text is not None}
+        if made_from.loras:
+            body["lora"] = [
+                {"name": Path(lora.name).stem, "scale": lora.weight}
+                | ({"expert": lora.expert} if lora.expert else {})
+                for lora in made_from.loras
+            ]
         if made_from.media_file is None:
             body.pop("fit", None)
         return body | {name: _encoded(file) for name, file in _files(job)}
@@ -161,6 +186,12 @@ def _files(job: RunJob) -> list[tuple[str, MediaFile]]:
     made_from = job.made_from
     files = [(_IMAGE_FIELD, made_from.media_file), ("last_image", made_from.last_image)]
     return [(name, file) for name, file in files if file is not None] + [*made_from.videos]
+
+
+@functools.lru_cache(maxsize=256)
+def _sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _encoded(file: MediaFile) -> str:

@@ -37,10 +37,8 @@ from tests.support.tiny_families import save_tiny
 _SIZES = ((64, 64), (96, 64), (64, 96))
 _WORDS = ("a red ball", "waves at night", "ein Vogel", "雪の山", "smoke")
 _STEPS = 4
-_DEFAULTS = (
-    *("--device", "cpu", "--steps", str(_STEPS), "--frames", "5"),
-    *("--width", "64", "--height", "64", "--threads", "1"),
-)
+_SAMPLING = ("--steps", str(_STEPS), "--frames", "5", "--width", "64", "--height", "64")
+_DEFAULTS = ("--device", "cpu", "--threads", "1", *_SAMPLING)
 _FAULTY: tuple[dict[str, Any], ...] = (
     {"prompt": "a", "sede": 3},
     {"prompt": "a", "steps": "many"},
@@ -129,7 +127,9 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
 
     served, server_kills = folder / "served", 0
     with Server(folder, model) as server:
-        command = [*base, "--server", server.url, "--out", str(served), "--keep-going", "--resume"]
+        # The server has its own device, threads and LoRAs.
+        command = ["run", "--jobs", str(jobs_file), "--model", str(model), *_SAMPLING]
+        command += ["--server", server.url, "--out", str(served), "--keep-going", "--resume"]
         process = start(command, folder)
         for _ in range(kills):
             wait_for_clips(process, served, chance.randint(5, 40))
