@@ -351,9 +351,9 @@ def main(path: str, *numbers: str) -> None:
 
     Args:
         path: File to decode.
-        numbers: Process id of the server, whose end also ends this process; the frames that a clip takes
-            of a video, or 0; and the limits: pixels, bytes of address space, seconds of CPU time,
-            after which the kernel sends SIGXCPU, and scans of a JPEG.
+        numbers: Process id of the server, whose end also ends this process; the frames that a clip
+            takes of a video, or 0; and the limits: pixels, bytes of address space, seconds of CPU
+            time, after which the kernel sends SIGXCPU, and scans of a JPEG.
     """
     parent, video_frames, max_pixels, max_bytes, cpu_seconds, max_scans = map(int, numbers)
     end_with_parent(parent)
