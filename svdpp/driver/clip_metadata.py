@@ -244,7 +244,7 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
 
 
 # Fields that only some clips have.
-_MAY_BE_MISSING = {"audio_sha256", "lora", "last_image", "last_image_sha256"}
+_MAY_BE_MISSING = {"audio_sha256", "lora", "denoiser", "last_image", "last_image_sha256"}
 
 _METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASSES}
 

@@ -25,9 +25,10 @@ from svdpp.config import (
     VideoFormat,
     WanSampling,
 )
+from svdpp.config.pipeline import parameters_sha256
 from svdpp.driver import memory_process, ranks
 from svdpp.driver import resolve as memory
-from svdpp.driver.clip_metadata import clip_metadata
+from svdpp.driver.clip_metadata import check_clip_metadata, clip_metadata
 from svdpp.driver.clip_names import name_jobs
 from svdpp.driver.jobs import (
     OutputPolicy,
@@ -131,6 +132,10 @@ def test_clips_with_the_same_loras_follow_each_other(tmp_path: Path) -> None:
     sameness = {json.dumps(each.get("lora")) for each in plan.metadata}
     assert len(sameness) == 4
     assert len({each["parameters_sha256"] for each in plan.metadata}) == len(sets)
+    hashes_of_clip = {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64}
+    for each in plan.metadata:  # as `--resume` reads it
+        read = check_clip_metadata({**each, **hashes_of_clip}, "it is none")
+        assert parameters_sha256(read) == each["parameters_sha256"]
     of_model = replace(config, model=ModelConfig(name=str(folder), loras=(first,)))
     jobs = name_jobs(combine_jobs([ClipInput(prompt="clip 0")], [0]))
     whole, with_lora = resolve_config(of_model)
