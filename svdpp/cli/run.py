@@ -464,7 +464,7 @@ class RunCommand:
         self.console.info(*pipeline.checkpoint.remarks, *written)
         if replaced := sum(clip.replaces for clip in clips.clips):
             noun = pluralize(replaced, "clip")
-            self.console.info(f"{noun} of changed lines will be replaced")
+            self.console.info(f"{noun} to make again, with other parameters")
         return pipeline, clips
 
     def execute(

@@ -193,6 +193,7 @@ class LineReader:
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the given values by the names of fields; empty texts and null are not given."""
         values: dict[str, Any] = {}
+        typed_names: dict[str, str] = {}
         for typed, value in fields.items():
             name = self._aliases.get(typed, typed)
             if value is None or value == "":
@@ -200,9 +201,10 @@ class LineReader:
             if name not in self.fields:
                 self._refuse_field(typed)
             elif name in values:
-                self._add(f"contradicts {typed}, another name of it", "give one", name)
+                wrong = f"contradicts {typed_names[name]}, another name of it"
+                self._add(wrong, "give one of them", typed)
             else:
-                values[name] = value
+                values[name], typed_names[name] = value, typed
         return values
 
     def _refuse_field(self, name: str) -> None:

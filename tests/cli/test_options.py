@@ -22,6 +22,7 @@ from svdpp.config.cost_files import read_costs
 from svdpp.driver import resolve
 from svdpp.errors import InputError, RequestError
 from svdpp.launch import worker_group as fork_server
+from svdpp.media.inputs import MediaFile
 from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.parallel import layout_options
 from svdpp.worker.device import MemoryPressure
@@ -317,6 +318,47 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
     assert list(Path().iterdir()) == []
     assert [clip["seed"] for clip in result["clips"]] == [1, 2]
     assert (result["layout"], result["world_size"]) == ("1 replica of 2 ranks, uniform", 2)
+
+
+def test_lines_of_a_jobs_file_override_options() -> None:
+    photograph("in/one.jpg")
+    lines = '{"image": "one.jpg", "size": "64x32"}\n{"image": "one.jpg", "steps": 4, "seed": 3}\n'
+    Path("in/jobs.jsonl").write_text(lines)
+    result = dry_run("--jobs", "in/jobs.jsonl", "--seed", "5", "--name", "{index}-{stem}-{seed}")
+    found = [(c["output"], c["size"], c["steps"], c["input"]) for c in result["clips"]]
+    assert found == [
+        ("1-one-5.mp4", "64x32", 2, "../in/one.jpg"),
+        ("2-one-3.mp4", "32x32", 4, "../in/one.jpg"),
+    ]
+    assert result["layout"] == "1 replica of 2 ranks, alternating"
+    assert 0 < result["clips"][0]["end_seconds"] <= result["forecast"]["total_seconds"]
+    text = lines.replace("one.jpg", "in/one.jpg") + '{"image": "in/one.jpg", "steps": 0}\n'
+    Path("more.jsonl").write_text(text)
+    left = dry_run("--jobs", "more.jsonl", "--keep-going")
+    assert (len(left["clips"]), [each["line"] for each in left["refused"]]) == (2, [3])
+    for option, value in (("--seeds", "1-2"), ("--prompt", "x"), ("--prompts", "p.txt")):
+        refused = svdpp_here("run", "--jobs", "in/jobs.jsonl", option, value, *DEMO)
+        assert_error(refused, 2, f"--jobs and {option} contradict each other")
+    Path("in/jobs.jsonl").write_text('{"image": "one.jpg", "steps": 3}\n')
+    command = ("run", "--jobs", "in/jobs.jsonl", *DEMO, *TINY, "--gpus", "2")
+    uneven = svdpp_here(*command, "--split", "uniform", "--dry-run")
+    assert_error(uneven, 2, "3 steps cannot be split evenly over 2 ranks")
+    assert_error(svdpp_here(*command[:3], *DEMO, "--out", "x.mp4", "--name", "{seed}"), 2, "--name")
+
+
+def test_prompts_are_beside_their_images(tmp_path: Path) -> None:
+    images = [
+        MediaFile(Path(photograph(f"{tmp_path}/{name}.jpg")), "0" * 64, 64, 64) for name in "abc"
+    ]
+    (tmp_path / "a.txt").write_text("a wave\n breaks \n")
+    options = PromptOptions(prompts=Path("same-stem"))
+    with pytest.raises(InputError, match=r"2 prompts are missing:\n.*b\.txt'\n.*c\.txt'"):
+        options.combined(images, SvdSampling())
+    (found,) = options.combined(images[:1], SvdSampling())
+    assert (found.media_file, found.prompt) == (images[0], "a wave breaks")
+    (tmp_path / "b.txt").write_text(" ")
+    with pytest.raises(InputError, match=r"b\.txt' has no prompt"):
+        options.combined(images[1:2], SvdSampling())
 
 
 def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None:

@@ -87,6 +87,49 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert all(len(read_frames(clip, "mp4")) == 2 for clip in out.glob("*.mp4"))
 
 
+def test_a_jobs_file_is_killed_changed_resumed_and_proven(tmp_path: Path) -> None:
+    """Two sizes and two numbers of steps on two ranks; a changed line is made again alone."""
+    shutil.copy(PHOTOS[0], tmp_path / "a.jpg")
+    jobs, out, plan = tmp_path / "jobs.csv", tmp_path / "out", tmp_path / "plan.json"
+    head, *lines = ("image,seed,size,steps", "a.jpg,1,,", "a.jpg,1,96x64,", "a.jpg,2,96x64,5")
+    jobs.write_text("\n".join([head, *lines]))
+    stop = {"kind": "hang", "rank": 1, "clip": 2, "place": "decode"}
+    plan.write_text(json.dumps({"events": str(tmp_path / "events"), "stop": stop}))
+    asked = ("--jobs", jobs, "--world", 2, "--out", out)
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.injected", str(plan), *_command(*asked)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+    )
+    wait_until(lambda: len(list(out.glob("*.mp4.json"))) == 2, HANG_SECONDS, "no two clips")
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    before = _latents(out)
+    # A line is inserted before all others, whose names stay, and another is changed.
+    jobs.write_text("\n".join([head, "a.jpg,1,64x96,", lines[0], "a.jpg,1,96x64,4", lines[2]]))
+    resumed = _run(*asked, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.out.count("(was finished)") == 1
+    rows = [json.loads(line) for line in (out / "clips.jsonl").read_text().splitlines()]
+    names = [row["output"] for row in rows]
+    assert {row["state"] for row in rows} == {"done"}
+    assert names[1] == "a_1.mp4"
+    assert len({*names}) == 4
+    assert [(row["line"], row["width"], row["height"], row["steps"]) for row in rows] == [
+        (2, 64, 96, 6),
+        (3, 64, 64, 6),
+        (4, 96, 64, 4),
+        (5, 96, 64, 5),
+    ]
+    after = _latents(out)
+    assert after == {row["output"]: row["latents_sha256"] for row in rows}
+    assert after["a_1.mp4"] == before["a_1.mp4"]
+    proof = svdpp_here("verify", str(out))
+    assert proof.code == 0, proof.err
+    assert "4 of 4 clips are bitwise equal" in proof.out
+
+
 def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with lock_folder(out):

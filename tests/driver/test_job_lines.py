@@ -160,7 +160,10 @@ def test_what_cannot_be_read_is_named_by_its_line(kind: str, text: str, words: s
         ('{"prompt": "a", "seed": -1}', "seed: must be 0 to 9223372036854775807, got -1"),
         ('{"prompt": "a", "steps": 1.5}', "steps: must be a whole number, got 1.5"),
         ('{"prompt": "a", "steps": [4]}', "steps: must be a whole number, got [4]"),
-        ('{"prompt": "a", "steps": 4, "num_inference_steps": 4}', "steps: contradicts"),
+        (
+            '{"prompt": "a", "steps": 4, "num_inference_steps": 4}',
+            "num_inference_steps: contradicts steps, another name of it",
+        ),
         ('{"prompt": "a", "frames": 6}', "frames: must be a multiple of 4 plus 1, got 6"),
         ('{"prompt": "a", "frames": 5, "seconds": 1}', "seconds: contradicts frames"),
         ('{"prompt": "a", "seconds": 1e9}', "seconds: must be above 0 and at most 1024"),

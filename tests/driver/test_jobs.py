@@ -184,6 +184,33 @@ def test_a_restart_keeps_what_is_as_asked_for(
         _plan(media_file, replace(policy, resume=True))
 
 
+def test_a_changed_line_is_made_again_but_no_clip_of_another_model(
+    media_file: MediaFile, tmp_path: Path
+) -> None:
+    output = OutputConfig(path=str(tmp_path / "rocket_0.mp4"))
+    _finish(media_file, output)
+    policy = OutputPolicy(folder=tmp_path, resume=True, replaces_changed=True)
+    assert len(_plan(media_file, policy).skipped) == 1
+    changed = replace(CONFIG, sampling=replace(CONFIG.sampling, fps=9))
+    (clip,) = _plan(media_file, policy, changed).clips
+    assert clip.replaces
+    for other in ({"num_threads": 2}, {"model": ModelConfig(name="demo", dtype="bf16")}):
+        with pytest.raises(RequestError, match=r"exists with another (num_threads|dtype)"):
+            _plan(media_file, policy, replace(changed, **other))  # type: ignore[arg-type]
+    Path(output.json_path).unlink()
+    Path(output.path).write_bytes(b"a film of somebody else's")
+    with pytest.raises(RequestError, match="svdpp did not write it"):
+        _plan(media_file, policy, changed)
+
+
+def test_a_table_of_somebody_elses_is_not_replaced(media_file: MediaFile, tmp_path: Path) -> None:
+    """A user's own jobs file may have that name."""
+    (tmp_path / "clips.jsonl").write_text('{"image": "cat.jpg"}\n')
+    for policy in (OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path, resume=True)):
+        with pytest.raises(RequestError, match=r"clips\.jsonl' exists and is not a run's table"):
+            _plan(media_file, policy)
+
+
 def test_a_run_has_a_limit_of_clips(tmp_path: Path) -> None:
     jobs = combine_jobs([ClipInput()] * 2, range(50_001))
     with pytest.raises(RequestError, match="a run makes 1 to 100000 clips, got 100002"):
