@@ -6,7 +6,7 @@ import { $, make, toast, setAttribute } from "./dom.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { plural } from "./text.js";
-import { parametersOf, titleOf } from "./format.js";
+import { requestOf, titleOf } from "./format.js";
 
 const MAX_IDS = 100;
 
@@ -130,8 +130,7 @@ export async function downloadAll() {
 
 export async function copyParameters(id) {
   const video = state.videos.get(id);
-  const pairs = ["model", ...parametersOf(video)].map((name) => {
-    const value = video[name];
+  const pairs = Object.entries({ model: video.model, ...requestOf(video) }).map(([name, value]) => {
     // A seed above 2^53 is text here, and a number for every other program.
     return `  "${name}": ${name === "seed" ? value : JSON.stringify(value)}`;
   });

@@ -14,7 +14,7 @@ import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { capital, duration, plural, withArticle } from "./text.js";
 import { thumbOf } from "./thumbs.js";
-import { ago, etaText, inputWord, nameOf, parametersOf, proofOf, proofText, remarksOf, shapeOf,
+import { ago, etaText, inputWord, nameOf, parameterText, parametersOf, proofOf, proofText, remarksOf, shapeOf,
   stepText, titleOf } from "./format.js";
 
 export function renderClips(videos) {
@@ -139,7 +139,7 @@ const HASHES = ["model", "dtype", "device", "latents_sha256", "frames_sha256", "
 async function fillDetails(body, video) {
   const line = (name, value) =>
     make("tr", { className: name.endsWith("prompt") ? "text" : "" }, make("th", { scope: "row", textContent: name }), make("td", { textContent: value }));
-  body.replaceChildren(...parametersOf(video).map((name) => line(name, video[name])));
+  body.replaceChildren(...parametersOf(video).map((name) => line(name, parameterText(video, name))));
   if (video.status !== "completed") return;
   try {
     const metadata = await get(`/v1/videos/${video.id}/metadata`);

@@ -8,7 +8,8 @@ export const field = (name) => $("new").elements[name];
 
 /** The names of the parameters that the form has for a model. */
 export const namesFor = (model) =>
-  parameterNames().filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused");
+  parameterNames().filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused"
+    || (name === "lora" && model?.loras?.length > 0));
 
 /** The last image and the further videos that clips of a model take, by name. */
 export const videosOf = (model) =>
@@ -18,7 +19,7 @@ export const videosOf = (model) =>
 /** Gives the form the fields of a model. */
 export function showModelFields(model) {
   const names = namesFor(model);
-  for (const name of ["prompt", "negative_prompt", "fit"]) field(name).closest("label").hidden = !names.includes(name);
+  for (const name of ["prompt", "negative_prompt", "lora", "fit"]) field(name).closest("label").hidden = !names.includes(name);
   showPhotoField(model.inputs.input_reference);
   const word = inputWord(model);
   $("files").accept = word === "video" ? "video/*,image/*" : "image/*";
@@ -26,6 +27,7 @@ export function showModelFields(model) {
   $("photos").setAttribute("aria-label", `Chosen ${word}s`);
   setText(field("fit").closest("label").querySelector("span"), `Fit of the ${word}`);
   showVideoFields(videosOf(model), model.inputs);
+  showLoras(model.loras ?? []);
   const modelFields = ownParameters(model);
   if (modelFields.join() !== $("model-fields").dataset.names) {
     for (const old of [...$("model-fields").querySelectorAll(".model-field")]) old.remove();
@@ -39,6 +41,13 @@ export function showModelFields(model) {
 function showPhotoField(use) {
   $("drop").hidden = use === "refused";
   setText($("drop-note"), use === "optional" ? "or none, for clips from the prompt alone" : "or drop or paste them here");
+}
+
+function showLoras(loras) {
+  const before = field("lora").value;
+  const names = loras.map(({ name }) => make("option", { value: name, textContent: name }));
+  field("lora").replaceChildren(make("option", { value: "", textContent: "none" }), ...names);
+  if (loras.some(({ name }) => name === before)) field("lora").value = before;
 }
 
 function showVideoFields(names, uses) {

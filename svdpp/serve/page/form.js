@@ -53,7 +53,7 @@ function fillDefaults() {
   priorities[9].textContent = "9 (first)";
   field("priority").replaceChildren(...priorities);
   field("variations").value = 1;
-  fillSettings({ ...defaults, seed: "", priority: 0 });
+  fillSettings({ ...defaults, lora: "", seed: "", priority: 0 });
 }
 
 function fillSettings(values) {

@@ -5,7 +5,7 @@ import { state } from "./state.js";
 import { duration, now, plural, sentence } from "./text.js";
 
 const FIRST = ["prompt", "negative_prompt", "size", "steps", "frames", "fps", "seed"];
-const LAST = ["fit", "priority"];
+const LAST = ["lora", "fit", "priority"];
 // Fields of requests that say nothing of a clip which `FIRST` does not.
 const OTHERS = ["seconds", "callback_url"];
 
@@ -22,6 +22,19 @@ export const parametersOf = (video) =>
 
 /** What a model makes clips from besides a prompt, in one word: "image" or "video". */
 export const inputWord = (model) => model?.input_kind ?? "image";
+
+/** A clip's LoRAs as a request names them: without their hashes. */
+const lorasOf = ({ lora }) => lora?.map(({ name, scale, expert }) => ({ name, scale, ...(expert ? { expert } : {}) }));
+
+/** The parameters of a clip as a request for the same clip has them, by name. */
+export const requestOf = (video) =>
+  Object.fromEntries(parametersOf(video).map((name) => [name, name === "lora" ? lorasOf(video) : video[name]]));
+
+/** A parameter of a clip as text. */
+export function parameterText(video, name) {
+  if (name !== "lora") return String(video[name] ?? "");
+  return (video.lora ?? []).map(({ name: lora, scale, expert }) => [lora, scale, expert].filter(Boolean).join(" ")).join(", ");
+}
 
 const PROOFS = {
   none: "not verified",

@@ -31,19 +31,22 @@ export const keptTable = () => (tableIsOpen()
 export function rowOrders(settings) {
   const known = fieldsOf(model()), byName = photosByName();
   return rowsToMake().map((row) => {
-    const values = { ...settings }, files = [];
+    const values = { ...settings }, files = [], photos = [];
     let photo = null, width = "", height = "";
     view.columns.forEach(({ field: name }, index) => {
       const value = row.cells[index];
       if (!value) return;
       if (name === "width") width = value;
       else if (name === "height") height = value;
-      else if (name === "input_reference") photo = photoNamed(value, byName).photo;
-      else if (known.get(name).kind === "file") files.push([name, photoNamed(value, byName).photo.file]);
-      else values[name] = name === "size" ? plainSize(value) : value;
+      else if (known.get(name).kind === "file") {
+        const found = photoNamed(value, byName).photo;
+        photos.push(found);
+        if (name === "input_reference") photo = found;
+        else files.push([name, found.file]);
+      } else values[name] = name === "size" ? plainSize(value) : value;
     });
     if (width || height) values.size = `${width}x${height}`;
-    return { row, photo, values, files };
+    return { row, photo, photos, values, files };
   });
 }
 

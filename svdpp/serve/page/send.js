@@ -15,7 +15,7 @@ import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { duration, plural, withArticle } from "./text.js";
 import { keepThumb } from "./thumbs.js";
-import { inputWord, parametersOf, titleOf } from "./format.js";
+import { inputWord, requestOf, titleOf } from "./format.js";
 
 const MAX_CLIPS = 10000; // of one press: more are a slip
 const RETRY_SECONDS = 3; // where the server does not say when to come back
@@ -93,8 +93,8 @@ async function sendAll(orders) {
   state.sending = null;
   // An image of the table stays until no row has it.
   const inUse = photosInUse();
-  const sent = orders.filter(({ row, photo, given }) => row && photo && given.isSent);
-  for (const photo of new Set(sent.map((order) => order.photo))) if (!inUse.has(photo)) removePhoto(photo);
+  const sent = new Set(orders.filter(({ row, given }) => row && given.isSent).flatMap(({ photos }) => photos));
+  for (const photo of sent) if (!inUse.has(photo)) removePhoto(photo);
   if (orders.every(({ given }) => given.isSent)) forgetOrders();
   return made;
 }
@@ -169,7 +169,8 @@ function showRefusal(error, { photo, row }) {
 /** Requests a clip once more, of the photograph that the server has, if it has one. */
 export async function requestAgain(id, changes = {}) {
   const video = state.videos.get(id);
-  const values = Object.fromEntries(["model", ...parametersOf(video)].map((name) => [name, video[name]]));
+  const values = { model: video.model, ...requestOf(video) };
+  if (values.lora) values.lora = JSON.stringify(values.lora);
   try {
     const file = video.input && new File([await getBlob(`/v1/videos/${id}/input`)], video.input.name);
     const files = [];

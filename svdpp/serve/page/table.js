@@ -112,7 +112,8 @@ export function fieldsOf(model) {
   for (const name of videosOf(model)) fields.set(name, { kind: "file", use: use(name) });
   for (const name of namesFor(model)) {
     const about = model.fields[name];
-    if (name.endsWith("prompt")) fields.set(name, { kind: "text", use: use(name) });
+    if (name === "lora") fields.set(name, { kind: "lora" });
+    else if (name.endsWith("prompt")) fields.set(name, { kind: "text", use: use(name) });
     else if (name === "size") fields.set(name, { kind: "size" });
     else fields.set(name, { ...about, kind: about.choices ? "choice" : about.type });
   }
