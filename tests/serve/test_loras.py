@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from svdpp.models.lora_files import loras_in_folder
 from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.schemas import ApiError, to_api_error
+from tests.serve.test_page import driver, opened  # noqa: F401
 from tests.support.builders import save_tiny_lora
 from tests.support.http_server import ServerHere, error_of, wait
 from tests.support.shell import assert_error, svdpp_here
@@ -109,7 +111,9 @@ def test_loras_that_do_not_fit_are_named_at_the_start(ltx: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_clips_with_loras_that_requests_name_are_made_and_proven(tmp_path: Path) -> None:
+def test_clips_with_loras_that_requests_name_are_made_and_proven(
+    driver: Any, tmp_path: Path
+) -> None:
     model, loras = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875), tmp_path / "loras"
     for seed, part in enumerate(("transformer", "transformer_2")):
         save_tiny_lora(model, loras / f"{part}.safetensors", part=part, seed=seed)
@@ -137,3 +141,23 @@ def test_clips_with_loras_that_requests_name_are_made_and_proven(tmp_path: Path)
         assert error["details"]["known"] == ["transformer", "transformer_2"]
         answer = server.client.post("/v1/videos", json={"prompt": "sea", "lora": "transformer"})
         assert "say which" in error_of(answer, 422, "invalid_request")["message"]
+        _the_page_takes_loras(driver, server)
+
+
+def _the_page_takes_loras(driver: Any, server: ServerHere) -> None:
+    """A clip that is made again has the LoRA that it had."""
+    with contextmanager(opened)(driver, server) as page:
+        page.wait(lambda: len(page.all(".card")) == 4)
+        page.fill("prompt", "the sea")
+        page.fill("lora", "transformer")
+        page.one("#make").click()
+        page.wait_text("#error-lora", "say which")
+        page.fill("lora", "transformer:0.5:high")
+        page.one("#make").click()
+        page.wait(lambda: len(page.all(".card")) == 5)
+        page.one(".card button[aria-label^=Make]").click()
+        page.wait(lambda: len(page.all(".card")) == 6)
+        page.one(".card details summary").click()
+        page.wait_text(".card details", "transformer 0.5 high")
+    again, first = server.client.get("/v1/videos?limit=2").json()["data"]
+    assert again["lora"] == first["lora"] != []

@@ -27,7 +27,7 @@ export function showModelFields(model) {
   $("photos").setAttribute("aria-label", `Chosen ${word}s`);
   setText(field("fit").closest("label").querySelector("span"), `Fit of the ${word}`);
   showVideoFields(videosOf(model), model.inputs);
-  showLoras(model.loras ?? []);
+  $("loras").replaceChildren(...(model.loras ?? []).map((lora) => make("option", { value: lora.name })));
   const modelFields = ownParameters(model);
   if (modelFields.join() !== $("model-fields").dataset.names) {
     for (const old of [...$("model-fields").querySelectorAll(".model-field")]) old.remove();
@@ -41,13 +41,6 @@ export function showModelFields(model) {
 function showPhotoField(use) {
   $("drop").hidden = use === "refused";
   setText($("drop-note"), use === "optional" ? "or none, for clips from the prompt alone" : "or drop or paste them here");
-}
-
-function showLoras(loras) {
-  const before = field("lora").value;
-  const names = loras.map(({ name }) => make("option", { value: name, textContent: name }));
-  field("lora").replaceChildren(make("option", { value: "", textContent: "none" }), ...names);
-  if (loras.some(({ name }) => name === before)) field("lora").value = before;
 }
 
 function showVideoFields(names, uses) {

@@ -252,6 +252,7 @@ function createRow(row) {
     const input = make(isText ? "textarea" : "input", { value: row.cells[index], "aria-label": `${column.name}, row ${number}`,
       ...(isText ? { rows: 1 } : {}) });
     if (column.isFile) input.setAttribute("list", "table-photos");
+    if (column.field === "lora") input.setAttribute("list", "loras");
     input.addEventListener("input", () => { edit(row, index, input.value); });
     return make("td", { className: isText ? "wide" : "" }, input, error);
   });
