@@ -17,11 +17,13 @@ from svdpp.models.lora_files import loras_in_folder
 from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.schemas import ApiError, to_api_error
-from tests.serve.test_page import driver, opened  # noqa: F401
+from tests.serve.test_page import driver, opened
 from tests.support.builders import save_tiny_lora
 from tests.support.http_server import ServerHere, error_of, wait
 from tests.support.shell import assert_error, svdpp_here
 from tests.support.tiny_families import save_tiny_ltx, save_tiny_wan
+
+__all__ = ["driver"]  # a fixture
 
 CPU = ("--device", "cpu", "--world", "2", "--threads", "1", "--max-prompt-tokens", "8")
 WAN = (*CPU, "--steps", "4", "--height", "32", "--width", "32", "--frames", "5")
