@@ -184,6 +184,7 @@ class BatchRun:
             }
             if part.clips and self._find(part):
                 self._state.parts.append(part)
+                self._say(f"going on with {part.batch}")
 
     def _find(self, part: Part) -> bool:
         """Find what has become of an earlier batch, and keep the clips that it still makes."""
