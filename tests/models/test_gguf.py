@@ -20,18 +20,20 @@ import torch
 from diffusers.loaders.single_file_model import _get_single_file_loadable_mapping_class
 from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFLinear
 
-from svdpp.config import ClipRequest, Denoiser, Lora, ModelConfig
+from svdpp.config import ClipRequest, Denoiser, Lora, LtxSampling, ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
 from svdpp.models import memory
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.gguf_files import OTHER_TYPES, TENSOR_TYPES, find_denoisers, read_gguf_header
+from svdpp.serve.request_schema import Capabilities
 from svdpp.verification.reference import Reference
 from tests.models.test_registry import TinyModels
 from tests.support.builders import save_tiny_lora
 from tests.support.family_case import STEPS, Case, size
 from tests.support.gguf_writer import save_gguf, write_gguf
 from tests.support.range_checks import (
+    TinyModel,
     check_every_cut,
     loaded,
     ranks,
@@ -77,10 +79,14 @@ def sampling_of(folder: Path) -> Any:
     return checkpoint.resolve_sampling(CASES[checkpoint.family].config())
 
 
-def manual(folder: Path, files: dict[str, Path], dtype: str = "fp32") -> Any:
+def manual(
+    folder: Path, files: dict[str, Path], dtype: str = "fp32", tiny: TinyModel | None = None
+) -> Any:
     """Latents and frames of the whole call, with denoisers loaded as diffusers' manual says."""
     plain: Any = ModelConfig(name=str(folder), dtype=dtype)  # type: ignore[arg-type]
-    reference = Reference(read_folder(folder), plain, "cpu", from_image=False)
+    checkpoint = tiny.checkpoint if tiny else read_folder(folder)
+    is_from_image = tiny is not None and tiny.source is not None
+    reference = Reference(checkpoint, plain, "cpu", from_image=is_from_image)
     for part, file in files.items():
         quantised = type(getattr(reference.pipe, part)).from_single_file(
             str(file),
@@ -90,6 +96,8 @@ def manual(folder: Path, files: dict[str, Path], dtype: str = "fp32") -> Any:
             dtype=DTYPES[dtype],
         )
         setattr(reference.pipe, part, quantised)
+    if tiny is not None:
+        return run_reference(reference, tiny.sampling, tiny.request(), tiny.source)
     return run_reference(reference, sampling_of(folder), REQUEST)
 
 
@@ -145,6 +153,31 @@ def test_blocks_of_256_numbers_are_read(tmp_path: Path, kinds: tuple[str, str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hunyuan-video",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("ltx2", "wan-vace", "wan-animate", "skyreels-v2", "mochi")
+        ),
+    ],
+)
+def test_every_family_that_takes_files_has_the_bits_of_diffusers(
+    tiny_models: TinyModels, tmp_path: Path, name: str
+) -> None:
+    """With BF16, which layers of every width can have, and which is dequantised as the others."""
+    tiny = tiny_models(name)
+    folder = tiny.checkpoint.folder
+    file = save_gguf(folder, tmp_path / "x.gguf", "BF16", is_original=False)
+    model = model_with(folder, file, family=tiny.checkpoint.family)
+    rank_for = ranks(find_checkpoint(model), tiny.sampling, model=model)
+    assert _linear(loaded(rank_for(0, 1))["transformer"])
+    expected = manual(folder, {"transformer": file}, tiny=tiny)
+    check_every_cut(rank_for, tiny.steps, expected, tiny.request(), tiny.source)
+
+
+@pytest.mark.slow
 def test_a_lora_is_added_to_a_quantised_denoiser(ltx: Path, tmp_path: Path) -> None:
     file = save_gguf(ltx, tmp_path / "ltx.gguf")
     loras = (Lora(name=str(save_tiny_lora(ltx, tmp_path / "x.safetensors", seed=1)), weight=0.5),)
@@ -165,7 +198,11 @@ def test_the_weights_in_its_place_are_not_needed(ltx: Path, tmp_path: Path) -> N
     with pytest.raises(ModelError, match=r"transformer/.* is missing"):
         find_checkpoint(ModelConfig(name=str(folder)))
     checkpoint, another = (find_checkpoint(model_with(folder, each)) for each in (file, other))
-    assert checkpoint.denoisers[0].identity != another.denoisers[0].identity
+    keys = {
+        Capabilities.of("ltx", each, sampling=LtxSampling(), sizes=()).model_key
+        for each in (checkpoint, another, find_checkpoint(ModelConfig(name=str(ltx))))
+    }
+    assert len(keys) == 3
     hashes = checkpoint.file_hashes()
     assert hashes["transformer/Q8_0.gguf"] == checkpoint.denoisers[0].denoiser.sha256
     ranks(checkpoint, sampling_of(ltx), model=model_with(folder, file))(0, 1)

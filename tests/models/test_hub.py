@@ -15,6 +15,7 @@ import huggingface_hub
 import pytest
 
 from svdpp.config import (
+    Denoiser,
     LtxSampling,
     ModelConfig,
     ParallelConfig,
@@ -29,6 +30,7 @@ from svdpp.models import files
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.model import load_engine_model
 from tests.models.test_checkpoint import error_of
+from tests.support.gguf_writer import save_gguf
 from tests.support.shell import svdpp_here
 from tests.support.tiny_families import save_tiny_wan
 
@@ -74,6 +76,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.path.startswith("/api/models/org/tiny"):
             return json.dumps({"id": "org/tiny", "sha": COMMIT}).encode()
         name = self.path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
+        name = name.removeprefix("/org/tiny/resolve/main/")
         if name == self.path:
             return None
         self.requested.append(name)
@@ -159,6 +162,20 @@ def _files(folder: Path) -> list[str]:
 
 def _weights(names: Iterable[str]) -> set[str]:
     return {name for name in names if "safetensors" in name or name.endswith(".bin")}
+
+
+@pytest.mark.slow
+def test_a_denoiser_is_downloaded_in_place_of_the_models_own(
+    hub: type[Hub], tmp_path: Path
+) -> None:
+    hub.folder = save_tiny_wan(tmp_path / "wan")
+    save_gguf(hub.folder, hub.folder / "files" / "wan.gguf", "BF16")
+    denoiser = Denoiser(name="org/tiny/files/wan.gguf")
+    found = find_checkpoint(ModelConfig(name="org/tiny", denoisers=(denoiser,)))
+    assert found.denoisers[0].denoiser.revision == COMMIT
+    assert found.denoisers[0].denoiser.sha256 is not None
+    assert "files/wan.gguf" in hub.requested
+    assert {name.partition("/")[0] for name in _weights(hub.requested)} == {"text_encoder", "vae"}
 
 
 @pytest.mark.slow
