@@ -178,7 +178,9 @@ def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds
         peak_override: Peak of each rank's device in TFLOP/s; None: that of the table.
     """
     if not metrics.model or not metrics.sampling:
-        return Speeds(note="no TFLOP/s: the run is of an earlier version")
+        return Speeds(
+            note="no TFLOP/s: clips differ in their parameters, or an earlier version made them"
+        )
     try:
         flops = _flops_of_model(metrics)
     except (SvdppError, TypeError) as error:  # the model is gone, or the manifest was edited

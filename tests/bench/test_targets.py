@@ -253,7 +253,7 @@ def test_the_report_counts_the_flops_of_the_runs_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": {}}, "of an earlier version"),
+        ({"model": {}}, "an earlier version made them"),
         ({"model": {"name": "nowhere/at-all", "dtype": "fp32"}}, "no TFLOP/s: "),
         ({"model": {"name": "dummy", "weight": 1}}, "no TFLOP/s: "),
         ({"sampling": {"family": "svd", "num_inference_steps": 0}}, "no TFLOP/s: "),
