@@ -50,7 +50,7 @@ _FAULTY: tuple[dict[str, Any], ...] = (
     {"prompt": ""},
     {"image": "no-such.png", "prompt": "a"},
     {"image": "notes.txt", "prompt": "a"},
-    {"prompt": "a", "lora": "no-such"},
+    {"prompt": "a", "lora": "no-such.safetensors"},
     {"prompt": "a", "out": "../escape"},
     {"prompt": "a", "guidance_scale": -3},
     {"prompt": "a", "size": "64by64"},
@@ -98,7 +98,6 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
     jobs_file = folder / "jobs.jsonl"
     jobs_file.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
     base = ["run", "--jobs", str(jobs_file), "--model", str(model), *_DEFAULTS]
-    base += ["--lora-dir", str(folder / "loras")]
 
     started = time.monotonic()
     refused = svdpp([*base, "--world", "2", "--out", str(folder / "none"), "--json"], folder)
@@ -170,7 +169,10 @@ def make_lines(folder: Path, count: int, chance: random.Random) -> Iterator[dict
         if index % 2:
             line["width"], line["height"] = chance.choice(_SIZES)
         if index % 5 == 0:
-            line["lora"] = {"name": chance.choice(("ink", "oil")), "scale": 0.8}
+            line["lora"] = {
+                "name": f"loras/{chance.choice(('ink', 'oil'))}.safetensors",
+                "scale": 0.8,
+            }
         if index % 7 == 0:
             line["steps"] = chance.randint(2, _STEPS)
         if index % 11 == 0:
