@@ -182,7 +182,7 @@ def make_lines(folder: Path, count: int, chance: random.Random) -> Iterator[dict
 
 def _named_lines(text: str) -> set[int]:
     """Return the numbers of the lines that an error in JSON names."""
-    error = json.loads(text[text.index("{") :])
+    error, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
     error = error.get("error", error)
     return {entry["line"] for entry in error["details"]["errors"]}
 
