@@ -128,7 +128,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
     words = {True: "noise", False: "differs", None: "one round"}
     rows = [
         {
-            **{"figure": one.name, "A": one.a, "B": one.b, "B / A": one.value},
+            **{"metric": one.name, "A": one.a, "B": one.b, "B / A": one.value},
             "range": None
             if one.low is None or one.high is None
             else format_range(one.low, one.high),
@@ -226,7 +226,7 @@ def show_summary(console: Console, summary: dict[str, Any]) -> None:
     cases, limits = summary["cases"], summary["limits"]
     console.result("metrics: geometric means over rounds; of shares the mean, of GiB the largest")
     shown = {
-        "figure": {
+        "metric": {
             name: {case: cases[case]["over_rounds"].get(name) for case in cases}
             for name in cases["pipeline"]["over_rounds"]
         },

@@ -146,15 +146,12 @@ def as_whole(number: float) -> float:
 def params_of(kind: Any) -> dict[str, Param]:
     """Return the parameters of a sampling class, by the names of the fields."""
     known = {**SHARED, **kind.own}
-    return {
-        each.name: replace(
-            known[each.name],
-            name=each.name,
-            default=None if each.default is MISSING else each.default,
-        )
-        for each in fields(kind)
-        if each.name in known
-    }
+    params = {}
+    for field in fields(kind):
+        if field.name in known:
+            default = None if field.default is MISSING else field.default
+            params[field.name] = replace(known[field.name], name=field.name, default=default)
+    return params
 
 
 #: Parameters that requests of clips name in another way, or not at all.

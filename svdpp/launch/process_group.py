@@ -298,10 +298,9 @@ def _address_towards(peer: str) -> str:
 
 def _addresses() -> list[tuple[str, str]]:
     """Return pairs of interface and address, IPv4 first, without link-local addresses."""
-    return [
-        (name, entry.address)
-        for name, entries in psutil.net_if_addrs().items()
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for entry in entries
-        if entry.family == family and "%" not in entry.address
-    ]
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        for family in (socket.AF_INET, socket.AF_INET6):
+            addresses = [entry.address for entry in entries if entry.family == family]
+            found += [(name, address) for address in addresses if "%" not in address]
+    return found

@@ -328,21 +328,18 @@ class Layout(ParallelConfig):
         """
         ranks = self.replica_ranks[replica]
         body, tail = ranks[: -self.num_decoders], ranks[-self.num_decoders :]
-        return [
-            Stage(
-                unit,
-                tuple(
-                    self.costs.step_on(rank, rank + 1 if self.cfg_parallel_size == 2 else -1)
-                    for rank in unit
-                ),
-                tuple(
-                    (self.costs.encode_on(rank) if unit[0] == ranks[0] else 0.0)
-                    + self._decode_seconds(rank, rank if unit is tail else tail[0])
-                    for rank in unit
-                ),
-            )
-            for unit in (*((rank,) for rank in body), tail)
-        ]
+        stages = []
+        for unit in (*((rank,) for rank in body), tail):
+            step_seconds, other_seconds = [], []
+            for rank in unit:
+                partner = rank + 1 if self.cfg_parallel_size == 2 else -1
+                step_seconds.append(self.costs.step_on(rank, partner))
+                encodes = unit[0] == ranks[0]
+                encode_seconds = self.costs.encode_on(rank) if encodes else 0.0
+                writer = rank if unit is tail else tail[0]
+                other_seconds.append(encode_seconds + self._decode_seconds(rank, writer))
+            stages.append(Stage(unit, tuple(step_seconds), tuple(other_seconds)))
+        return stages
 
     def _decode_seconds(self, rank: int, writer: int) -> float:
         """Return the seconds of `rank`, or of the pair whose first it is, for a decode.

@@ -146,7 +146,8 @@ class Dispatcher:
 
     def steps_done(self, job_id: str) -> int:
         """Return how many steps of a job are done; 0 if the ranks do not have it."""
-        return 0 if (clip := self.get(job_id)) is None else clip.progress.steps_done
+        clip = self.get(job_id)
+        return 0 if clip is None else clip.progress.steps_done
 
     def job_id_of(self, clip: int | None) -> str | None:
         """Return the id of the job of a clip's index; None if it is unknown."""

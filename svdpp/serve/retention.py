@@ -150,7 +150,7 @@ def _is_orphan(
     *,
     is_copy: bool = False,
 ) -> bool:
-    """Whether no job needs a file; latent checkpoints are left if they are older than `oldest`."""
+    """Whether no job needs a file; latent checkpoints written after `oldest` are always kept."""
     name, (_, written_at) = file
     match = FILE_NAME.fullmatch(name)
     if match is None or (_LATENT.match(name) and written_at > oldest):
