@@ -22,7 +22,17 @@ _FIELDS_OF_OPTIONS = (
     *("layout", "hosts", "clips", "prompts", "video", "max_megapixels", "peak_tflops", "debug"),
     *("out", "name", "overwrite", "resume", "latents_dir", "grace", "lease"),
     *("jobs", "seeds", "format", "crf", "server", "server_timeout"),
-    *("data", "queue", "files", "adopt", "host", "api_key_file", "new_key", "callback_hosts"),
+    *(
+        "data",
+        "lora_dir",
+        "queue",
+        "files",
+        "adopt",
+        "host",
+        "api_key_file",
+        "new_key",
+        "callback_hosts",
+    ),
 )
 
 

@@ -22,7 +22,6 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from svdpp.serve.batch_table import BatchTable
 from svdpp.serve.engine import Engine
 from svdpp.serve.job import Job, JobState, VerificationStatus
 from svdpp.serve.queue import JobQueue
@@ -83,12 +82,13 @@ class Metrics(Collector):
         engine: Engine,
         num_streams: Callable[[], int] = lambda: 0,
         servers: Callable[[], list[dict[str, Any]]] = list,
+        num_open_lines: Callable[[], int] = lambda: 0,
     ) -> None:
         self._queue = queue
-        self._batches = BatchTable(queue)
         self._engine = engine
         self._num_streams = num_streams
         self._servers = servers
+        self._num_open_lines = num_open_lines
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
         self._registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
@@ -200,7 +200,7 @@ class Metrics(Collector):
             (
                 "open_batch_lines",
                 "Lines of batches that have not ended, also those that are still checked.",
-                self._batches.num_open(),
+                self._num_open_lines(),
             ),
             ("live_ranks", "Ranks alive.", num_ranks),
             ("event_streams", "Open event streams and archives.", self._num_streams()),

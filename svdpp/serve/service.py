@@ -167,7 +167,11 @@ class Service:
         queue.incompatible_reason = self._refusal_of
         self.fleet = Fleet(queue, self.engine, self.capabilities)
         self.metrics = Metrics(
-            queue, self.engine, lambda: self.subscribers.total, self.fleet.servers
+            queue,
+            self.engine,
+            num_streams=lambda: self.subscribers.total,
+            servers=self.fleet.servers,
+            num_open_lines=lambda: self.batches.table.num_open(),
         )
         self.engine.observe(self.metrics)
         self.verifier = Verifier(

@@ -214,7 +214,12 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
         (T2V, DENOISER, {"pos_embed_seq_len": 514}, "a first and a last image"),
-        (T2V, "text_encoder/config.json", {"quantization_config": {}}, NO_CODE),
+        (
+            T2V,
+            "text_encoder/config.json",
+            {"quantization_config": {}},
+            "runs no weights that are quantised",
+        ),
         (T2V, "vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, NO_CODE),
         (T2V, SCHEDULER, {"solver_p": {"a": 1}}, "solver_p"),
         (LTX, INDEX, {"_class_name": "LTXLatentUpsamplePipeline"}, "LTXLatentUpsamplePipeline"),

@@ -193,6 +193,7 @@ def test_owners_see_only_their_own_clips(keyed: HttpServer) -> None:
 SMALL = ("--frames", "2", "--height", "64", "--width", "64")
 
 
+@pytest.mark.slow
 def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *DEMO, *SMALL) as server:
         server.wait_ready()

@@ -222,10 +222,8 @@ def test_svd_through_ranks_is_bitwise_diffusers(
     assert len(set(hashes)) == len(hashes), "clips and steps must not be the same thing twice"
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [pytest.param("pipeline", {0, 1}, marks=pytest.mark.slow), ("data-parallel", {0})],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "ranks"), [("pipeline", {0, 1}), ("data-parallel", {0})])
 def test_a_proof_takes_a_layout_by_name(layout: Any, ranks: set[int]) -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
     sampling = SvdSampling(num_inference_steps=4)
