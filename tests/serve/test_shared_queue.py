@@ -318,7 +318,7 @@ def test_what_does_not_belong_together_is_refused(
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "theirs").touch()
     name = database.rpartition("/")[2]
-    postgres.execute("DROP TABLE queue, jobs, owners, servers", name)
+    postgres.execute("DROP TABLE queue, jobs, owners, servers, batches, batch_files", name)
     with pytest.raises(RequestError, match="other files, such as 'theirs'"):
         JobQueue(tmp_path / "files", url=database)
     JobQueue(tmp_path / "files", url=database, adopts=True).close()
