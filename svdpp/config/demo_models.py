@@ -19,7 +19,7 @@ class DemoModel:
     folder: str
     """Name of its folder in `svdpp/assets`."""
     title: str
-    """What it makes, in a few words."""
+    """Clips that it makes, in a few words."""
     license: str
     """License of its weights, as an SPDX identifier."""
     sampling: Mapping[str, Any]

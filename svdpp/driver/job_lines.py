@@ -54,7 +54,7 @@ MAX_PRINTED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LineDefaults:
-    """What lines have that they do not say, and what the model takes."""
+    """Values of lines for fields that they leave out, and inputs that the model takes."""
 
     model: str
     """Name of the model, for messages."""
