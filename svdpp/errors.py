@@ -162,8 +162,9 @@ class RankError(SvdppError, RuntimeError):
     """A rank died, raised, stalled or never started.
 
     Args:
-        grid: Ranks x time as text, with the place marked; empty where nothing had been done.
-        trace: Rank's own traceback or last output, for `--debug` and the log.
+        grid: Text with a line for each rank, time from left to right, and a mark at the rank that
+            failed. It is an empty text if no rank had done anything.
+        trace: Traceback or last output of the failed rank, for `--debug` and the log.
     """
 
     exit_code = 6

@@ -1,4 +1,4 @@
-"""Names of a run's clips: one for each job, none twice."""
+"""Names of the files of a run's clips: a unique name for each job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from svdpp.errors import RequestError, nearest, without_controls
 from svdpp.media import video
 from svdpp.media.prompts import slugify_prompt
 
-# Bytes of a name that are in every clip's file name: it ends with a seed and a suffix. With a
-# number there are fewer.
+# Maximum bytes of a name. A file name has a limit, and a seed and a suffix follow the name. With a
+# number such as `-2` at its end, a name has fewer bytes.
 _UNIQUE_BYTES = video.MAX_NAME_BYTES - len("_9223372036854775807.webp")
 _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
 #: Names of a run's own files, which a clip that is a folder of frames cannot have.
@@ -37,19 +37,20 @@ def name_jobs(
 ) -> list[RunJob]:
     """Return the jobs with names of their files, without suffixes; no two are equal.
 
-    A job has the name that its user gave, as `out` or by a template. Otherwise it has that of the
-    image, or the first words of the prompt, and the seed; image and words if an image has several
-    prompts in a run without a jobs file. Where two would be equal, the second one gets `-2`, and so
-    on. A job that has been in the folder before keeps its name, whatever stands around it.
+    A name that the user gave, as `out` or by a template, is used. Otherwise the name is the image's
+    name, or the first words of the prompt, followed by the seed. It has both image and words if an
+    image has several prompts in a run without a jobs file. Of two equal names, the second gets
+    `-2`, and so on. A job that an earlier run named keeps its name, whatever other jobs there are.
 
     Args:
         jobs: Jobs of the run.
         single_clip: Name of the run's only clip; empty: each job has its own name.
         template: Template of the names; None: the names above.
-        recorded: Names that an earlier run gave, by the key of the job; see `job_key`.
+        recorded: Names that an earlier run gave, by the key of the job; see `job_key`. None: there
+            was no earlier run.
 
     Raises:
-        RequestError: Two jobs have the same `out`, or there are several for a single clip.
+        RequestError: Two jobs have the same `out`, or several jobs have the name `single_clip`.
     """
     if single_clip:
         named = [replace(job, name=single_clip) for job in jobs]
@@ -122,7 +123,7 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Give jobs the names that they had, if these are still of the form that they should have."""
+    """Set in `names` the recorded names of jobs; skip names that the wanted parts do not allow."""
     left = {key: list(reversed(each)) for key, each in recorded.items()}
     for index, job in enumerate(jobs):
         if names[index] or not (known := left.get(job_key(job))):
@@ -135,7 +136,7 @@ def _keep_recorded(
 
 
 def _valid(name: str) -> str:
-    """Return a name as a part of a file's name; a longer one is cut where only its start counts."""
+    """Return a name that a file can have: without controls and slashes, cut to `_UNIQUE_BYTES`."""
     return _beginning(without_controls(name).replace("/", "_"), _UNIQUE_BYTES)
 
 
@@ -154,7 +155,8 @@ def check_out_name(text: str, format: VideoFormat) -> str:
         format: Format of the clips.
 
     Raises:
-        RequestError: It is no name of a file inside a folder, or has another format's suffix.
+        RequestError: The text is not the name of a file without folders, or it has the suffix of
+            another format.
     """
     suffix = video.FORMAT_SUFFIXES[format]
     is_name = bool(text.strip()) and not re.search(r"[/\x00-\x1f\x7f]", text)
@@ -173,7 +175,7 @@ def check_out_name(text: str, format: VideoFormat) -> str:
     return text
 
 
-#: Fields of a template that every job has, with a value by which a format is tried.
+#: Fields of a template that every job has, each with a sample value to test a template's format.
 _JOB_FIELDS: Mapping[str, Any] = {
     **{"stem": "cat", "prompt": "a-cat", "seed": 7, "index": 1, "line": 1},
     **{"width": 8, "height": 8, "size": "8x8", "fit": "stretch"},
@@ -185,7 +187,7 @@ class NameTemplate:
 
     Args:
         text: Template in the syntax of Python's `str.format`, with plain names of fields.
-        sampling: Parameters of the clips that have none of their own.
+        sampling: Sampling parameters of clips whose jobs set none.
 
     Raises:
         RequestError: The text is no template, or names a field that no job has.
@@ -228,10 +230,11 @@ class NameTemplate:
 
         Args:
             job: Job of the clip.
-            index: Its position among the jobs, from 0; a name counts from 1.
+            index: Position of the job among the jobs, from 0; a name counts from 1.
 
         Raises:
-            RequestError: The name is empty, begins with a dot, or needs what is not known yet.
+            RequestError: The name is empty, begins with a dot, or has a field whose value the model
+                decides later.
         """
         sampling, made_from = job.sampling or self._sampling, job.made_from
         media_file, prompt = made_from.media_file, slugify_prompt(made_from.prompt or "")

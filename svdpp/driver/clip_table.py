@@ -14,7 +14,7 @@ from svdpp.driver.run_job import RunJob, job_key
 from svdpp.errors import InputError, redact_all, redaction
 from svdpp.media import video
 
-#: Name of the file.
+#: Name of the table's file in the output folder.
 CLIP_TABLE = "clips.jsonl"
 
 # Far above the size of a table with the largest allowed number of clips.
@@ -32,10 +32,10 @@ def read_names(path: Path) -> dict[str, list[str]]:
     """Return the names of the clips in a run's table, without suffixes, by the key of the job.
 
     Args:
-        path: Path of the table; there need be none.
+        path: Path of the table, which need not exist.
 
     Raises:
-        InputError: It cannot be read, or is no table of a run.
+        InputError: The file cannot be read, or is not the table of a run.
     """
     if not path.exists():
         return {}
@@ -55,13 +55,13 @@ def read_names(path: Path) -> dict[str, list[str]]:
 
 
 def read_done(path: Path) -> dict[str, str]:
-    """Return the keys of the jobs of finished clips in a run's table, by the names of their files.
+    """Return the job keys of the finished clips in a run's table, by the names of the clips' files.
 
     Args:
-        path: Path of the table; there need be none.
+        path: Path of the table, which need not exist.
 
     Raises:
-        InputError: It cannot be read, or is no table of a run.
+        InputError: The file cannot be read, or is not the table of a run.
     """
     if not read_names(path):
         return {}
@@ -76,10 +76,12 @@ def _without_suffix(output: str) -> str:
 
 
 class ClipTable:
-    """Rows of a run's table, in the order of the jobs; each is kept as text, to need little memory.
+    """Rows of `clips.jsonl`, the JSON Lines table of a run, in the order of the jobs.
+
+    This object only holds the rows, as text to need little memory; `RunManifest` writes the file.
 
     Args:
-        path: Path of the file.
+        path: Path of `clips.jsonl`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,16 +90,20 @@ class ClipTable:
         self._clean: Callable[[str], str] = redaction()
 
     def fill(self, rows: Sequence[str]) -> None:
-        """Set the rows, as `row_of_clip` and `row_of_error` return them."""
+        """Replace all rows of the table.
+
+        Args:
+            rows: Rows that `row_of_clip` and `row_of_error` returned, as JSON text.
+        """
         self._rows = list(rows)
 
     def row_of_clip(self, index: int, job: RunJob, metadata: Mapping[str, Any], state: str) -> str:
-        """Return the row of a clip.
+        """Return the row of a clip, as JSON text with a line end.
 
         Args:
-            index: Position of the job among those of the run.
+            index: Position of the job among the jobs of the run.
             job: Job of the clip.
-            metadata: JSON of the clip, with hashes and times once it is finished.
+            metadata: JSON of the clip, with hashes and times once the clip is finished.
             state: State of the clip.
         """
         params = params_by_field(SAMPLING_CLASSES[metadata["family"]])
@@ -113,33 +119,33 @@ class ClipTable:
         )
 
     def row_of_error(self, error: Mapping[str, Any], line: int | None) -> str:
-        """Return the row of an input, or a line of the jobs file, that makes no clip.
+        """Return the row of an input, or of a line of the jobs file, that has an error and no clip.
 
         Args:
-            error: Error as a record.
-            line: Line of the jobs file; None: the run has none.
+            error: Error as a JSON object.
+            line: Number of the line; None: the run has no jobs file.
         """
         row = {"index": None, "line": line, "state": "failed", "output": None, "error": error}
         return self._text({**row, "job": None})
 
     def update(self, index: int, state: str, result: Mapping[str, Any], **more: Any) -> None:
-        """Set the state of a clip.
+        """Set the state of a clip in its row.
 
         Args:
-            index: Position of its job among those of the run.
+            index: Position of the clip's job among the jobs of the run.
             state: New state.
-            result: JSON of the clip if it is finished, of which hashes and times are taken.
-            more: Further fields, such as `rank` and `error`.
+            result: JSON of a finished clip, whose hashes and times go into the row; else empty.
+            more: Further fields of the row, such as `rank` and `error`.
         """
         row = json.loads(self._rows[index])
         self._rows[index] = self._text({**row, "state": state, **_results(result), **more})
 
     def mark_lost(self, output: str, error: Mapping[str, Any]) -> None:
-        """Set the state of the clip with this file: it was finished, and its file is gone.
+        """Set the state of a finished clip to failed, because its file is gone.
 
         Args:
-            output: Name of the file.
-            error: Error as a record.
+            output: Name of the clip's file.
+            error: Error as a JSON object.
         """
         for index, text in enumerate(self._rows):
             if json.loads(text)["output"] == output:

@@ -190,7 +190,8 @@ class ClipTracker:
     ) -> None:
         self._send_to_all = send_to_all
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # Latest clips that may have left files: the request, and whether the clip was lost.
+        # Requests of the latest ended clips, each with whether an error ended the clip. `clean_up`
+        # removes the partly written and late files of these clips.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()

@@ -350,11 +350,11 @@ def _is_large(job: RunJob) -> bool:
 def _kept_clip(
     output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Return the JSON of an existing clip that `policy` keeps, and whether it has changed.
+    """Return the JSON of an existing clip to keep, and whether a new clip replaces another clip.
 
     Returns:
-        None as the JSON if the clip must be made; True for one that takes the place of a finished
-        clip with other parameters.
+        JSON of the clip that `policy` keeps, or None if the clip must be made. The second value is
+        True if the new clip replaces a finished clip that has other parameters.
     """
     if not policy.keeps_finished:
         return None, False

@@ -185,20 +185,22 @@ class Pipeline(PipelineRanks):
     # --- plan and forecast ----------------------------------------------------------------------
 
     def schedule(self, requests: Sequence[ClipRequest]) -> Schedule:
-        """Return each rank's actions for the first clips, as `submit` sends them.
+        """Return the list of each rank's actions for the first clips of the run.
 
         Args:
-            requests: Requests of the clips, from clip 0.
+            requests: Requests of the clips, from clip 0 on.
         """
         return self._scheduler.router.schedule(
             list(map(self._scheduler.resolve_request, requests)), 0
         )
 
     def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
-        """Return the times of each rank's actions for the first clips, at the measured costs.
+        """Return simulated times of each rank's actions for the first clips of the run.
+
+        The simulation uses the mean costs that this run has measured.
 
         Args:
-            requests: Requests of the clips, from clip 0.
+            requests: Requests of the clips, from clip 0 on.
 
         Raises:
             RequestError: No step was measured.

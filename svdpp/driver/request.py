@@ -1,4 +1,4 @@
-"""Requests of pipelines: from what a user asks for to one configuration of ranks, layout, costs."""
+"""Request of a pipeline: resolves a user's options to one configuration of ranks and layout."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint
     from svdpp.plan.choose import Choice
 
-#: The default costs; a layout depends mainly on the ratio of a decode to a step.
+#: Name of the costs that are assumed if the user gives none. They are of one GPU, but serve for
+#: others too: the best layout depends mainly on the ratio of a decode's time to a step's time.
 ASSUMED_COSTS = "svd-xt-a100"
 
 
 def assumed_costs(*, decodes: bool, family: str) -> CostModel:
-    """Return the costs to assume: published ones if clips of SVD are decoded, else a step is 1.
+    """Return the costs to assume: published ones for SVD with decodes, else only a step costs time.
 
     Args:
         decodes: Whether the model decodes; the dummy does not, unless it sleeps.
@@ -44,7 +45,7 @@ def assumed_costs(*, decodes: bool, family: str) -> CostModel:
 
 
 def with_hosts_of(costs: CostModel, launched: World | None) -> CostModel:
-    """Return costs with the ranks on each host that the launcher, not their file, knows.
+    """Return costs with the launcher's number of ranks on each host, which a costs file lacks.
 
     Args:
         costs: Costs of any machine.
@@ -54,10 +55,10 @@ def with_hosts_of(costs: CostModel, launched: World | None) -> CostModel:
 
 
 def describe_assumed_costs(costs: CostModel) -> str:
-    """Return a remark on costs that the user did not give.
+    """Return a sentence that tells the user which costs were assumed.
 
     Args:
-        costs: Costs that are assumed instead.
+        costs: Costs that are assumed because the user gave none.
     """
     if costs.device:
         of = f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
@@ -66,7 +67,7 @@ def describe_assumed_costs(costs: CostModel) -> str:
 
 
 def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> str:
-    """Return the device; `auto` is decided by the GPUs of this machine and the model.
+    """Return the device; for `auto`, a GPU if this machine has one, else the CPU for small models.
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -107,12 +108,12 @@ def default_dtype(device: str, family: str) -> Dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequest:
-    """Pipeline that a user asks for; `resolve` makes the choices that are left open.
+    """Pipeline that a user asks for; `resolve` chooses the values that the user leaves open.
 
-    The command line, benches and `Pipeline(config, layout=...)` make one each.
+    The command line, benchmarks and `Pipeline(config, layout=...)` each create such a request.
 
     Raises:
-        RequestError: `layout` chooses a field of `parallel`.
+        RequestError: `parallel` sets a field that `layout` chooses.
     """
 
     model: ModelConfig
@@ -120,7 +121,7 @@ class PipelineRequest:
     device: str
     """`cpu`, `cuda` or `cuda:N`."""
     layout: LayoutName | None = None
-    """Name of the layout. None: `pipeline`, or what suits a server."""
+    """Name of the layout. None: `pipeline`, or for a server the server's default."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     """Given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`."""
     num_ranks: int | None = None
@@ -134,29 +135,32 @@ class PipelineRequest:
     launched: World | None = None
     """The launcher's world; None: this process starts the ranks."""
     serves: bool = False
-    """Whether the clips are those of a server: its users wait for each, and choose its steps."""
+    """Whether a server makes the clips. A user then waits for each clip, and chooses its steps."""
     steps_vary: bool = False
-    """Whether the clips have different numbers of steps, not all of which the ranks may divide."""
+    """Whether clips have different numbers of steps, some of which the number of ranks may not
+    divide."""
     time_scale: float | None = None
-    """The dummy model sleeps for the time of the costs times this; None: it does not."""
+    """Factor of the costs for the seconds that the dummy model sleeps; None: no sleep."""
     costs: CostModel | None = None
-    """Costs to plan by, with the ranks on each host; None: assumed ones."""
+    """Costs of the forecasts, with the number of ranks on each host; None: assumed costs."""
     expert_boundary: int | None = None
-    """Number of steps of the first expert, if no configs are at hand; None: read them."""
+    """Number of steps of the first expert, if the model's configs are not at hand; None: the
+    configs are read."""
     memory_gib: tuple[float, ...] | None = None
-    """Memory of each device in GiB, to choose a layout by; None: that of this machine's devices."""
+    """Memory of each device in GiB, for the choice of a layout; None: measured on this machine."""
     default_world: int | None = None
-    """Ranks if nobody gives their number; None: one for each GPU of this machine, or 2 on the
-    CPU."""
+    """Number of ranks if neither user nor launcher gives it; None: one for each GPU of this
+    machine, or 2 on the CPU."""
     checkpoint: Checkpoint | None = None
-    """Checkpoint of the model, if its configs have been read; None: they are read if needed."""
+    """Checkpoint of the model; None: its configs are read if they are needed."""
 
     @staticmethod
     def of(config: PipelineConfig, **more: Any) -> PipelineRequest:
-        """Return the request for a configuration, whose layout can then be left open.
+        """Return the request for a configuration.
 
         Args:
-            config: What a user of the Python API gives. Its default costs stand for assumed ones.
+            config: Configuration from a user of the Python API. Default costs in it count as
+                assumed costs.
             more: Further fields, such as `layout` and `num_clips`.
         """
         given = {
@@ -183,10 +187,10 @@ class PipelineRequest:
         check_choices(self.layout, self.parallel)
 
     def resolve(self) -> tuple[PipelineConfig, str]:
-        """Return the configuration, and a remark on the choice of ranks and layout.
+        """Return the configuration, and a sentence on the choice of ranks and layout.
 
         Returns:
-            The configuration, and the remark; "" if nothing was chosen.
+            The configuration, and the sentence; "" if nothing was chosen.
 
         Raises:
             RequestError: The fields contradict each other, the model or the machine.
@@ -221,7 +225,7 @@ class PipelineRequest:
         require(is_scale, wrong, above=0, value=scale)
 
     def with_one_step_per_rank(self) -> PipelineRequest:
-        """Return the same request with a step for each rank, two at least for some schedulers."""
+        """Return this request with as many steps as ranks, at least two because of schedulers."""
         world_size = self.world_size
         sampling = replace(self.sampling, num_inference_steps=max(world_size, 2))
         return replace(self, sampling=sampling, num_ranks=world_size)
@@ -251,14 +255,15 @@ class PipelineRequest:
 
     @cached_property
     def _checkpoint_and_sampling(self) -> tuple[Checkpoint | None, SamplingConfig]:
-        """The model's configs and the parameters with its values; of SVD none, and as they are."""
+        """Checkpoint and sampling parameters with the model's values; for SVD None and unchanged
+        parameters."""
         if self.sampling.family == "svd":
             return None, self.sampling
         return self._read_checkpoint, self._read_checkpoint.resolve_sampling(self.sampling)
 
     @cached_property
     def _boundary(self) -> int | None:
-        """Steps of the first of two experts; None: the model has one."""
+        """Number of steps of the first of two experts; None: the model has one denoiser."""
         boundary = self.expert_boundary
         if boundary is None:
             checkpoint, sampling = self._checkpoint_and_sampling
@@ -272,17 +277,17 @@ class PipelineRequest:
 
     @property
     def uses_auto(self) -> bool:
-        """Whether the forecast decides something."""
+        """Whether a forecast chooses the layout or a field of it."""
         return "auto" in (self.layout, self.parallel.get("cfg_parallel_size"))
 
     @property
     def _pair_size(self) -> int:
-        """Ranks that do each step together; 1 where that is left to `auto`."""
+        """Number of ranks that share each step; 1 if `auto` decides it."""
         size = self.parallel.get("cfg_parallel_size", 1)
         return 1 if size == "auto" else int(size)
 
     def _overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given fields that `auto` chooses if they are not given."""
+        """Return those of the given fields that `auto` would otherwise choose."""
         options = layout_options()
         return {name: each for name, each in given.items() if "auto" in options[name].chosen_by}
 
@@ -293,13 +298,13 @@ class PipelineRequest:
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:
-        """The given fields, with a split if the uniform one, the default, cannot be meant."""
+        """Fields of `parallel`, with another split if the default, a uniform one, is impossible."""
         split = self._default_split
         return self.parallel if split is None else {**self.parallel, "split": split}
 
     @property
     def _default_split(self) -> str | None:
-        """Split that is used although nobody asks for it; None: no other than the default."""
+        """Split to use instead of the default if the user gives none; None: the default."""
         given = self.parallel
         can_be_balanced = self._requires_even_steps(given) and "split" not in given
         if self._boundary is not None:  # such models rarely have equal steps
@@ -313,12 +318,13 @@ class PipelineRequest:
 
     @property
     def _uses_all_devices(self) -> bool:
-        """Whether nobody says how many ranks there are, so that all devices are used."""
+        """Whether all devices are used, because neither user nor launcher gives a number of
+        ranks."""
         return self.launched is None and self.num_ranks is None
 
     @cached_property
     def _devices(self) -> int:
-        """The number of ranks for which there are devices."""
+        """Number of ranks that the devices of this machine allow."""
         if self.default_world is not None:
             return self.default_world
         if self.device != "cuda":
@@ -329,14 +335,14 @@ class PipelineRequest:
 
     @property
     def _has_remainder(self) -> bool:
-        """Whether the stages of all devices do not divide the steps."""
+        """Whether the number of steps is not a multiple of the number of stages on all devices."""
         num_decoders = int(self.parallel.get("num_decoders", 1))
         stages = max(1, self._devices // self._pair_size - num_decoders + 1)
         return self.sampling.num_inference_steps % stages > 0
 
     @cached_property
     def _note(self) -> str:
-        """Remark on the number of ranks, or the split, where all devices are to be used."""
+        """Sentence on the number of ranks, or on the split, if all devices are to be used."""
         if not self._uses_all_devices or self.uses_auto:
             return ""
         count, used, steps = self._devices, self.world_size, self.sampling.num_inference_steps
@@ -392,7 +398,7 @@ class PipelineRequest:
 
     @cached_property
     def pairs(self) -> bool:
-        """Whether `auto` may choose pairs of ranks: if their bits are equal."""
+        """Whether `auto` may choose pairs of ranks, because pairs do not change the clip's bits."""
         if self.expert_boundary is not None:  # such a model has two calls in each step
             return True
         if self.settings.get("allow_mixed_devices"):
@@ -418,10 +424,10 @@ class PipelineRequest:
                 details={"rank": 0},
             )
         needs, limits = self._memory()
-        # A server without pairs also takes clips without guidance: only the user gives that up.
+        # A server without pairs also takes clips without guidance. So pairs need the user's choice.
         size = given.get("cfg_parallel_size")
         may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
-        # Fields that nobody chooses are the same in all layouts.
+        # Only the user sets the fields without `chosen_by`, so all layouts have the user's values.
         kept = {name for name, option in layout_options().items() if not option.chosen_by}
         return {
             **{name: value for name, value in given.items() if name in kept},
@@ -436,7 +442,10 @@ class PipelineRequest:
         }
 
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
-        """Memory that the model's parts need, as fields of `CostModel`, and GiB of each device."""
+        """Return the memory of the model's parts, as fields of `CostModel`, and GiB of each device.
+
+        Both are empty if they are unknown or do not matter, as on the CPU.
+        """
         if self.memory_gib is not None:
             return {}, self.memory_gib
         if self.device == "cpu" or self.model.is_dummy:
@@ -471,7 +480,10 @@ class PipelineRequest:
         )
 
     def _chosen(self) -> tuple[ParallelConfig, CostModel, str]:
-        """The layout's configuration, its costs, and a remark."""
+        """Return the layout's fields, its costs, and a sentence on why `auto` chose the layout.
+
+        The sentence is empty if the user chose the layout.
+        """
         choice = self.choice
         if choice is None:
             given = dict(self._given)

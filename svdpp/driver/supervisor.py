@@ -495,5 +495,9 @@ class StallDetector:
 
 
 def max_silence_seconds(config: PipelineConfig) -> float:
-    """Return the seconds of silence after which a rank is stalled: less than its `timeout`."""
+    """Return the seconds without a heartbeat after which a rank counts as stalled.
+
+    The result is below `timeout_seconds`, so that a silent rank is reported before its neighbours,
+    which wait for it, exceed that timeout.
+    """
     return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)

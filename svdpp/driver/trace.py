@@ -1,4 +1,4 @@
-"""A run's measurements: the spans, steps, waits and transfers of every rank."""
+"""Measurements of a run: the spans, steps, waits and transfers of every rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WaitSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """Time for which one packet was on the wire, measured at one of its two ends."""
+    """Time for which one packet was on the wire, measured by its sender or its receiver."""
 
     rank: int
     direction: Literal["recv", "send"]
@@ -55,7 +55,7 @@ class TransferSpan(NamedTuple):
     start: float
     end: float
     waited: float = 0.0
-    """For a send: seconds before `start`, until the receiver was ready."""
+    """Seconds before `start` for which the sender waited for the receiver; 0 at the receiver."""
 
 
 class MeasuredCosts:
@@ -67,14 +67,14 @@ class MeasuredCosts:
         self._has_pairs = False
 
     def add(self, event: Event) -> None:
-        """Record an event; ignore those without a time."""
+        """Record the time of an event; ignore events without a time."""
         match event:
             case StepDone():
                 self._add("step", event.seconds)
             case ActionDone(action=action):
                 self._add(action.kind, (event.end - event.start) / action.fraction)
                 self._has_pairs |= action.kind is Kind.DENOISE and action.peer >= 0
-            case TransferDone(direction="recv"):  # at one of its two ends
+            case TransferDone(direction="recv"):  # the sender reports the same transfer
                 self._add("transfer", event.seconds)
             case _:
                 pass
@@ -92,7 +92,8 @@ class MeasuredCosts:
         """Return the measured costs.
 
         Args:
-            assumed: Costs to use where none are measured, scaled by the step time.
+            assumed: Costs for kinds of work that were not measured. They are scaled by the ratio
+                of the measured step time to the assumed one.
         """
         means = {kind: self._seconds[kind] / count for kind, count in self._counts.items()}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
@@ -110,7 +111,7 @@ class SpanBuilder:
         self._open_steps: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> list[TimedSpan]:
-        """Return the spans that `event` completes: an action, its steps, and the wait before it.
+        """Return the spans that an event completes: an action, its steps, and the wait before.
 
         Args:
             rank: Rank that sent the event.
@@ -122,7 +123,7 @@ class SpanBuilder:
             case StepDone():
                 steps = self._open_steps[rank]
                 if steps and steps[-1].clip != event.clip:
-                    steps.clear()  # of an action that a bad clip ended early
+                    steps.clear()  # a bad clip ended the action of these steps early
                 steps.append(event)
             case ActionDone():
                 return self._action(rank, event)
@@ -142,7 +143,7 @@ class SpanBuilder:
             spans.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
             end = begun
         if done.waited > 0:
-            # It may be two waits, for a send and then a receive, with almost nothing between.
+            # The span may combine two waits, for a send and then a receive, with a tiny gap.
             spans.append(WaitSpan(rank, action.clip, start - done.waited, start))
         return spans
 
@@ -154,25 +155,25 @@ class SpanBuilder:
 
 @dataclass
 class RunningMean:
-    """Running mean of samples."""
+    """Running mean of samples, such as the seconds of each step in a run."""
 
     total: float = 0.0
     count: int = 0
 
     def add(self, value: float | None) -> None:
-        """Add a sample; None is not one."""
+        """Add a sample; ignore None."""
         if value is not None:
             self.total, self.count = self.total + value, self.count + 1
 
     @property
     def value(self) -> float | None:
-        """The mean; None without a sample."""
+        """Mean of the samples; None if there are none."""
         return self.total / self.count if self.count else None
 
 
 @dataclass
 class RankMetrics:
-    """Measurements of a rank besides its spans, over all clips."""
+    """Measurements of one rank over all clips, besides the spans."""
 
     device: str = ""
     device_name: str = ""
@@ -180,13 +181,13 @@ class RankMetrics:
     load_seconds: float = 0.0
     compute_seconds: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds by their cause."""
+    """Seconds of waits, by cause."""
     num_written: int = 0
     write_seconds: float = 0.0
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     stats: RankStats | None = None
-    """The last sample; None if there was none."""
+    """Last `RankStats` event of the rank; None if none has arrived."""
     peak_resident_bytes: int = 0
     peak_gpu_memory_bytes: int | None = None
     gpu_load: RunningMean = field(default_factory=RunningMean)
@@ -194,15 +195,16 @@ class RankMetrics:
 
 
 class Trace:
-    """Observer that keeps the measurements of a run, on the monotonic clock of rank 0's machine.
+    """Observer that keeps the measurements of a run.
 
-    One thread calls it. Any thread may read meanwhile; the lists grow. Times are in seconds.
+    Times are seconds on the monotonic clock of rank 0's machine. One thread calls this object. Any
+    thread may read the lists while they grow.
 
     Args:
         world_size: Number of ranks.
-        last_clips: Number of the latest clips that the lists keep, so that a pipeline can run for
-            days; `costs` covers all clips. None: all.
-        first_clip: First clip that counts; earlier ones only warm up.
+        last_clips: Number of the latest clips in the lists, so that a pipeline can run for days;
+            `costs` covers all clips. None: the lists have all clips.
+        first_clip: First clip that is measured; earlier clips only warm up the ranks.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class Trace:
         self._span_builder = SpanBuilder()
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Record an event; ignore those without a time."""
+        """Record the measurements in an event of a rank."""
         clip = event.action.clip if isinstance(event, ActionDone) else getattr(event, "clip", None)
         if clip is not None and clip < self._first_clip:
             return
@@ -274,11 +276,11 @@ class Trace:
 
     @property
     def received(self) -> list[TransferSpan]:
-        """The transfers at their receivers, so that each counts once."""
+        """Transfers as their receivers measured them, so that each transfer counts once."""
         return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:
-        """Return the measured makespan, first clip, time per clip and bubble, as in a forecast."""
+        """Return the measured makespan, first clip, time per clip and bubble as a `Forecast`."""
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> CostModel:

@@ -19,7 +19,11 @@ _MAX_BOXES = 10_000
 
 
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
-    """Yield a clause for each box of a video by which a player shows `ours` unlike `theirs`.
+    """Yield a phrase for an error message for each difference in boxes that change the picture.
+
+    Args:
+        ours: Path of the mp4 to check.
+        theirs: Path of the mp4 of the recomputed clip.
 
     Raises:
         OSError: A file cannot be read.

@@ -231,14 +231,14 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
 
 
 def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
-    """Return the LoRAs of a folder: its safetensors files, for each expert of the model.
+    """Return a LoRA for each safetensors file of a folder, and with two experts for each expert.
 
     Args:
         folder: Folder, whose subfolders are not searched.
-        num_experts: Number of denoisers of the model.
+        num_experts: Number of denoisers of the model. Each expert can load each file.
 
     Raises:
-        RequestError: It is no folder, or has no such file.
+        RequestError: The path is not a folder, or the folder has no safetensors file.
     """
     names = sorted(map(str, folder.glob("*.safetensors"))) if folder.is_dir() else []
     if not names:

@@ -400,14 +400,15 @@ def _on(device: str, value: Any) -> Any:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracker of the bytes of `known` tensors and of those created in its context.
+    """Tracker of the bytes of tensors, real or fake: `known` ones, and those its block creates.
 
-    `current` is the sum of their storages in bytes, and `peak` the highest sum so far.
+    `current` is the sum of the storages in bytes, and `peak` the highest sum so far. An estimate
+    uses fake tensors, which have no data.
 
     Args:
-        known: Tensors that exist before.
-        workspace_threads: Intra-op threads of a CPU rank; temporary bytes of its convolutions are
-            then counted. None: they are not.
+        known: Tensors that exist before the block.
+        workspace_threads: Intra-op threads of a CPU rank, for the temporary bytes of convolutions.
+            None: temporary bytes are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], workspace_threads: int | None) -> None:

@@ -171,7 +171,17 @@ class _Simulation:
         self.current.pop(rank, None)
 
     def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> _TransferId:
-        """Register one end of the next transfer on the link between `ranks`, and return its id."""
+        """Register that the sender or the receiver begins the next transfer on a link.
+
+        Args:
+            end: "send" or "recv".
+            action: Action of the rank that begins.
+            ranks: Sender and receiver.
+            at: Time at which the rank begins.
+
+        Returns:
+            Id of the transfer, which is equal for the sender and the receiver.
+        """
         link = *ranks, action.frames is not None
         transfer = link, self.begun[end, link]
         self.begun[end, link] += 1
@@ -179,7 +189,10 @@ class _Simulation:
         return transfer
 
     def _meet(self, transfer: _TransferId, action: Action, at: float) -> None:
-        """Register one end of a transfer, or of a pair's DENOISE; the second end completes it."""
+        """Register that one of two ranks begins a transfer, or its half of a pair's DENOISE.
+
+        The call for the second rank sets the time at which the transfer ends.
+        """
         other = self.half_open.pop(transfer, None)
         if other is None:
             self.half_open[transfer] = action, at

@@ -386,10 +386,14 @@ class BatchTable:
 
 
 def same_batch(existing: Batch, batch: Batch) -> Batch:
-    """Return the existing batch if the new one requests the same.
+    """Return the existing batch with the idempotency key, if a new request with it is the same.
+
+    Args:
+        existing: Batch that was stored with the idempotency key.
+        batch: Batch of the new request with this key.
 
     Raises:
-        RequestError: It has other lines or another `metadata`.
+        RequestError: The new batch has other lines, `metadata` or `completion_window`.
     """
     for name in ("input_sha256", "metadata", "completion_window"):
         if getattr(existing, name) != getattr(batch, name):

@@ -241,7 +241,10 @@ class Batches:
         self._remove_file(file)
 
     def _remove_file(self, file: BatchFile) -> None:
-        """Remove the content, then the row: what has no row is no longer needed."""
+        """Remove a file's content, then its row.
+
+        If the server dies in between, the row remains, and the file is removed again later.
+        """
         self._queue.store.remove(file.path(self._queue.store.folder))
         self.table.remove_file(file.id)
 

@@ -324,7 +324,10 @@ class Capabilities:
 
     @property
     def model_key(self) -> str:
-        """Key of the jobs that the model makes; see `Job.model_key`."""
+        """Text that jobs of this model have as `Job.model_key`, by which servers find them.
+
+        The text is the fingerprint or commit of the weights; without one, the name of the model.
+        """
         return self.weights or self.model
 
     @property

@@ -1,8 +1,8 @@
 """Files of the jobs, in a folder or in a bucket.
 
-Servers that share no folder have a bucket, the store, and each works in a data folder of its own.
-An object has the name that its file has there. It is put before a row of the queue names it, and no
-other content gets the same name later.
+Servers that do not share a folder share a bucket, called the store. Each server then works in a
+data folder of its own. An object in the store has the same name as its file in the data folder. An
+object is stored before a row of the queue names it. Its content never changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from svdpp.serve.sqlite import (
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 #: Id of the file of a batch's lines.
 LINES_ID = re.compile(r"file_[0-9a-f]{32}")
-#: The names that servers and ranks give to files; others are left alone.
+#: Names of the files that servers and ranks write. Files with other names are never removed.
 FILE_NAME = re.compile(
     rf"photos/(?P<photo>{VIDEO_ID.pattern})\.([a-z]{{3,4}}|[a-z]+_video)"
     rf"|photos/(?P<lines>{LINES_ID.pattern})\.jsonl"
@@ -46,21 +46,21 @@ FILE_NAME = re.compile(
     rf"|[a-z]+/\.(upload-({VIDEO_ID.pattern}|{LINES_ID.pattern})-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
     rf"|fetched-[0-9a-f]{{16}})"
 )
-# Seconds between two probes of a store that answers; one that does not is probed each time.
+# Seconds between two probes of a store that answers. A store that does not is probed at each call.
 _PROBE_SECONDS = 10.0
-# Exceptions of mistakes in this program, which say nothing of the store.
+# Exceptions that a mistake in this program causes, and not a failure of the store.
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
-# Errors of the folder's own disk, to which objects are fetched.
+# Error numbers of the local disk, to which objects are fetched.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-# s3fs tries again by itself; with the tries of botocore beneath it would take minutes.
+# s3fs retries by itself. Retries of botocore beneath it would make a failure take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """Files of all servers: in the store of a URL, or without one in the folder alone.
+    """Files of all servers: in the store at a URL, or without a URL only in a folder.
 
-    Any thread may call any method. After a failure all raise BackendUnavailableError at once, until
-    `probe` finds that the store answers again.
+    Any thread may call any method. After a failure of the store, all methods raise
+    BackendUnavailableError at once, until `probe` finds that the store answers again.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -74,12 +74,12 @@ class FileStore:
         self._next_probe_at = 0.0
         place = str(self.folder) if url is None else redact(url).partition("?")[0]
         self.name = f"the {'data folder' if url is None else 'store'} {place!r}"
-        """Name of folder or store in messages."""
+        """Name of the folder or store in messages."""
         if url is not None:
             self._filesystem, self._root = _open(url)
 
     def put(self, path: Path) -> None:
-        """Put a file of the folder, if there is one, completely.
+        """Copy a file of the folder, if it exists, to the store: completely or not at all.
 
         Raises:
             StorageUnavailableError: The store does not answer, or the folder is not the queue's.
@@ -96,7 +96,7 @@ class FileStore:
                 raise self._unavailable(output_files.error_reason(error)) from error
 
     def fetch(self, path: Path) -> None:
-        """Get a file that the folder lacks; one that the store lacks as well stays missing.
+        """Copy a file from the store if the folder lacks it; do nothing if the store lacks it too.
 
         Raises:
             StorageUnavailableError: The store does not answer, or the folder is not the queue's.
@@ -105,7 +105,7 @@ class FileStore:
             self.check()
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
-            os.utime(path)  # it is evicted some time after its latest use
+            os.utime(path)  # `evict` compares the time of the latest use
             return
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
@@ -120,7 +120,12 @@ class FileStore:
             temporary.unlink(missing_ok=True)
 
     def evict(self, path: Path, unused_since: float) -> None:
-        """Remove a file from the folder alone, unless it was fetched after a unix time."""
+        """Remove a file from the folder, not from the store.
+
+        Args:
+            path: Path of the file.
+            unused_since: Unix time; a file that was fetched later stays.
+        """
         with self._lock, contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime <= unused_since:
                 path.unlink()
@@ -129,21 +134,21 @@ class FileStore:
         """Remove a file, if it exists, from the folder and the store.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or the folder is not the queue's:
-                what is missing there need not be missing.
+            StorageUnavailableError: The store does not answer, or the folder is not the queue's. A
+                file that is missing in another folder may exist in the queue's.
         """
         self.check()
         path.unlink(missing_ok=True)
         self.remove_object(path)
 
     def discard(self, path: Path) -> None:
-        """Remove a file that nobody needs; what cannot be removed now is a leftover."""
+        """Remove a file that nobody needs. If this fails, `remove_orphans` removes it later."""
         output_files.remove(path)
         with contextlib.suppress(BackendUnavailableError):
             self.remove_object(path)
 
     def remove_object(self, path: Path) -> None:
-        """Remove an object alone, if it exists.
+        """Remove an object from the store, if it exists; the folder's copy stays.
 
         Raises:
             StorageUnavailableError: The store does not answer.
@@ -153,10 +158,10 @@ class FileStore:
                 self._filesystem.rm_file(self._object_path(path))
 
     def objects(self, folder: str = "") -> dict[str, tuple[int, float]]:
-        """Return size in bytes and unix time of each object, by its name, such as `clips/x.mp4`.
+        """Return size in bytes and unix time of each object, by name like `clips/x.mp4`.
 
         Args:
-            folder: Folder of the store to look in; empty: all.
+            folder: Folder of the store to list; empty: all folders.
 
         Raises:
             StorageUnavailableError: The store does not answer.
@@ -169,11 +174,14 @@ class FileStore:
         return {name[start:]: (info["size"], _object_time(info)) for name, info in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
-        """Return size and time of all files that servers share, as `objects` does."""
+        """Return size in bytes and unix time of each shared file, by name like `clips/x.mp4`.
+
+        The shared files are the objects of the store, or without a store the files of the folder.
+        """
         return self.objects() if self.is_remote else self.local_files()
 
     def local_files(self) -> dict[str, tuple[int, float]]:
-        """Return size and time of the files of the folder, as `objects` does.
+        """Return size in bytes and unix time of each local file, by name like `clips/x.mp4`.
 
         Raises:
             OutputError: The folder cannot be read.
@@ -192,16 +200,16 @@ class FileStore:
         return found
 
     def clips(self) -> list[str]:
-        """Return the names of the clips in the folder, as `clips/NAME.mp4`."""
+        """Return the names of the clips in the local folder, such as `clips/NAME.mp4`."""
         found = ((name, FILE_NAME.fullmatch(name)) for name in self.local_files())
         return [name for name, match in found if match and match["clip"] and name.endswith(".mp4")]
 
     def errors(self) -> AbstractContextManager[None]:
-        """Translate errors of the folder's disk to OutputError during the block."""
+        """Translate disk errors of the folder to OutputError within the block."""
         return output_files.disk_errors(f"cannot read or write the files in {str(self.folder)!r}")
 
     def read_queue_id(self) -> str:
-        """Return the id of the queue that the files belong to; empty if there is no mark.
+        """Return the id of the queue that the files belong to; empty if no id is stored.
 
         Raises:
             StorageUnavailableError: The store does not answer.
@@ -216,10 +224,10 @@ class FileStore:
         return ""
 
     def write_queue_id(self, queue_id: str) -> None:
-        """Mark the files as those of a queue.
+        """Store the id of the queue that the files belong to, beside the files.
 
         Raises:
-            OutputError: The mark cannot be written.
+            OutputError: The id cannot be written.
         """
         output_files.write_text(self.folder / QUEUE_ID_FILE, queue_id)
         if self.is_remote:
@@ -227,26 +235,30 @@ class FileStore:
             (self.folder / QUEUE_ID_FILE).unlink()
 
     def bind_to_queue(self, queue_id: str) -> None:
-        """Treat a store without the mark of this queue as away from now on."""
+        """Treat a store that does not have this queue's id as unavailable from now on."""
         self._queue_id = queue_id
 
     def bind_to_file(self, is_there: Callable[[], bool]) -> None:
-        """Treat the folder as away while `is_there` says that it lacks the queue's file."""
+        """Treat the folder as unavailable while it lacks the file of the queue.
+
+        Args:
+            is_there: Function that returns whether the folder has the file of the queue.
+        """
         self._has_queue_file = is_there
 
     @property
     def is_mounted(self) -> bool:
-        """Whether the folder is the queue's, and not an empty place where its disk should be."""
+        """Whether the folder is the queue's, and not the empty mount point of its disk."""
         if self.is_remote:
             return self.folder.exists()
         return self._has_queue_file() and self._queue_id in ("", self.read_queue_id())
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether so little is free that no clip should be begun or taken."""
+        """Whether the disk has too little free space to begin or accept a clip."""
         try:
             free, low = disk_space(self.folder)
-        except OSError:  # the folder is gone, or its disk
+        except OSError:  # the folder or its disk is gone
             return True
         return free < low
 
@@ -265,10 +277,10 @@ class FileStore:
             )
 
     def probe(self) -> None:
-        """Check now and then that the store answers, and at each call while it does not.
+        """Check that the store answers: every 10 s, and at each call after a failure.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or lacks the mark of the queue.
+            StorageUnavailableError: The store does not answer, or lacks the id of the queue.
         """
         if self.unavailable_reason or time.monotonic() >= self._next_probe_at:
             self._probe()
@@ -283,14 +295,14 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
-        """Translate errors of the store; refuse other uses than a probe while it is away."""
+        """Translate errors of the store; while the store is unavailable, allow only probes."""
         if not is_probe:
             self.check()
         try:
             yield
         except (FileNotFoundError, *_BUGS):
             raise
-        except Exception as error:  # each backend has exceptions of its own
+        except Exception as error:  # each backend of fsspec has its own exceptions
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 text = f"cannot write to {str(self.folder)!r}: {output_files.error_reason(error)}"
                 raise OutputError(text, "its disk may be full") from error
@@ -306,7 +318,7 @@ class FileStore:
         )
 
     def _object_path(self, path: Path) -> str:
-        """Return the path of the object of a file, or of the objects of a folder."""
+        """Return the path in the store for a file or a folder of the data folder."""
         name = path.absolute().relative_to(self.folder).as_posix()
         return self._root if name == "." else f"{self._root}/{name}"
 
@@ -327,6 +339,6 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _object_time(info: Mapping[str, Any]) -> float:
-    """Return the unix time of an object; infinity if the backend does not say so as S3 does."""
+    """Return the unix time of an object's last change; infinity if the backend does not tell it."""
     put_at = info.get("LastModified")
     return float(put_at.timestamp()) if put_at else math.inf

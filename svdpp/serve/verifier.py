@@ -166,7 +166,7 @@ class Verifier:
 
     @contextlib.contextmanager
     def _start_process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
-        """The process, which ends with those that it started."""
+        """Start the process that verifies a job's clip; end it and its children after the block."""
         clip, photo = job.clip_path(self._folder), job.input_path(self._folder)
         process = start_helper(
             "svdpp.serve.verifier",

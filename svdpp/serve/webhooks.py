@@ -237,7 +237,7 @@ def sign(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict
 
 
 def _event_body(id: str, job: Job, video: Video) -> bytes:
-    """Return the body, in the shape of OpenAI's webhooks, with the whole video as data."""
+    """Return the JSON body of a webhook, as OpenAI's, with the JSON of the video as `data`."""
     event = {
         "id": id,
         "object": "event",

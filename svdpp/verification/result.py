@@ -301,10 +301,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Map numbers to integers of the same order, whose differences are ULPs (or levels).
+    """Map each element to an integer, such that a difference of two integers counts ULPs.
 
-    Negative floats are mapped to negative integers; see Bruce Dawson, "Comparing Floating Point
-    Numbers".
+    Floats keep their order: negative floats become negative integers; see Bruce Dawson, "Comparing
+    Floating Point Numbers". Integers, such as the levels of pixels or audio, stay as they are.
     """
     if not tensor.is_floating_point():
         return tensor.int()

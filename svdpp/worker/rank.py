@@ -225,7 +225,7 @@ def load_rank_model(
         checkpoint: Checkpoint of the model; None for the dummy.
         device: Name of the device for the weights.
         roles: Roles of the rank; parts for other roles are not loaded.
-        rank: Number of the rank, by whose costs a dummy that sleeps does so.
+        rank: Number of the rank. A dummy model that sleeps takes its times from this rank's costs.
 
     Raises:
         ModelError: The checkpoint is incomplete or damaged.

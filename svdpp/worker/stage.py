@@ -425,15 +425,16 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 
 
 def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
-    """Return the spec that a tensor must have, given the spec in the first packet of its kind.
+    """Return the spec to check a received tensor against: the first packet's, or the packet's own.
 
-    A recorded tensor may have another shape, but not another dtype or number of dimensions. So may
-    the structure, which is text with these shapes in it.
+    A tensor that the encode recorded may have another shape than in the first packet, but not
+    another dtype or number of dimensions. The structure may also have another shape, because it is
+    text that contains the shapes. All other tensors must be as in the first packet.
 
     Args:
         name: Name of the tensor.
-        spec: Spec that the packet's structure gives; None: it does not name the tensor.
-        first: Spec in the first packet of the kind.
+        spec: Spec in the structure of the received packet; None: the structure lacks the tensor.
+        first: Spec in the first packet of the same kind.
     """
     if spec is None or not (name == STRUCTURE or name.startswith(_RECORD)):
         return first

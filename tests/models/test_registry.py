@@ -324,7 +324,7 @@ def test_what_may_not_be_divided_is_refused() -> None:
     spec = FAMILY_SPECS["ltx"]
     for name, size, words in (
         ("hidden_states", 4, "a batch of 4 is not one for each branch"),
-        ("mask", 2, "it is not known how to divide more"),
+        ("mask", 2, "the family's spec does not say how to divide more"),
     ):
         with pytest.raises(ModelError, match=words):
             split_batch(0, spec, denoiser, (), {name: torch.ones(size, 4)})

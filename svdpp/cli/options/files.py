@@ -415,11 +415,12 @@ class LogOptions:
     ] = None
 
     def open(self, console: Console, launched: World | None, *, warns: bool = False) -> None:
-        """Open the log.
+        """Open the log of a command: text on stderr, and JSON lines in the log file.
 
         Args:
             console: Console that prints the records.
-            launched: World of the launcher, of which only the first rank of each host prints.
+            launched: World of the launcher. Only the first rank of each host prints. None: no
+                launcher started this process.
             warns: Whether warnings are printed even without `-v`.
 
         Raises:

@@ -16,7 +16,7 @@ from svdpp.errors import ModelError
 #: Facts that a family's configs tell of a checkpoint: fields of `Checkpoint`.
 CheckpointFacts = dict[str, Any]
 
-#: Components that an encode of an image uses, as far as a checkpoint has it.
+#: Components that an encode of an image uses. A checkpoint may lack some of these components.
 IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
 #: `encode_components` of the families with two encoders of prompts.
 TWO_TEXT_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")

@@ -490,7 +490,7 @@ def split_batch(
             bound.arguments[name] = tree_map(functools.partial(_part, branch), value)
         elif name not in spec.shared_arguments and 2 in lengths:
             raise ModelError(
-                f"it is not known how to divide {name} between two branches",
+                f"the family's spec does not say how to divide {name} between two branches",
                 details={"argument": name},
             )
     return bound.args, bound.kwargs
