@@ -1,1 +1,1 @@
-"""The parent process: pipeline, supervisor, trace, jobs and the run manifest."""
+"""Code of the parent process: pipeline, supervisor, trace, jobs and the run's manifest."""

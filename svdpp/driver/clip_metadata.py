@@ -1,4 +1,4 @@
-"""A clip's metadata: the request as its JSON records it, and the reading of that JSON."""
+"""Metadata of a clip: writes the request into the clip's JSON, and reads and checks that JSON."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.lora_files import LoraFile
 
-#: 1 had `seconds` in place of compute_seconds and wall_seconds, and no file_sha256.
+#: Version of the JSON. Version 1 had `seconds` in place of `compute_seconds` and `wall_seconds`,
+#: and no `file_sha256`.
 SCHEMA_VERSION = 2
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ffmpeg")
 
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether each rank of a pair evaluates half of a batch, which may change the bits.
+    """Whether each rank of a pair evaluates half of the batch of a denoiser call.
+
+    Kernels may give other bits for half of a batch.
 
     Args:
         config: Configuration of the pipeline.
@@ -62,16 +65,18 @@ def clip_metadata(
     checkpoint: Checkpoint,
     loras: Sequence[LoraFile] = (),
 ) -> dict[str, Any]:
-    """Return the request as a clip's JSON records it; the clip writer adds hashes and times.
+    """Return the fields of a clip's JSON that are known before the clip is made.
+
+    The clip writer adds hashes and times.
 
     Args:
         inputs: Images, videos and prompts.
         seed: Seed of the noise.
-        output: File of the clip. Recorded paths are relative to its folder or the user's home, to
-            hide the user's name.
+        output: File of the clip. Paths in the JSON are relative to the folder of this file or to
+            the user's home, to hide the user's name.
         config: Resolved configuration.
         checkpoint: Checkpoint of the model.
-        loras: LoRAs of the clip besides the model's.
+        loras: LoRAs of the clip, without the LoRAs of the model.
     """
     loras = (*checkpoint.loras, *loras)
     folder, media_file, sampling = Path(output.path).parent, inputs.media_file, config.sampling
@@ -146,14 +151,14 @@ def _versions_of_extras(checkpoint: Checkpoint, loras: Sequence[LoraFile]) -> di
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
-    """The absolute path of a folder (or `~/...`); a hub id or `demo` as the user typed it."""
+    """Return the absolute path of a model's folder (or `~/...`); a hub id or `demo` unchanged."""
     is_folder = checkpoint.fingerprint is not None
     return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of svdpp and of the libraries that a clip's bits depend on, by name."""
+    """Return the versions of svdpp and of the libraries that can change a clip's bits, by name."""
     return {"svdpp": __version__, **{name: version(name) for name in _LIBRARIES}}
 
 
@@ -175,19 +180,19 @@ class _LoraMetadata(_DenoiserMetadata):
 
 
 class _ClipMetadata(BaseModel):
-    """Schema of a clip's JSON; strict, because the file is untrusted input.
+    """Schema of a clip's JSON. It is strict, because the file is untrusted input.
 
-    `svdpp.config` checks the ranges when it builds a configuration from the values.
+    `svdpp.config` checks the ranges of the values when it builds a configuration from them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    # Not Literal[1, 2], which accepts true and 1.0 as 1.
+    # Literal[1, 2] would accept true and 1.0 as 1.
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION)]
     family: str
     input: str | None
     input_sha256: _Sha256 | None
-    last_image: str | None = None  # of a clip that ends at an image
+    last_image: str | None = None  # only of a clip that ends at an image
     last_image_sha256: _Sha256 | None = None
     output: str
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
@@ -211,7 +216,7 @@ class _ClipMetadata(BaseModel):
     exact: bool | Literal["unproven", "memory_pressure"] = True
     latents_sha256: _Sha256
     frames_sha256: _Sha256
-    audio_sha256: _Sha256 | None = None  # of a clip with sound
+    audio_sha256: _Sha256 | None = None  # only of a clip with sound
     file_sha256: _Sha256 | None = None
 
     @field_validator("output")
@@ -238,26 +243,26 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
     hints |= _SVD_FIELDS if family == "svd" else _PROMPT_FIELDS
     hints |= {"videos": dict[str, str], "videos_sha256": dict[str, _Sha256]} if kind.videos else {}
     fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
-    if family == "svd":  # the JSON of early clips names none
+    if family == "svd":  # the JSON of early clips has no family
         fields["family"] = (Literal["svd"], "svd")
     return create_model(f"_{family}", __base__=_ClipMetadata, **fields)
 
 
-# Fields that only some clips have.
+# Fields that only some clips have in their metadata.
 _MAY_BE_MISSING = {"audio_sha256", "lora", "denoiser", "last_image", "last_image_sha256"}
 
 _METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASSES}
 
 
 def parse_clip_json(path: Path) -> Any:
-    """Return the value in a clip's JSON, unchecked.
+    """Parse the file of a clip's JSON, without a check of its fields.
 
     Raises:
         InputError: The file cannot be read, is too large, or is not JSON.
     """
     data = read_small_file(path, "clip's JSON")
     try:
-        # pydantic's parser refuses the escapes in file names that are not UTF-8.
+        # pydantic's parser rejects the escapes for bytes of file names that are not UTF-8.
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
@@ -271,15 +276,15 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
     Args:
         values: Untrusted value, such as `parse_clip_json` returns.
-        fault: Beginning of the error's message.
+        fault: Text at the beginning of the error's message, such as "x.json is not a clip's JSON".
 
     Raises:
-        InputError: A field is missing, unknown, or of another type or range.
+        InputError: A field is missing, is unknown, or has a wrong type or range.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: it is not an object")
     family = values.get("family")
-    # An unknown family, or none, is checked as SVD, whose error then names the field.
+    # A missing or unknown family is checked by SVD's schema. Its error then names the field.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )
@@ -296,12 +301,12 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a clip's JSON that its file also holds: all but the file's own hash."""
+    """Return the part of a clip's JSON that the clip's file also has: all but the file's hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
 def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
-    """Return the sampling parameters in a clip's metadata, which have been checked."""
+    """Return the sampling parameters from a clip's checked metadata."""
     names = ("family", *sampling_fields(metadata["family"]))
     has_last_image = metadata.get("last_image_sha256") is not None
     last_image = {"has_last_image": True} if has_last_image else {}
@@ -309,10 +314,11 @@ def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
 
 
 def weights_identity(checkpoint: Checkpoint) -> object:
-    """Return what the weights are now: the commit of a hub model, or the files of a folder.
+    """Return a value that changes when the weights on this machine change.
 
     Returns:
-        The commit's hash; or path, bytes and time of change of each weight file, as JSON values.
+        Commit hash of a hub model; for a folder, path, bytes and time of change of each weight
+        file, as JSON values.
     """
     if checkpoint.revision:
         return checkpoint.revision

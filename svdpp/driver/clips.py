@@ -1,4 +1,4 @@
-"""Submitted clips: the caller's handles, what ranks report of them, the results not yet taken."""
+"""Submitted clips: the caller's handles, their progress, and the results not yet taken."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ class ClipResult:
     request: ClipRequest
     metadata: dict[str, Any]
     owner: object = field(default=None, repr=False, compare=False)
-    """Owner of the file's folder, if it is a temporary one that goes when nothing refers to it."""
+    """Owner of the temporary folder that has the file; the folder is removed when no result refers
+    to the owner. None: the folder is not temporary."""
 
     @property
     def path(self) -> Path | None:
-        """Path of the clip's file or folder of frames; None: the request names none."""
+        """Path of the clip's file or folder of frames; None: the request has no output."""
         return None if self.request.output is None else Path(self.request.output.path)
 
     @property
     def frames(self) -> video.Frames:
         """Frames of the file, uint8 of shape (F, H, W, 3); each use reads the file again.
 
-        Those of the format `frames` are exact; the others compress.
+        The format `frames` has the exact pixels; the other formats compress them.
 
         Raises:
             RequestError: The clip has no file.
-            InputError: The file is gone or damaged.
+            InputError: The file is missing or damaged.
         """
         output = self.request.output
         if output is None:
@@ -62,7 +63,7 @@ class ClipResult:
 
 @dataclass(frozen=True)
 class ClipFailure:
-    """A clip that was lost while the run went on: its image, its latent or its file was bad."""
+    """Clip that failed while the run went on, because its image, latent or file was bad."""
 
     clip: int
     request: ClipRequest
@@ -71,7 +72,10 @@ class ClipFailure:
 
 @dataclass(frozen=True)
 class ClipProgress:
-    """Progress of a clip: steps done, of all; the rank is None until one has begun it."""
+    """Progress of a clip: finished steps, number of all steps, and the rank that works on the clip.
+
+    The rank is None until a rank has begun the clip.
+    """
 
     steps_done: int
     num_steps: int
@@ -79,7 +83,7 @@ class ClipProgress:
 
 
 class ClipHandle(Future[ClipResult]):
-    """One submitted clip: a `concurrent.futures.Future` of its `ClipResult`.
+    """Handle of one submitted clip: a `concurrent.futures.Future` of its `ClipResult`.
 
     `asyncio.wrap_future(handle)` makes it awaitable.
     """
@@ -101,8 +105,8 @@ class ClipHandle(Future[ClipResult]):
         """Have the pipeline's thread call `callback` with the handle when `progress` changes.
 
         Args:
-            callback: Function that is quick and raises nothing. It is also called at once if a rank
-                has begun the clip.
+            callback: Quick function that raises nothing. It is also called at once if a rank has
+                already begun the clip.
         """
         self._progress_callbacks.append(callback)
         if self.progress.rank is not None:
@@ -119,20 +123,20 @@ class ClipHandle(Future[ClipResult]):
     def cancel(self) -> bool:
         """Ask the ranks to skip the clip from the next step on.
 
-        A clip that no rank has begun is cancelled at once. One that a rank has begun is cancelled
-        when all ranks have dropped it, unless it is finished before; `exception` waits for that.
+        A clip that no rank has begun is cancelled at once. A begun clip is cancelled when all ranks
+        have dropped the clip, unless the clip is finished before; `exception` waits for either.
         `result` raises `concurrent.futures.CancelledError` for a cancelled clip.
 
         Returns:
-            Whether it will be cancelled, or has been; False if it is finished or lost.
+            Whether the clip is or will be cancelled; False if the clip is finished or lost.
         """
         return self._owner.cancel(self)
 
     def result(self, timeout: float | None = None) -> ClipResult:
-        """Wait for the clip. `Pipeline.results` does not yield it again.
+        """Wait for the clip and return its result. `Pipeline.results` then does not yield it.
 
         Args:
-            timeout: Seconds to wait; None: without end.
+            timeout: Seconds to wait; None: no limit.
 
         Raises:
             SvdppError: The clip is lost, or the run has ended before it was finished.
@@ -149,7 +153,7 @@ class ClipHandle(Future[ClipResult]):
         """Wait for the clip and return the error that `result` would raise, or None.
 
         Args:
-            timeout: Seconds to wait; None: without end.
+            timeout: Seconds to wait; None: no limit.
 
         Raises:
             TimeoutError: The clip is not finished in time.
@@ -160,24 +164,26 @@ class ClipHandle(Future[ClipResult]):
         return super().exception(timeout)
 
 
-# Latest clips whose late files are looked for at the end. Older clips get no more files, because a
-# rank queues at most three checkpoints.
+# Number of the latest clips whose late files are removed at the end of the run. Older clips get no
+# late files, because a rank queues at most three checkpoints.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
 
 class ClipTracker:
-    """Handles of clips, from `add` until a caller has taken the result.
+    """Tracker of clips, which keeps their handles from `add` until a caller takes the result.
 
-    It is an observer of the ranks' events: one thread finishes clips by them. Any thread may add
-    clips and wait for them.
+    It is an observer of the ranks' events. The thread that calls it finishes the clips. Any thread
+    may add clips and wait for clips.
 
     Args:
-        send_to_all: Function that sends every rank a message, to skip a cancelled clip.
-        latents_folder: Folder of the latent checkpoints, which are removed when their clips are
-            finished; None: there are none.
-        tensor_folder: Folder for the tensors that other hosts send; None: none do.
-        max_failures: Number of the latest losses that `failures` keeps; None: all.
+        send_to_all: Function that sends a message to every rank. The tracker sends the command to
+            skip a cancelled clip.
+        latents_folder: Folder of the latent checkpoints. The checkpoints of a finished clip are
+            removed. None: there are no checkpoints.
+        tensor_folder: Folder for tensors from ranks on other hosts, for verification; None: ranks
+            send no tensors.
+        max_failures: Number of the latest lost clips that `failures` keeps; None: all.
     """
 
     def __init__(
@@ -196,11 +202,11 @@ class ClipTracker:
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
         self.num_added = 0
-        """Number of clips that have been added, which is the index of the next one."""
+        """Number of added clips, which is the index of the next clip."""
         self.finisher: threading.Thread | None = None
-        """Thread that finishes clips; it raises RuntimeError if it waits for a clip."""
+        """Thread that finishes clips. In this thread, a wait for a clip raises RuntimeError."""
         self._open: dict[int, ClipHandle] = {}
-        # The clips that `results` yields: unfinished, and finished but not taken.
+        # Clips that `results` still has to yield: the unfinished ones, and the finished ones.
         self._awaited: set[int] = set()
         self._finished: dict[int, ClipHandle] = {}
         # Requests of cancelled clips that the ranks have not dropped yet.
@@ -218,18 +224,19 @@ class ClipTracker:
 
     @property
     def failures(self) -> list[ClipFailure]:
-        """The lost clips, in the order of their failures."""
+        """Lost clips, in the order of their failures."""
         with self._changed:
             return list(self._failures)
 
     def check_may_wait(self, handle: ClipHandle | None = None) -> None:
-        """Check that the calling thread may wait: the one that finishes clips may not.
+        """Check that the calling thread may wait for a clip.
 
         Args:
-            handle: Clip to wait for, which may be done already; None: any clip.
+            handle: Handle of the clip to wait for. The clip may be done already. None: any clip.
 
         Raises:
-            RuntimeError: The caller is the thread that finishes clips, which would wait for itself.
+            RuntimeError: The calling thread is the one that finishes clips. It would wait for
+                itself.
         """
         if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(
@@ -239,15 +246,15 @@ class ClipTracker:
     def add(
         self, requests: Sequence[ClipRequest], num_steps: Sequence[int], *, for_results: bool
     ) -> list[ClipHandle]:
-        """Add clips, with the next indices.
+        """Add clips with the next indices, and return their handles.
 
         Args:
             requests: Requests of the clips.
             num_steps: Number of steps of each clip.
-            for_results: Whether `results` yields them.
+            for_results: Whether `results` yields these clips.
 
         Raises:
-            SvdppError: The run has ended, for the reason that it says.
+            SvdppError: The run has ended. This error is the reason of the end.
         """
         with self._changed:
             if self._end is not None:
@@ -261,7 +268,7 @@ class ClipTracker:
         return handles
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Take one event of `rank`."""
+        """Handle an event of a rank, such as a finished step or a finished clip."""
         match event:
             case StoredTensor():
                 assert self._tensor_folder is not None
@@ -294,10 +301,10 @@ class ClipTracker:
         return True
 
     def end(self, error: BaseException) -> None:
-        """Set an error for all unfinished clips, and take no more; the first call counts.
+        """Set an error for all unfinished clips, and accept no more. Only the first call acts.
 
         Args:
-            error: Reason.
+            error: Reason for the end of the run.
         """
         with self._changed:
             if self._end is not None:
@@ -311,15 +318,17 @@ class ClipTracker:
             handle.set_exception(reraisable(error))
 
     def take(self, handle: ClipHandle) -> None:
-        """Forget the result of `handle`, which a caller has taken."""
+        """Forget the result of a clip, because a caller has got the result from its handle."""
         with self._changed:
             self._finished.pop(handle.clip, None)
 
     def results(self) -> Iterator[ClipResult]:
-        """Yield each result that has not been taken, as clips finish, until none is left.
+        """Yield the result of each clip as the clip finishes, until no clip is left.
+
+        Results that a caller has got from a handle are left out.
 
         Raises:
-            SvdppError: The run has ended before the clips that are left.
+            SvdppError: The run has ended before all clips were finished.
         """
         while (handle := self._take_next()) is not None:
             yield handle.result()
@@ -337,14 +346,18 @@ class ClipTracker:
             return None
 
     def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Record that the ranks are done with `clip`; `outcome` as for `_complete`.
+        """Record that the ranks are done with a clip.
 
-        Removes the checkpoints of a finished or cancelled clip; keeps those of a lost one, to
-        resume it.
+        The checkpoints of a finished or cancelled clip are removed. The checkpoints of a lost clip
+        stay, so that a later run can resume the clip.
+
+        Args:
+            clip: Index of the clip.
+            outcome: Metadata of a finished clip, error of a lost one, or None for a cancelled one.
         """
         handle = self._open.get(clip)
         request = self._cancelled.get(clip) if handle is None else handle.request
-        if request is None:  # of a clip that was lost before
+        if request is None:  # the clip was lost before
             return
         is_lost = isinstance(outcome, SvdppError)
         if request.output is not None or request.latents_key is not None:
@@ -353,10 +366,10 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        self._cancelled.pop(clip, None)  # last: until it is completed, it may be cancelled
+        self._cancelled.pop(clip, None)  # last: an incomplete clip may still be cancelled
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """End an open clip by its metadata, by the error that lost it, or as cancelled (None)."""
+        """Set the outcome of a clip's handle: its metadata, its error, or None for cancelled."""
         with self._changed:
             if self._open.pop(handle.clip, None) is None:
                 return
@@ -368,7 +381,7 @@ class ClipTracker:
             self._changed.notify_all()
         if outcome is None:
             Future.cancel(handle)
-            handle.set_running_or_notify_cancel()  # wakes those who wait
+            handle.set_running_or_notify_cancel()  # wakes the threads that wait for the clip
         elif isinstance(outcome, SvdppError):
             handle.set_exception(outcome)
         else:
@@ -382,7 +395,7 @@ class ClipTracker:
     def clean_up(self) -> None:
         """Remove partly written and late files of clips, after all ranks have ended.
 
-        Files in a folder that does not respond are left.
+        Files stay in a folder that does not respond.
         """
         for request, is_lost in self._recent:
             if not is_lost:
@@ -397,5 +410,5 @@ class ClipTracker:
         if self._latents_folder is not None:
             folders.add(self._latents_folder)
         for folder in folders:
-            with contextlib.suppress(OSError, ValueError):  # a folder that cannot be used has none
+            with contextlib.suppress(OSError, ValueError):  # an unusable folder has no such files
                 output_files.remove_abandoned(folder)

@@ -1,4 +1,4 @@
-"""A thread for file operations, so that a folder that does not respond blocks nothing else."""
+"""Thread for file operations, so that a folder that does not respond blocks no other thread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from concurrent.futures import Future
 
 
 class FileThread:
-    """Daemon thread that makes calls one after the other; it starts with the first call.
+    """Daemon thread that makes submitted calls one after the other, and starts with the first one.
 
-    A call on a network folder whose server is down returns when the server is back, or never. So
-    the thread that supervises the ranks makes no such call itself.
+    A file operation on a network folder whose server is down returns when the server is back, or
+    never. The thread that supervises the ranks must not block, so it submits its file operations.
 
     Args:
         name: Name of the thread.
@@ -26,7 +26,7 @@ class FileThread:
         self._starting = threading.Lock()
 
     def submit(self, call: Callable[[], object]) -> Future[None]:
-        """Queue a call and return at once; the future has the error that the call raises."""
+        """Queue a call and return its future at once. The future gets the error of the call."""
         future: Future[None] = Future()
         self._calls.put((call, future))
         with self._starting:

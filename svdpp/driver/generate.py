@@ -1,4 +1,4 @@
-"""Clips in one call: images, prompts or dicts in, results with frames out."""
+"""Function `generate`: makes clips from images, prompts or dicts in one call."""
 
 from __future__ import annotations
 
@@ -66,37 +66,37 @@ def generate(
     Ranks are started for this call and end with it; a `Pipeline` keeps them.
 
     Args:
-        inputs: Images: paths, folders, glob patterns or images of PIL; each gets each prompt and
-            each seed. Or dicts of which each is one clip, with the fields of a line of `svdpp run
-            --jobs`. Nothing: clips from prompts alone.
+        inputs: Images, as paths, folders, glob patterns or images of PIL: one clip for each image,
+            prompt and seed. Or dicts with the fields of a line of `svdpp run --jobs`: one clip for
+            each dict. Empty: clips from prompts alone.
         prompts: Prompt or prompts.
-        negative_prompt: What clips with a prompt must not show.
+        negative_prompt: Text that clips with a prompt must not show.
         seeds: Seed or seeds.
-        model: Hub id, folder or demo, in the precision that `svdpp run` takes; or a
-            `ModelConfig`, as it is.
-        out: Folder of the clips, or the file of a single one. None: a temporary folder that is
+        model: Hub id, folder or demo, which is loaded in the precision that `svdpp run` would use.
+            A `ModelConfig` is used unchanged.
+        out: Folder of the clips, or the file of a single clip. None: a temporary folder that is
             removed with the last of the results.
-        format: Format of the clips. None: that of the suffix of `out`, else mp4; without `out` it
-            is `frames`, whose pixels are exact.
+        format: Format of the clips. None: the format of the suffix of `out`, or mp4 for a folder;
+            without `out`, `frames`, which has the exact pixels.
         overwrite: Whether existing files are replaced.
         resume: Whether clips that are finished in `out` are kept.
-        world_size: Number of ranks. None: all GPUs that can be used, or 2 ranks on the CPU.
+        world_size: Number of ranks. None: number of GPUs that can be used, or 2 on the CPU.
         device: `auto`, `cuda`, `cpu` or `cuda:N`.
         layout: Name of the layout. None: `pipeline`.
         num_threads: CPU threads of each rank. None: the cores divided by the ranks.
-        on_result: Function that is called in this thread with each clip as it finishes.
+        on_result: Function that this thread calls with the result of each clip as it finishes.
         parameters: Parameters of the model's sampler, such as `steps`, `frames`, `width` and
             `fps`, by their names in requests or in diffusers.
 
     Returns:
-        Results in the order of the inputs, each with all its prompts, each with all its seeds.
+        Results, ordered by input, then by prompt, then by seed.
 
     Raises:
-        RequestError: The request cannot be made; nothing has been loaded.
+        RequestError: The clips cannot be made as requested. No weights have been loaded.
         InputError: An image cannot be read.
         ModelError: The model is missing or not supported.
-        SvdppError: A clip was lost, raised once all others are made; or the reason for which the
-            run ended.
+        SvdppError: A clip failed; the error is raised once all other clips are made. Or the run
+            ended with this error.
     """
     end_if_importing_script()
     require(
@@ -151,7 +151,7 @@ def generate(
 
 
 def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint) -> None:
-    """Check the clips against the configs of the model, before a weight is loaded."""
+    """Check the clips against the model's configs, before any weights are loaded."""
     resolved, _ = resolve_config(config, weights="none", checkpoint=checkpoint)
     for job, error in find_refused_jobs(jobs, resolved, checkpoint):
         place = "" if job.line is None else f"{place_of(job.line)}: "
@@ -166,7 +166,7 @@ def _make(
     temporary: _TemporaryFolder | None,
     on_result: Callable[[ClipResult], object] | None,
 ) -> list[ClipResult]:
-    """Return the clips that were finished already and those that are made now, by their index."""
+    """Make the planned clips; return their results and those of kept clips, in the jobs' order."""
     from svdpp.driver.clips import ClipResult  # torch
 
     results: dict[int, ClipResult] = {}
@@ -188,7 +188,7 @@ def _make(
 
 
 class _TemporaryFolder:
-    """Folder that is removed when nothing refers to this object, and at the end of the process."""
+    """Temporary folder; removed when nothing refers to this object, or when the process ends."""
 
     def __init__(self) -> None:
         self.path = process_lifetime.make_folder("svdpp-clips-")

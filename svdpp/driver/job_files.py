@@ -1,4 +1,4 @@
-"""Jobs files: JSON Lines, CSV and YAML, read as fields of lines; one clip a line."""
+"""Reader of jobs files in JSON Lines, CSV or YAML. Each line has the fields of one clip."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from svdpp.config.limits import JOBS_FILE_BYTES, detail_value, read_small_file, 
 from svdpp.errors import InputError, RequestError, SvdppError, first_line
 from svdpp.media.prompts import decode_text
 
-#: Kind of file by suffix.
+#: Kind of a jobs file (`jsonl`, `csv` or `yaml`), by suffix.
 _KINDS: Mapping[str, str] = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"},
     **{".yaml": "yaml", ".yml": "yaml"},
 }
-#: Stands for the standard input, which is JSON Lines.
+#: Name that stands for the standard input. It must have JSON Lines.
 STDIN = "-"
 _DELIMITERS = ",;\t"
 
@@ -32,25 +32,25 @@ class JobLine:
     number: int
     """Number of the line in the file, from 1."""
     fields: Mapping[str, Any]
-    """Values by name. In CSV all are texts."""
+    """Values of the fields, by name. In CSV all values are texts."""
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """Content of a jobs file, which is not parsed yet."""
+    """Content of a jobs file; `lines` parses it."""
 
     name: str
-    """Name for messages."""
+    """Name of the file in messages."""
     folder: Path
-    """Folder to which its paths are relative."""
+    """Folder that relative paths in the file start from."""
     kind: str
     """`jsonl`, `csv` or `yaml`."""
     text: str
 
     def lines(self) -> Iterator[JobLine | SvdppError]:
-        """Yield the fields of each line, or the error of one that cannot be read.
+        """Yield for each line its fields, or an error if the line cannot be read.
 
-        Blank lines are left out, and in JSON Lines and YAML those that begin with `#`.
+        Blank lines are skipped. In JSON Lines and YAML, lines that begin with `#` are skipped too.
         """
         parse = {"jsonl": self._json_lines, "csv": self._csv_lines, "yaml": self._yaml_lines}
         return parse[self.kind]()
@@ -58,14 +58,14 @@ class JobFile:
     def error(
         self, line: int, message: str, hint: str = "", field: str | None = None, **details: Any
     ) -> RequestError:
-        """Return the error of a line.
+        """Return an error about a line of the file.
 
         Args:
             line: Number of the line.
-            message: What is wrong.
+            message: Text that follows the name of the line, such as "is not JSON".
             hint: Advice for the user.
-            field: Field of the line that is wrong; None: none alone is.
-            details: Numbers of the message by name.
+            field: Name of the wrong field; None: the error is about the whole line.
+            details: Numbers in the message, by name.
         """
         return RequestError(
             f"{self.place(line, field)}: {message}",
@@ -74,7 +74,7 @@ class JobFile:
         )
 
     def place(self, line: int, field: str | None = None) -> str:
-        """Return a line of the file, and the field, as messages name it."""
+        """Return the name of a line, or of a field in a line, for messages."""
         return f"{self.name}, line {line}" + ("" if field is None else f", {field}")
 
     # --- JSON Lines ---------------------------------------------------------------------------
@@ -207,13 +207,13 @@ class JobFile:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Read a jobs file, whose suffix tells its kind.
+    """Read a jobs file. The suffix tells the kind of the file.
 
     Args:
         path: Path of the file; `-`: the standard input.
 
     Raises:
-        InputError: It cannot be read, is too large, or is no text or of no known kind.
+        InputError: The file cannot be read, is too large, is not text, or has an unknown suffix.
     """
     if str(path) == STDIN:
         data = sys.stdin.buffer.read(JOBS_FILE_BYTES + 1)
@@ -233,7 +233,7 @@ def read_job_file(path: Path) -> JobFile:
 
 
 def _split_lines(text: str) -> Iterator[str]:
-    """Yield the lines with their ends, one at a time: `io.StringIO` would copy a long text."""
+    """Yield the lines of a text with their line ends. `io.StringIO` would copy the whole text."""
     start = 0
     while start < len(text):
         end = text.find("\n", start) + 1 or len(text)

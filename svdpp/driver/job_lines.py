@@ -1,4 +1,4 @@
-"""Lines of a jobs file as jobs: the fields of requests over HTTP, checked and with defaults.
+"""Conversion of the lines of a jobs file into jobs. The fields are those of requests over HTTP.
 
 All errors of all lines are collected, each with its line and field.
 """
@@ -40,7 +40,7 @@ from svdpp.errors import InputError, RequestError, SvdppError, nearest, write_fi
 from svdpp.media.inputs import MAX_PIXELS, ClipInput, MediaFile, probe_video, read_image
 from svdpp.models.checkpoint import InputUse
 
-#: Fields of requests that only a server takes, and what is to be done with them.
+#: Fields that only requests to a server may have, each with advice for the user of a jobs file.
 _OF_SERVERS: Mapping[str, str] = {
     "model": "give `model` as an option: it is the same for all clips",
     "user": "is for a server: leave it out",
@@ -48,39 +48,41 @@ _OF_SERVERS: Mapping[str, str] = {
     "callback_url": "is for a server: leave it out",
     "decode_chunk_size": "give `decode_chunk_size` as an option: it is the same for all clips",
 }
-#: Errors of a file that are printed; `details` has all.
+#: Maximum number of errors that are printed for a file; `details` has all errors.
 MAX_PRINTED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineDefaults:
-    """Values of lines for fields that they leave out, and inputs that the model takes."""
+    """Values for fields that a line does not set, and facts about the model's inputs."""
 
     model: str
     """Name of the model, for messages."""
     sampling: SamplingConfig
-    """Sampling parameters, not resolved."""
+    """Sampling parameters for lines that set none, not resolved."""
     image_use: InputUse = "needed"
     prompt_use: InputUse = "refused"
     last_image_use: InputUse = "refused"
     last_image_reason: str = ""
-    """Reason why the model takes no last image, where others of its family do."""
+    """Reason why the model accepts no last image although other models of its family do; else
+    empty."""
     seed: int = 0
     negative_prompt: str | None = None
     last_image: str | None = None
-    """Path of the last image of clips from an image, relative to the working folder."""
+    """Path of the last image of clips from an image, relative to the working folder; None: clips
+    have no last image."""
     videos: Mapping[str, str] = field(default_factory=dict)
-    """Paths of the further videos, by name, relative to the working folder."""
+    """Paths of additional input videos, by field name, relative to the working folder."""
     format: VideoFormat = "mp4"
     max_pixels: int = MAX_PIXELS
 
 
 class LineReader:
-    """Converter of lines into jobs. It reads each image once, however many lines name it.
+    """Converter of lines into jobs. An image that several lines name is read once.
 
     Args:
-        defaults: Defaults of the lines.
-        file: File of the lines, for messages; its folder is that of relative paths.
+        defaults: Values for fields that lines do not set.
+        file: File of the lines, for messages. Relative paths start from its folder.
     """
 
     def __init__(self, defaults: LineDefaults, file: JobFile) -> None:
@@ -94,10 +96,10 @@ class LineReader:
         self._line = 0
 
     def read(self, lines: Iterable[JobLine | SvdppError]) -> tuple[list[RunJob], list[SvdppError]]:
-        """Return the jobs of all lines that are right, and the errors of the others.
+        """Return the jobs of all valid lines, and the errors of the other lines.
 
         Args:
-            lines: Lines, or errors of those that cannot be read.
+            lines: Lines, or errors of lines that could not be read.
         """
         jobs, errors = list[RunJob](), list[SvdppError]()
         for line in lines:
@@ -115,7 +117,7 @@ class LineReader:
 
     @cached_property
     def image_field(self) -> str:
-        """Name of the field of the image, or of the video in its place."""
+        """Name of the field that has the clip's input: `image`, or `video` for some families."""
         return "video" if self._kind.from_video else "image"
 
     @cached_property
@@ -129,7 +131,7 @@ class LineReader:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Fields by further names: those of diffusers, and of requests over HTTP."""
+        """Field names by their aliases in diffusers and in requests over HTTP."""
         aliases = {param.name: name for name, param in self._params.items() if param.name != name}
         for name in ("image", "input_reference", "image_reference"):
             if name != self.image_field and self.image_field in self.fields:
@@ -138,7 +140,7 @@ class LineReader:
 
     @cached_property
     def _names_in_file(self) -> dict[str, str]:
-        """Fields of the file by the fields of configurations, for messages."""
+        """Names of fields in the file, by the field names of configurations, for messages."""
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
@@ -191,7 +193,7 @@ class LineReader:
         return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
 
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given values by the names of fields; empty texts and null are not given."""
+        """Return the values that a line sets, by field name. Empty texts and null set nothing."""
         values: dict[str, Any] = {}
         typed_names: dict[str, str] = {}
         for typed, value in fields.items():
@@ -245,7 +247,7 @@ class LineReader:
         return int(seed)
 
     def _loras(self, value: Any) -> tuple[Lora, ...]:
-        """Return the LoRAs of a line; relative paths are those of the file's folder."""
+        """Return the LoRAs of a line. Relative paths start from the folder of the jobs file."""
         loras = []
         for lora in parse_loras(value):
             path = self.file.folder / lora.name
@@ -287,7 +289,7 @@ class LineReader:
     def _sampling(
         self, values: Mapping[str, Any], *, has_image: bool, has_last_image: bool
     ) -> SamplingConfig | None:
-        """Return the parameters of a line; lines with equal ones share the object."""
+        """Return the sampling parameters of a line. Lines with equal parameters share an object."""
         changes: dict[str, Any] = {}
         for name, param in self._params.items():
             if name in values:
@@ -381,7 +383,11 @@ class LineReader:
 
     @contextmanager
     def _errors_of(self, name: str | None) -> Iterator[None]:
-        """Collect an error of the block as one of the field; None: of the field that it names."""
+        """Collect an error that the block raises.
+
+        Args:
+            name: Field that the error is about; None: the error names the field.
+        """
         try:
             yield
         except RequestError as error:
@@ -391,12 +397,12 @@ class LineReader:
         self._errors.append(self.file.error(self._line, message, hint, name))
 
     def line_error(self, line: int, error: SvdppError, name: str | None = None) -> RequestError:
-        """Return an error about the values of a line with its place, and fields as in the file.
+        """Return a configuration's error with the line's number and the file's field names.
 
         Args:
             line: Number of the line.
-            error: Error of a configuration.
-            name: Field of the file; None: that which the error names.
+            error: Error from a configuration that was built from the line.
+            name: Name of the field in the file; None: the error names the field.
         """
         names = self._names_in_file
         if name is None and error.field is not None:
@@ -408,10 +414,15 @@ class LineReader:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> int | float:
-    """Return a value of JSON, or a text, as a number.
+    """Return a JSON value or a text as a number.
+
+    Args:
+        value: JSON value or text.
+        kind: int or float.
 
     Raises:
-        RequestError: It is none, or not finite, or no whole number where one is needed.
+        RequestError: The value is not a number, is not finite, or is not whole although `kind` is
+            int.
     """
     number, hint = value, ""
     if isinstance(value, str):
@@ -435,17 +446,19 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
 def raise_line_errors(
     errors: Sequence[SvdppError], file: JobFile, num_jobs: int, hint: str = ""
 ) -> None:
-    """Raise a single error of a line, with `hint` added to its own, or several as one error's list.
+    """Raise the errors of lines as one error; do nothing if there are none.
+
+    A single error is raised with the hint added to its own hint. Several errors become a list.
 
     Args:
-        errors: Errors of lines; without any, nothing is raised.
+        errors: Errors of lines.
         file: File of the lines.
-        num_jobs: Number of lines that are right.
-        hint: Further advice for the user.
+        num_jobs: Number of valid lines.
+        hint: Additional advice for the user.
 
     Raises:
-        InputError: All errors are of images or videos.
-        RequestError: There is another error.
+        InputError: All errors are about images or videos.
+        RequestError: An error is about another field.
     """
     if not errors:
         return

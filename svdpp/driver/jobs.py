@@ -1,4 +1,4 @@
-"""The jobs of a run: checks of their outputs, and those whose clips are finished."""
+"""Jobs of a run: checks of their output files, and the plan of clips that still must be made."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
-# Frames of a clip if only the model knows them, to find the largest: published SVDs make 14 or 25.
+# Number of frames to assume for a clip, to find the largest clip before the model's configs are
+# read. Published SVD models make 14 or 25 frames.
 _USUAL_FRAMES = 25
-#: What a line of a jobs file sets besides the sampling parameters, as a clip's JSON calls it.
+#: Fields of a clip's JSON that a line of a jobs file sets, besides the sampling parameters.
 _LINE_FIELDS = (
     *("input_sha256", "last_image_sha256", "videos_sha256"),
     *("prompt", "negative_prompt", "seed", "lora"),
@@ -49,34 +50,34 @@ _LINE_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
-    """Folder and names of the clips, and what happens to existing files.
+    """Policy for the output folder, the names of the clips, and existing files.
 
-    `resume` keeps finished clips and resumes others from `latents_folder`. So does a run that a
-    launcher has restarted (`is_restarted`); with `overwrite` it still replaces clips with other
-    parameters.
+    `resume` keeps finished clips, and resumes unfinished ones from `latents_folder`. A run that a
+    launcher has restarted (`is_restarted`) does the same; with `overwrite`, such a run also
+    replaces finished clips that have other parameters.
     """
 
     folder: Path
     single_clip: str = ""
-    """The name of the run's only clip, without the suffix; empty if it makes a folder of clips."""
+    """Name of the run's only clip, without the suffix; empty if the run makes a folder of clips."""
     format: VideoFormat = "mp4"
     crf: int = 18
     overwrite: bool = False
     resume: bool = False
     replaces_changed: bool = False
-    """Whether `resume` replaces a clip whose input or sampling parameters are others now, as for
-    the lines of a jobs file."""
+    """Whether `resume` replaces a clip whose input or sampling parameters have changed. Runs with a
+    jobs file do so."""
     is_restarted: bool = False
     latents_folder: Path | None = None
 
     @staticmethod
     def at(out: Path, *, format: VideoFormat | None = None, **more: Any) -> OutputPolicy:
-        """Return the policy for a folder of clips, or for the file of a single one.
+        """Return the policy for a folder of clips, or for the file of a single clip.
 
         Args:
-            out: Folder, or a file with the suffix of a video.
-            format: Format of the clips; None: that of the suffix, else mp4.
-            more: Further fields.
+            out: Path of a folder, or of a file with the suffix of a video.
+            format: Format of the clips; None: the format of the suffix, or mp4 for a folder.
+            more: Further fields of the policy.
 
         Raises:
             RequestError: The suffix contradicts the format, or a value is out of range.
@@ -103,12 +104,12 @@ class OutputPolicy:
 
     @property
     def keeps_finished(self) -> bool:
-        """Whether existing clips that are as requested are kept."""
+        """Whether existing clips with the requested parameters are kept."""
         return self.resume or self.is_restarted
 
     @property
     def manifest(self) -> Path:
-        """Path of the run's manifest: one for a folder of clips, or for a single clip."""
+        """Path of the run's manifest, beside the clips or the single clip."""
         return self._own_file(MANIFEST)
 
     @property
@@ -121,28 +122,32 @@ class OutputPolicy:
 
     @property
     def recorded_names(self) -> dict[str, list[str]]:
-        """Names that an earlier run gave to its clips, by the key of the job, if they are kept."""
+        """Return the names that an earlier run gave to its clips, by the key of the job.
+
+        The result is empty unless finished clips are kept.
+        """
         return read_names(self.clip_table) if self.keeps_finished else {}
 
 
 def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
-    """Check outputs and encoder before the model is searched for.
+    """Check the output files and the video encoder, before the model is searched for.
 
     Args:
-        jobs: Named jobs of the run.
-        policy: Folder, and what happens to existing files.
+        jobs: Jobs of the run, with names.
+        policy: Policy for the output folder and existing files.
 
     Returns:
-        The number of outputs that exist.
+        Number of the clips' files that exist already.
 
     Raises:
-        RequestError: Outputs exist that `policy` neither keeps nor replaces, or there are too many.
-        OutputError: A folder cannot be written, or there is no ffmpeg.
+        RequestError: Files exist that `policy` neither keeps nor replaces, or the run has too many
+            clips.
+        OutputError: A folder cannot be written, or ffmpeg is missing.
     """
     if policy.overwrite and policy.resume:
         raise RequestError("`overwrite` and `resume` contradict each other")
     check_number_of_clips(len(jobs))
-    # One listing, because a run may have 100,000 clips.
+    # The folder is listed once, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
         there = set(os.listdir(policy.folder) if policy.folder.is_dir() else ())
     suffix = video.FORMAT_SUFFIXES[policy.format]
@@ -173,17 +178,18 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
 
 
 def largest_sampling(jobs: Sequence[RunJob], sampling: SamplingConfig) -> SamplingConfig:
-    """Return the parameters with which ranks are started: those of the largest clip.
+    """Return the sampling parameters of the largest clip, with which the ranks are started.
 
     Args:
-        jobs: jobs of the run.
-        sampling: parameters of jobs that have none of their own.
+        jobs: Jobs of the run.
+        sampling: Sampling parameters of jobs that set none.
     """
     return max(dict.fromkeys(job.sampling or sampling for job in jobs), key=_work)
 
 
 def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
-    """Return a key by which the clip is largest that needs most parts of the model, and memory."""
+    """Return a sort key that is largest for clips that need more parts of the model, then more
+    memory."""
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
     branches, steps = sampling.uses_guidance, sampling.num_inference_steps
@@ -191,7 +197,7 @@ def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
 
 
 def loras_of(jobs: Iterable[RunJob]) -> tuple[Lora, ...]:
-    """Return the LoRAs of clips, each once.
+    """Return the LoRAs of all jobs, without duplicates.
 
     Args:
         jobs: Jobs of the run.
@@ -200,13 +206,13 @@ def loras_of(jobs: Iterable[RunJob]) -> tuple[Lora, ...]:
 
 
 def check_number_of_clips(count: int) -> None:
-    """Check that a run has clips, and not too many.
+    """Check that a run has 1 to `MAX_CLIPS` clips.
 
     Args:
-        count: Number of its clips.
+        count: Number of clips.
 
     Raises:
-        RequestError: There is none, or more than `MAX_CLIPS`.
+        RequestError: The number is 0 or above `MAX_CLIPS`.
     """
     require(
         1 <= count <= MAX_CLIPS,
@@ -218,7 +224,7 @@ def check_number_of_clips(count: int) -> None:
 
 
 def _check_own_files(policy: OutputPolicy) -> None:
-    """Check that files with the names of the run's own ones were written by a run."""
+    """Check that existing files named `run.json` and `clips.jsonl` were written by a run."""
     for path, what, read in (
         (policy.manifest, "a run's manifest", read_manifest),
         (policy.clip_table, "a run's table of clips", read_names),
@@ -243,7 +249,7 @@ def find_refused_jobs(
     Args:
         jobs: Jobs of the run.
         config: Resolved configuration of the pipeline.
-        checkpoint: Checkpoint of its model.
+        checkpoint: Checkpoint of the pipeline's model.
     """
     scheduler = RequestScheduler(config, checkpoint)
     resolver = JobResolver(config, checkpoint, folder=Path())
@@ -283,17 +289,17 @@ def plan_clips(
     config: PipelineConfig,
     checkpoint: Checkpoint,
 ) -> RunPlan:
-    """Return the clip of each job, without the finished ones that `resume` keeps.
+    """Return the plan of a run: the clips to make, and the finished clips that are kept.
 
     Args:
-        jobs: Named jobs of the run.
-        policy: Folder, and what happens to existing files.
+        jobs: Jobs of the run, with names.
+        policy: Policy for the output folder and existing files.
         config: Resolved configuration of the pipeline.
-        checkpoint: Checkpoint of its model.
+        checkpoint: Checkpoint of the pipeline's model.
 
     Raises:
-        RequestError: The model cannot make a clip, or an existing one has other parameters.
-        InputError: An existing clip's JSON is none.
+        RequestError: The model cannot make a clip, or an existing clip has other parameters.
+        InputError: The JSON beside an existing clip is not a clip's JSON.
     """
     resolver = JobResolver(
         config, checkpoint, folder=policy.folder, format=policy.format, crf=policy.crf
@@ -316,7 +322,7 @@ def plan_clips(
             plan.skipped.append(finished)
             plan.skipped_jobs.append((index, job))
             if folder is not None and key in saved:
-                # A run was killed before it removed them.
+                # An earlier run was killed before it removed the checkpoints of the finished clip.
                 tensor_files.remove_checkpoints(folder, key)
             continue
         if folder is not None and policy.keeps_finished and key in saved:
@@ -331,10 +337,11 @@ def plan_clips(
                 replaces=is_changed,
             )
         )
-    # Ranks switch LoRAs once for each set.
+    # Clips with the same LoRAs follow each other, so that ranks load each set once.
     order = ordered_by_loras(clip.job.made_from.loras for clip in plan.clips)
     plan.clips = [plan.clips[place] for place in order]
-    # All ranks wait for the first images; the others are prepared while the ranks work.
+    # All ranks wait for the first images, so these should be small. The other images are prepared
+    # while the ranks work.
     num_first = config.parallel.data_parallel_size
     first = [clip for clip in plan.clips if not _is_large(clip.job)][:num_first]
     others = {clip.index for clip in first}
@@ -371,16 +378,16 @@ def _kept_clip(
 
 
 class _ChangedClipError(RequestError):
-    """An existing clip has other parameters."""
+    """Error for an existing clip that has other parameters."""
 
     is_of_line = False
-    """Whether they are only such as a line of a jobs file sets."""
+    """Whether all parameters that differ are ones that a line of a jobs file can set."""
 
 
 def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the JSON of an existing clip that is complete and as requested; None: make it.
+    """Return the JSON of an existing clip that is complete and as requested, else None.
 
-    If a run was killed between the file and its JSON, this writes the JSON.
+    If a run was killed between writing the clip's file and its JSON, the JSON is written now.
     """
     path, json_path = Path(output.path), Path(output.json_path)
     has_file, has_json = path.exists(), json_path.exists()
@@ -407,7 +414,7 @@ def _check_same_parameters(path: Path, existing: dict[str, Any], metadata: dict[
     changed = [name for name in names if existing.get(name) != metadata.get(name)]
     name = changed[0]
     before, now = existing.get(name), metadata.get(name)
-    # The default number of threads depends on the number of ranks.
+    # The default of `num_threads` depends on the number of ranks, so it may change unnoticed.
     same = f"`num_threads` {before} keeps it; " if name == "num_threads" else ""
     error = _ChangedClipError(
         f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
@@ -430,7 +437,7 @@ def _embedded(path: Path) -> dict[str, Any]:
 
 
 def _is_intact(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
-    """Whether the file is the one that its JSON describes; False if it is damaged."""
+    """Whether a clip's file is the one that its JSON describes; False if the file is damaged."""
     recorded = existing["file_sha256"]
     try:
         if recorded is not None and video.file_sha256(path) == recorded:

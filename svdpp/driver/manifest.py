@@ -1,6 +1,6 @@
-"""`run.json`: the state of each clip of a run, written beside the supervision of its ranks.
+"""Manifest of a run, `run.json`: the state of each clip, updated while the ranks work.
 
-`clips.jsonl` is written with it.
+The table `clips.jsonl` is written together with the manifest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
 
 SCHEMA_VERSION = 1
-#: Name of the file.
+#: Name of the manifest's file in the output folder.
 MANIFEST = "run.json"
 
-# Often enough to follow a run, seldom enough for a network folder.
+# Seconds between two writes: short enough to follow a run, long enough for a network folder.
 _WRITE_SECONDS = 1.0
 # Far above the size of a manifest with the largest allowed number of clips.
 _MAX_BYTES = 2**30
@@ -42,7 +42,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of a run's manifest.
 
     Raises:
-        InputError: The manifest is missing, or of another kind or version.
+        InputError: The file is missing, is not a manifest, or has another version.
     """
     data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:
@@ -72,9 +72,9 @@ def open_manifest(
     Args:
         path: Path of the file.
         config: Configuration of the pipeline.
-        clips: Clips to make, and finished ones.
-        lost: Entry for each input that makes no clip, with `output` None and its `error`.
-        table: Path of the table of clips.
+        clips: Plan of the run: clips to make, and finished clips.
+        lost: Entry for each input that cannot make a clip, with `output` None and the `error`.
+        table: Path of `clips.jsonl`.
     """
     run = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -113,22 +113,22 @@ def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunManifest:
-    """`run.json`: the state of each clip; a context manager that observes a pipeline's events.
+    """Writer of `run.json`, a context manager that observes the events of a pipeline.
 
     A killed run leaves clips in the state `running`. A run that fails before a clip has begun
-    restores the earlier file. If the file cannot be written during the run, the run goes on and
-    tries again. A separate thread writes it, because the caller's thread supervises the ranks.
+    restores the earlier `run.json`. If a write fails during the run, the run goes on, and the write
+    is tried again. A separate thread writes, because the caller's thread supervises the ranks.
 
     Args:
-        path: Path of the file.
-        run: Entries for the run as a whole.
+        path: Path of `run.json`.
+        run: Fields for the run as a whole.
         clips: Entry for each clip of the pipeline, by index.
         before: Entries of clips that were finished or lost before the run began.
-        table: Table of the clips, which is written with the manifest; None: there is none.
-        indices: Position of each clip of the pipeline among the jobs, in the table.
+        table: Table `clips.jsonl`, which is written with the manifest; None: there is no table.
+        indices: Row in the table for each clip of the pipeline, by the clip's index.
 
     Raises:
-        OutputError: On entering, or on leaving without another error, the file cannot be written.
+        OutputError: `run.json` cannot be written at the beginning or the end of the block.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class RunManifest:
     ) -> None:
         for index, clip in enumerate(self._clips):
             if clip["state"] == "running":
-                clip["state"] = "pending"  # no rank works on it any longer
+                clip["state"] = "pending"  # no rank works on the clip any longer
                 self._update_row(index, "pending", {})
                 self._changed = True
-        # An error here would hide the one that ended the run.
+        # An error of this write would hide the error that ended the run.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OutputError):
             if kind is not None and not self._has_begun:
                 self._restore()
@@ -180,7 +180,7 @@ class RunManifest:
                 self._write_at_once()
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Take one event of a rank."""
+        """Update the state of a clip from an event of a rank."""
         match event:
             case (
                 Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD_CHECKPOINT, clip=clip))
@@ -200,7 +200,7 @@ class RunManifest:
             self._write()
 
     def set_measurements(self, metrics: Mapping[str, Any]) -> None:
-        """Add the figures of the run, for `svdpp report`; they are written on leaving.
+        """Add the metrics of the run, for `svdpp report`. The end of the block writes them.
 
         Args:
             metrics: JSON values by name.
@@ -209,11 +209,11 @@ class RunManifest:
         self._changed = True
 
     def mark_lost(self, output: str, error: OutputError) -> None:
-        """Note that a finished clip was lost, before leaving the block.
+        """Set the state of a finished clip to failed, because its file was removed.
 
         Args:
-            output: Name of its file, as in the clip's entry.
-            error: Reason of the loss.
+            output: Name of the clip's file, as in the clip's entry.
+            error: Error that names the missing file.
         """
         for clip in self._content["clips"]:
             if clip["output"] == output:
@@ -250,7 +250,7 @@ class RunManifest:
         texts = [output_files.json_text(self._content)]
         if self._table is not None:
             texts.append(self._table.text())
-        # At most a fiftieth of the time goes into a long manifest.
+        # Writing a long manifest takes at most a fiftieth of the time.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
         files = dict(zip(self._paths, texts, strict=True))
@@ -261,7 +261,7 @@ class RunManifest:
         self._wait()
 
     def _restore(self) -> None:
-        """Restore the files from before this run, because no clip has begun."""
+        """Restore the manifest and the table of the earlier run, because no clip has begun."""
         earlier = self._earlier
         self._writing = self._files.submit(lambda: _replace_files(earlier))
         self._wait()
@@ -280,7 +280,7 @@ class RunManifest:
 
 
 def _replace_files(texts: Mapping[Path, str | None]) -> None:
-    """Write files with their texts; None: remove the file."""
+    """Write each file with its text. None in place of a text: the file is removed."""
     for path, text in texts.items():
         if text is None:
             path.unlink(missing_ok=True)
@@ -291,16 +291,16 @@ def _replace_files(texts: Mapping[Path, str | None]) -> None:
 def find_missing_outputs(
     folder: Path, clips: Sequence[Mapping[str, Any]]
 ) -> dict[str, OutputError]:
-    """Return an error for each finished clip whose video or JSON is not in `folder` any more.
+    """Return an error for each finished clip whose video or JSON is missing in the output folder.
 
-    Somebody may delete a folder while a run writes into it.
+    A user may delete files while the run writes others.
 
     Args:
-        folder: Folder of the run.
-        clips: Metadata of the finished clips, whose `output` is the name of the video.
+        folder: Output folder of the run.
+        clips: Metadata of the finished clips. Its field `output` is the name of the video.
 
     Returns:
-        The errors by `output`, in the order of `clips`.
+        Errors by `output`, in the order of `clips`.
     """
     try:
         there = set(os.listdir(folder))

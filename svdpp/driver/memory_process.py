@@ -1,8 +1,9 @@
-"""Memory estimates and FLOP counts, in a process of their own beside a rank.
+"""Memory estimates and FLOP counts, if needed in a separate process.
 
-Both take seconds of Python. Under torchrun rank 0 computes in a thread of the process that checks
-requests, and would wait for the interpreter meanwhile. A process that starts its ranks saves the
-seconds that a further one takes to import diffusers.
+Both take seconds of Python code. Under torchrun, rank 0 computes in a thread of the process that
+checks requests. That thread would wait for the interpreter, so there a separate process estimates.
+A process that starts its ranks estimates by itself, because a separate process would take seconds
+to import diffusers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
 
 _Task = Literal["memory", "flops"]
 
-#: An estimate takes seconds, and its imports as long; a machine that swaps may need minutes.
+#: Timeout in seconds. An estimate and its imports take seconds, on a machine that swaps minutes.
 _TIMEOUT_SECONDS = 600.0
 _KEPT = 64
 _NAMES: Mapping[_Task, str] = {
@@ -50,9 +51,10 @@ def estimate_memory(
         checkpoint: Checked checkpoint; only its configs are read.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
-        device: `cpu` or a CUDA device, whose kernels need no workspace that is counted.
-        num_threads: Intra-op threads of a CPU rank, on which its kernels depend.
-        apart: Whether a process of its own imports diffusers, which takes 350 MB, and not this one.
+        device: `cpu` or a CUDA device. The workspaces of CUDA kernels are not counted.
+        num_threads: Intra-op threads of a CPU rank. The choice of CPU kernels depends on them.
+        apart: Whether a separate process estimates, so that this process does not import diffusers
+            (350 MB).
 
     Raises:
         RequestError: The model cannot make a clip of this size.
@@ -69,9 +71,9 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
     """Count the FLOPs of one clip's encode, of one step and of its decode.
 
     Args:
-        checkpoint: Model whose configs are read; its weights are not.
-        model: Options that the components are made with.
-        sampling: Size and number of frames of the clip, resolved.
+        checkpoint: Checkpoint of the model; only its configs are read.
+        model: Model, whose options decide how the components are built.
+        sampling: Resolved sampling parameters, with the size and number of frames of the clip.
 
     Raises:
         RequestError: The model cannot make a clip of this size.
@@ -86,7 +88,7 @@ def _in_process(task: _Task, arguments: tuple[Any, ...]) -> list[Any]:
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     try:
         done = subprocess.run(
-            # `-P`, because `-m` adds the working folder to the path.
+            # Without `-P`, `-m` would add the working folder to the module search path.
             [sys.executable, "-P", "-m", __name__],
             input=pickle.dumps((task, arguments)),
             capture_output=True,
@@ -135,14 +137,14 @@ def _respond(task: _Task, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the task from stdin, and write its result as the last line of stdout."""
+    """Read a task from stdin, and write its result as the last line of stdout, in JSON."""
     end_with_parent()
     task, arguments = pickle.load(sys.stdin.buffer)
     with environment_defaults():
         response = _respond(task, arguments)
     sys.stdout.write(json.dumps(response) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # the libraries take a second to end
+    os._exit(0)  # a normal exit takes a second, because of the libraries
 
 
 if __name__ == "__main__":

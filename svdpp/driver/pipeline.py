@@ -1,4 +1,4 @@
-"""The Python API: a pipeline's ranks start once, clips are submitted at any time."""
+"""Python API: a pipeline whose ranks start once, and to which clips can be submitted any time."""
 
 from __future__ import annotations
 
@@ -18,50 +18,49 @@ from svdpp.plan.actions import Schedule
 from svdpp.plan.forecast import Span, simulate_schedule
 from svdpp.worker.messages import PrepareImage
 
-#: Fields of the request for each clip's JSON, one mapping for each clip; empty: none.
+#: Fields to add to each clip's JSON, one mapping for each clip; empty: no fields.
 Metadata = Sequence[Mapping[str, Any]]
 
 
 class Pipeline(PipelineRanks):
     """Ranks that share the steps of every clip. A context manager: ranks live inside the block.
 
-    Inside the block any thread may call any method. The pipeline's own thread takes the ranks'
-    events from entry to exit, so clips are made even if no thread waits for them. A failure that
-    ends the run is raised by `submit`, `run`, `results` and `close`, by every handle whose clip is
-    unfinished, and at the end of the block.
+    Inside the block any thread may call any method. The pipeline's own thread handles the ranks'
+    events, so clips are made even if no thread waits for them. If a failure ends the run, `submit`,
+    `run`, `results`, `close`, the handles of unfinished clips and the end of the block raise it.
 
-    Leaving the block waits for all submitted clips; leaving it by an exception drops the
-    unfinished ones. A pipeline can be entered once.
+    The end of the block waits for all submitted clips. If an exception leaves the block, unfinished
+    clips are dropped. A pipeline can be entered once.
 
-    Under torchrun or srun the ranks are joined instead of started. There only rank 0 enters the
-    block; the others call `serve`.
+    Under torchrun or srun, the pipeline joins the launcher's ranks instead of starting ranks. Then
+    only rank 0 enters the block; the other ranks call `serve`.
 
     Args:
-        config: Configuration to run; frame count and decode chunk are resolved against the model
-            here.
-        layout: `auto`: the best layout by a forecast at the configuration's costs, by default
-            published ones; `data-parallel`: whole clips on each rank; None or `pipeline`: that of
-            the configuration.
-        num_clips: Number of clips that the forecast is of; `auto` needs it.
-        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
+        config: Configuration to run. Number of frames and decode chunk get the model's defaults.
+        layout: `auto`: the layout with the best forecast, at the costs of the configuration (by
+            default published costs). `data-parallel`: each rank makes whole clips. None or
+            `pipeline`: the layout of the configuration.
+        num_clips: Number of clips for the forecast; `auto` needs it.
+        checkpoint: Checkpoint of the model; None: its configs are read.
         tensor_folder: Folder for the latent of each transfer and the frames, for verification;
-            None: none are kept.
-        latents_folder: Keeps the latent checkpoints of requests with a `latents_key` until their
-            clip is finished; requests with `done_steps` resume from it.
+            None: no tensors are kept.
+        latents_folder: Folder for latent checkpoints of requests with a `latents_key`, each kept
+            until its clip is finished. Requests with `done_steps` resume from a checkpoint.
         profile_path: Path of the torch.profiler trace of one clip on rank 0; "": no trace.
-        shared_paths: Images and output folders of requests: ranks on several hosts start only if
-            every host has them, and `latents_folder`, under the same path.
-        history_clips: How many of the latest clips `trace` keeps, and how many of the latest losses
-            `failures` keeps. A pipeline that runs for days needs a limit; None keeps all.
+        shared_paths: Paths of images and output folders. Ranks on several hosts start only if every
+            host has these paths and `latents_folder`.
+        history_clips: Number of the latest clips that `trace` keeps, and of the latest lost clips
+            that `failures` keeps. A pipeline that runs for days needs a limit. None: all.
         trace_clips: Number of the latest clips that `trace` keeps; None: `history_clips`.
-        ranks_ignore_signals: Whether ranks that this process starts survive INT, TERM and HUP. A
-            service finishes its clips after such a signal, which often reaches all processes.
-        fault: Function that each rank calls first, with its number: tests damage a rank by it.
+        ranks_ignore_signals: Whether ranks that this process starts ignore INT, TERM and HUP. A
+            service finishes its clips after such a signal, and the signal often reaches all
+            processes.
+        fault: Function that each rank calls first, with its number. Tests use it to damage a rank.
     """
 
     @property
     def failures(self) -> list[ClipFailure]:
-        """The lost clips, in the order of their failures."""
+        """Lost clips, in the order of their failures."""
         return self._clips.failures
 
     # --- clips ----------------------------------------------------------------------------------
@@ -77,39 +76,40 @@ class Pipeline(PipelineRanks):
     def submit(
         self, requests: ClipRequest | Iterable[ClipRequest], metadata: Metadata = ()
     ) -> ClipHandle | list[ClipHandle]:
-        """Submit further clips, to be made after those submitted before. Does not wait.
+        """Submit clips without waiting. The ranks make clips in the order of submission.
 
         Args:
-            requests: One request or several; if the ranks cannot make one, none is submitted.
-            metadata: Fields of the request for each clip's JSON.
+            requests: One request or several. If the ranks cannot make one of the clips, none is
+                submitted.
+            metadata: Fields to add to each clip's JSON.
 
         Returns:
-            A handle for each request, in their order; for a single request its handle.
+            Handle of a single request, or list of handles in the order of the requests.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.
             ClosedError: The pipeline is not open.
-            SvdppError: The run has ended, for the reason that it says.
+            SvdppError: The run has ended. This error is the reason of the end.
         """
         if isinstance(requests, ClipRequest):
             return self._submit([requests], metadata, for_results=True)[0]
         return self._submit(requests, metadata, for_results=True)
 
     def run(self, requests: Iterable[ClipRequest], metadata: Metadata = ()) -> list[ClipResult]:
-        """Submit `requests` and wait for their clips only.
+        """Submit clips and wait for these clips only.
 
         Args:
             requests: Requests of the clips.
-            metadata: Fields of the request for each clip's JSON.
+            metadata: Fields to add to each clip's JSON.
 
         Returns:
-            Their results, in the order of the requests; `results` does not yield them.
+            Results in the order of the requests. `results` does not yield these.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.
             ClosedError: The pipeline is not open.
-            SvdppError: The first clip that was lost, raised once all others are made; or the reason
-                for which the run ended.
+            SvdppError: A clip was lost; the error of the first lost clip is raised once all other
+                clips are made. Or the run ended with this error.
         """
         self._clips.check_may_wait()
         handles = self._submit(requests, metadata, for_results=False)
@@ -121,13 +121,13 @@ class Pipeline(PipelineRanks):
     def results(self) -> Iterator[ClipResult]:
         """Yield the results of submitted clips as they finish, until none is left.
 
-        Each result is yielded once, in one of the iterating threads; results that a handle's
-        `result` has returned are left out. So are lost clips: their handles and `failures` have
-        the reason.
+        Each result is yielded once, in one of the iterating threads. Results that a handle's
+        `result` has returned are left out. Lost clips are left out too: their handles and
+        `failures` have the errors.
 
         Raises:
             ClosedError: The pipeline is not open.
-            SvdppError: The run has ended before the clips that are left.
+            SvdppError: The run has ended before all clips were finished.
         """
         self._check_open()
         return self._clips.results()
@@ -159,19 +159,19 @@ class Pipeline(PipelineRanks):
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
-            except BaseException as error:  # ranks that got the clips would wait for the others
+            except BaseException as error:  # a rank with the clips would wait for a rank without
                 reason = f"only some of the ranks got the clips: {type(error).__name__}"
                 supervisor.abort(SvdppError(reason))
                 raise
         return handles
 
     def prepare_image(self, request: ClipRequest) -> None:
-        """Have the image of a clip that is submitted later prepared beside others; does not wait.
+        """Ask the ranks to prepare the image of a later clip while they work on other clips.
 
-        Each rank that encodes then sends `ImageReady`.
+        This call does not wait. Each rank that encodes sends an `ImageReady` event when it is done.
 
         Args:
-            request: Request of the clip, equal to the one that is submitted later.
+            request: Request of the clip. The request that is submitted later must be equal.
 
         Raises:
             ClosedError: The pipeline is not open.
@@ -211,7 +211,7 @@ class Pipeline(PipelineRanks):
     # --- entry and exit -------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Check, as entering the block does, that this host's ranks fit into its free memory.
+        """Check that this host's ranks fit into its free memory. Entering the block checks it too.
 
         Raises:
             OutOfMemoryError: The ranks do not fit.
@@ -245,7 +245,7 @@ class Pipeline(PipelineRanks):
             return
         try:
             self.close()
-        except BaseException as interruption:  # a signal; after a failure there is nothing to drop
+        except BaseException as interruption:  # a signal, or the error that ended the run
             self._leave_by(interruption)
             raise
 
@@ -258,14 +258,14 @@ class Pipeline(PipelineRanks):
         error.add_note(f"The run had failed before: {failure}")
 
     def close(self, *, drain: bool = True) -> None:
-        """End the ranks, as leaving the block does; does nothing once the pipeline is closed.
+        """End the ranks, as the end of the block does; do nothing if the pipeline is closed.
 
         Args:
-            drain: Whether it waits for all submitted clips first. Otherwise it drops the unfinished
-                ones at once, and their handles raise `ClosedError`.
+            drain: Whether to wait for all submitted clips first. Otherwise the unfinished clips are
+                dropped at once, and their handles raise `ClosedError`.
 
         Raises:
-            SvdppError: The run had ended before its last clip, for the reason that it says.
+            SvdppError: The run had failed before its last clip was finished.
         """
         if not drain:
             if (failure := self._abort(None)) is not None:

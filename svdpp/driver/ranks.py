@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: their start or rendezvous, their shared settings, and their end."""
+"""Ranks of a pipeline: their start or rendezvous, their common settings, and their end."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
 
-# Fields of the configuration that may differ by host, or are compared otherwise.
+# Fields of the configuration that may differ between hosts, or that other code compares.
 _HOST_SPECIFIC_FIELDS = (
     *("sampling", "loras", "clip_loras", "denoisers"),
     *("local_files_only", "start_timeout_seconds"),
 )
-# A dropped pipeline ends within one poll, unless an observer blocks its thread.
+# Seconds to wait for the pipeline's thread. It ends within one poll unless an observer blocks it.
 _ABORT_SECONDS = 5.0
 
 
@@ -48,10 +48,11 @@ def _check_arguments(
 
 
 class PipelineRanks:
-    """Ranks of a pipeline, which this process starts, or joins if a launcher started them.
+    """Ranks of a pipeline. This process starts the ranks, or joins them if a launcher started them.
 
-    A thread receives their events from start to end, so that ranks never wait for a reader. It ends
-    when the pipeline is closing and all clips are done, when a rank fails, or by `_abort`.
+    The pipeline's thread receives the ranks' events all the time, so that ranks never wait for a
+    reader. The thread ends when the pipeline is closing and all clips are done, when a rank fails,
+    or after `_abort`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class PipelineRanks:
         self.world = find_world()
         """World of the launcher of this process; None if the pipeline starts the ranks."""
         self.layout_reason = ""
-        """Reason for the layout in one line; "" if `layout` left nothing to choose."""
+        """Reason for the chosen layout in one line; "" if the user gave the layout."""
         if layout is not None:
             request = PipelineRequest.of(
                 config,
@@ -91,9 +92,9 @@ class PipelineRanks:
             config, world=self.world, checkpoint=checkpoint
         )
         self.trace = Trace(config.world_size, trace_clips or history_clips)
-        """Measurements so far."""
+        """Measurements of the run so far."""
         self.run_error: BaseException | None = None
-        """Error that ended the run before its last clip; None while it runs, or if it succeeded."""
+        """Error that ended the run before its last clip; None if there was none so far."""
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
@@ -117,36 +118,36 @@ class PipelineRanks:
             max_failures=history_clips,
         )
         self._supervisor: Supervisor | None = None
-        # A daemon, so that a program that never leaves the block still ends, with its ranks.
+        # A daemon thread, so that a program that never leaves the block can end, and its ranks too.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._clips.finisher = self._thread
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
-        self._cleanup_lock = threading.RLock()  # a signal handler may close during a close
+        self._cleanup_lock = threading.RLock()  # reentrant: a signal handler may also close
         self._closed_error = ClosedError("the pipeline was closed before the clip was finished")
-        # Held while clips get their indices and go to the ranks, in the same order for all ranks.
-        # Reentrant: a signal handler may close the pipeline meanwhile.
+        # Held while clips get their indices and are sent to the ranks. So all ranks get the clips
+        # in the same order. Reentrant, because a signal handler may close the pipeline meanwhile.
         self._submit_lock = threading.RLock()
-        # Whether it has begun, takes no more clips, and is over and cleaned up.
+        # Whether the block was entered, no more clips are accepted, and all is cleaned up.
         self._is_entered = self._is_closing = self._is_closed = False
 
     def observe(self, observer: Observer) -> None:
-        """Call `observer` with (rank, event) for every later event of the ranks.
+        """Register an observer for all later events of the ranks.
 
         Args:
-            observer: Function that runs in the pipeline's thread. It must be quick, and an
-                exception in it ends the run. It may submit clips, but must not wait for any.
+            observer: Function of a rank and an event, which the pipeline's thread calls. It must be
+                quick, and an exception in it ends the run. It may submit clips, but must not wait.
         """
         self._observers = (*self._observers, observer)
 
     def serve(self, *, say: Callable[[str, bool], None]) -> None:
         """Work as a rank other than 0 until rank 0 ends the work; a failure ends the process.
 
-        Observers get the events of this rank only.
+        Observers get only the events of this rank.
 
         Args:
-            say: Function that gets the last message of a process that ends, and whether this
-                process alone reports it.
+            say: Function that prints the last message of this process. Its second argument is True
+                if no other process reports the same error.
 
         Raises:
             ClosedError: No launcher has started this process.
@@ -165,7 +166,7 @@ class PipelineRanks:
         )
 
     def dismiss(self) -> None:
-        """End the other launched ranks, which have no work. Call it instead of entering the block.
+        """End the launcher's other ranks, if there is no work. Call this instead of the block.
 
         Raises:
             RankError: A rank does not connect in time.
@@ -188,7 +189,7 @@ class PipelineRanks:
         )
 
     def _hash_weights(self) -> None:
-        """Give the ranks the hashes of the weights, which their latent checkpoints record."""
+        """Compute the hashes of the weights, which the ranks record in latent checkpoints."""
         if self._setup.latents_folder is not None and self.checkpoint is not None:
             parts = components_on_host(self.config, self.checkpoint, self.world)
             hashes = self.checkpoint.file_hashes(parts)
@@ -228,7 +229,7 @@ class PipelineRanks:
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._launch()
         if self.world is not None:
-            begun = time.monotonic()  # joining a launcher's ranks has a deadline of its own
+            begun = time.monotonic()  # joining a launcher's ranks has its own deadline
         self._supervisor = Supervisor(
             group, self.config, self._on_event, trace=self.trace, begun=begun
         )
@@ -244,7 +245,7 @@ class PipelineRanks:
             raise
 
     def _wait_for_end(self) -> None:
-        """Wait until all work is done and the ranks have ended; set `_is_closing` first."""
+        """Wait until all clips are done and the ranks have ended. Set `_is_closing` before."""
         if self._is_closed:
             return
         self._has_ended.wait()
@@ -253,10 +254,13 @@ class PipelineRanks:
             raise reraisable(self.run_error)
 
     def _abort(self, error: BaseException | None) -> BaseException | None:
-        """End the ranks at once; in the pipeline's thread it returns before they end.
+        """End the ranks at once. If the pipeline's thread calls this, it returns before the end.
 
-        `error` is the reason that ranks on other hosts get; None: the caller needs no more results.
-        Returns the error that had already ended the run; None: it was over, or had not begun.
+        Args:
+            error: Reason that is sent to ranks on other hosts; None: no more results are needed.
+
+        Returns:
+            Error that had ended the run before this call; None if there was none.
         """
         if self._supervisor is None:
             return None
@@ -266,13 +270,13 @@ class PipelineRanks:
             return None
         is_running = self._thread.ident is not None  # False if the system refused the thread
         if not (is_running and self._has_ended.wait(_ABORT_SECONDS)):
-            self._end(self._closed_error)  # an observer blocks the thread: do not wait for it
+            self._end(self._closed_error)  # an observer blocks the thread: do not wait
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):
             if failure is None:
                 failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
-                failure = None  # the signal went to all ranks, and another's report came first
+                failure = None  # all ranks got the signal; another reported first
         self._clean_up(failure or error)
         return failure
 
@@ -287,7 +291,7 @@ class PipelineRanks:
             if error is not self._closed_error:
                 self.run_error = error
         try:
-            # With launched ranks, `_abort` still has to find out whether one of them has failed.
+            # If a launcher started the ranks, `_abort` later checks whether one of them has failed.
             if self.run_error is not None or (reason is self._closed_error and self.world is None):
                 self._running_supervisor.kill(self.run_error)
         finally:
@@ -317,19 +321,19 @@ class PipelineRanks:
                     )
             for observer in self._observers:
                 observer(rank, event)
-        finally:  # last, so that observers have seen a clip's event before its result is available
+        finally:  # last: observers see a clip's event before its result is available
             self._clips(rank, event)
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Return the options, versions and weights that ranks of several command lines must share.
+    """Return the settings that must be equal on all ranks if a launcher started the ranks.
 
     Args:
         config: Resolved configuration.
-        checkpoint: Checkpoint of its model; None for the dummy model.
+        checkpoint: Checkpoint of the configuration's model; None for the dummy model.
 
     Returns:
-        Values as texts, by names for users.
+        Options, versions and weights as texts, by the names that error messages use.
     """
     parts = (config, config.sampling, config.model)
     values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
@@ -340,7 +344,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
         for name, value in values.items()
         if name not in _HOST_SPECIFIC_FIELDS
     }
-    # A commit identifies the weights of a hub model, a fingerprint those of a folder.
+    # A commit identifies the weights of a hub model, a fingerprint the weights in a folder.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
     options["revision"], options["weights fingerprint"] = map(str, weights)
     for name, files in (
@@ -352,15 +356,15 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
 
 
 def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allowed: bool) -> bool:
-    """Whether ranks differ in what their bits depend on.
+    """Whether ranks have different devices or library versions, so that their bits may differ.
 
     Args:
-        started: Report of each rank on its device.
-        backend: Backend of the process group; NCCL cannot share a GPU.
-        allowed: Whether they may differ.
+        started: `Started` event of each rank, with its device and conditions.
+        backend: Backend of the process group. Under NCCL, ranks cannot share a GPU.
+        allowed: Whether the ranks may differ.
 
     Raises:
-        RequestError: The ranks differ without permission, or share a GPU under NCCL.
+        RequestError: The ranks differ although they may not, or share a GPU under NCCL.
     """
     owners: dict[str, int] = {}
     for rank, event in sorted(started.items()):

@@ -298,7 +298,7 @@ class PipelineRequest:
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:
-        """Fields of `parallel`, with another split if the default, a uniform one, is impossible."""
+        """Fields of `parallel`, with `_default_split` as the split if the user gives none."""
         split = self._default_split
         return self.parallel if split is None else {**self.parallel, "split": split}
 

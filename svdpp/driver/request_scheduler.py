@@ -1,4 +1,4 @@
-"""Scheduling of requests: checks, and the messages that bring clips to the ranks."""
+"""Scheduler of requests: checks them, and creates the messages that send clips to the ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
-# Clips for each rank after which the routes of every split have been seen.
+# Number of clips for each rank among which every route of any split occurs.
 _ROUTES = 4
 
 
 class RequestScheduler:
-    """Converter of requests into the work of one pipeline's ranks.
+    """Converter of requests into messages for the ranks of a pipeline.
 
     Args:
-        config: Resolved configuration.
-        checkpoint: Checkpoint of its model; None for the dummy model.
+        config: Resolved configuration of the pipeline.
+        checkpoint: Checkpoint of the pipeline's model; None for the dummy model.
         keeps_latents: Whether clips can resume from latent checkpoints.
     """
 
@@ -36,13 +36,13 @@ class RequestScheduler:
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
         known = {} if checkpoint is None else checkpoint.clip_loras
-        # By the LoRA as it is asked for, and as it is found, with weight 1.
+        # Files by LoRA with weight 1: both as the request names it, and as it was found.
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}
         self.router = Router(config, checkpoint)
-        """Routes of the clips; each rank has an equal one."""
+        """Router of the clips. Each rank has an equal router, and so derives the same routes."""
 
     def resolve_request(self, request: ClipRequest) -> ClipRequest:
-        """Return `request` with its LoRAs found, and numbers for its frames and decode chunk.
+        """Return a request with the paths of its LoRAs, and with default frames and decode chunk.
 
         Raises:
             RequestError: The model loads no LoRAs.
@@ -64,10 +64,10 @@ class RequestScheduler:
         return replace(request, sampling=sampling)
 
     def find_loras(self, loras: Iterable[Lora]) -> tuple[LoraFile, ...]:
-        """Return the files of a clip's LoRAs; each is searched for and checked once.
+        """Return the files of a clip's LoRAs. Each file is searched for and checked only once.
 
         Args:
-            loras: LoRAs of the clip, as they are asked for or as they were found.
+            loras: LoRAs of the clip, as the request names them or with paths that were found.
 
         Raises:
             RequestError: The model loads no LoRAs.
@@ -91,18 +91,18 @@ class RequestScheduler:
         return self._found_loras[lora.source]
 
     def check_routes(self, sampling: SamplingConfig) -> None:
-        """Check that the ranks can make clips with these parameters, whatever their index.
+        """Check that the ranks can make a clip with these parameters at any index.
 
         Args:
-            sampling: Sampling parameters of the clips, resolved or not.
+            sampling: Sampling parameters of the clip, resolved or not.
 
         Raises:
-            RequestError: The model cannot make them, or no route of the ranks can; the hint names
-                the parameter of the clip that is to change.
+            RequestError: The model cannot make the clip, or the ranks cannot divide its steps. The
+                hint names the parameter to change.
         """
         request = self.resolve_request(ClipRequest(seed=0, sampling=sampling))
         try:
-            for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many
+            for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many routes
                 self.router.route(clip, request)
         except RequestError as error:
             default_steps = self._config.sampling.num_inference_steps
@@ -113,7 +113,7 @@ class RequestScheduler:
             raise RequestError(error.message, hint, details=details) from error
 
     def resolve_requests(self, requests: Iterable[ClipRequest]) -> list[ClipRequest]:
-        """Return `requests` as a list, resolved: the ranks can make every clip.
+        """Check requests and return them as a list, resolved.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.
@@ -155,13 +155,13 @@ class RequestScheduler:
     def messages(
         self, requests: Sequence[ClipRequest], metadata: Sequence[Mapping[str, Any]], first: int
     ) -> dict[int, bytes]:
-        """Return the message for each rank: the clips, of which it finds its own actions.
+        """Return the message for each rank, by rank. Without requests there is no message.
 
-        Without requests there is no message.
+        A message has all clips. Each rank derives its own actions from the message.
 
         Args:
             requests: Resolved and checked requests.
-            metadata: Metadata of each request.
+            metadata: Fields to add to each clip's JSON, one mapping for each request.
             first: Index of the first clip.
 
         Raises:
@@ -177,7 +177,7 @@ class RequestScheduler:
             ClipJob(clip=clip, request=request, metadata=dict(recorded))
             for clip, (request, recorded) in enumerate(zip(requests, metadata, strict=True), first)
         ]
-        # The metadata of many clips would slow the start of ranks that do not write them.
+        # Only the rank that writes a clip gets its metadata, because much metadata slows the start.
         bare = [job.model_copy(update={"metadata": {}}) for job in jobs]
         try:
             return {

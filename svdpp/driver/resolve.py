@@ -1,4 +1,4 @@
-"""Resolution of a configuration against its model, and the memory that its ranks need."""
+"""Resolution of a configuration: defaults from the model, and the memory that the ranks need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.plan.layout import check_chunks
 from svdpp.plan.roles import Roles
 from svdpp.worker.routes import resolve_clip_config
 
-#: The components whose weights must be present: none, those of the ranks on this host, or all.
+#: Components whose weights must be present: none, those that ranks on this host load, or all.
 Weights = Literal["none", "host", "all"]
 
 
@@ -29,17 +29,17 @@ def resolve_config(
     world: World | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[PipelineConfig, Checkpoint | None]:
-    """Return `config` with the model's own values in place of None, and the model's checkpoint.
+    """Return a configuration with the model's values in place of None, and the model's checkpoint.
 
     Args:
-        config: Configuration that the user asks for.
-        weights: Components whose missing weights are downloaded, once the request has been checked
-            against the model's configs.
-        world: World of the launcher; None: all ranks are here.
-        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
+        config: Configuration from the user.
+        weights: Components whose missing weights are downloaded. The configuration is checked
+            before the download.
+        world: World of the launcher; None: all ranks are on this host.
+        checkpoint: Checkpoint of the model; None: its configs are read.
 
     Returns:
-        The checkpoint is None for the dummy model.
+        Configuration, and checkpoint. The checkpoint is None for the dummy model.
 
     Raises:
         RequestError: The model cannot make such clips.
@@ -69,9 +69,9 @@ def components_on_host(
     """Return the names of the components that ranks on this host load, in alphabetical order.
 
     Args:
-        config: Configuration with the model's own values.
+        config: Resolved configuration.
         checkpoint: Checkpoint of the model.
-        world: World of the launcher; None: all ranks are here.
+        world: World of the launcher; None: all ranks are on this host.
     """
     by_rank = (
         checkpoint.weighted_components_of(roles, config.sampling)
@@ -81,7 +81,7 @@ def components_on_host(
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
-    if world is None or world.size != config.world_size:  # the latter is refused later
+    if world is None or world.size != config.world_size:  # a later check rejects another size
         return set(config.layout.roles)
     # torchrun and, by default, srun number the ranks host by host.
     first = world.rank - world.local_rank
@@ -95,7 +95,7 @@ def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) 
 
 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
-    """Return the number of ranks that decode each clip; by default both of a pair, if it helps."""
+    """Return the number of ranks that decode each clip: the user's, or 2 for pairs if possible."""
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks
     chunks, parallel = config.chunks or (config.sampling.frames,), config.parallel
     count = parallel.decode_parallel_size
@@ -119,25 +119,26 @@ _RANK_BYTES = 128 * 2**20
 #: Memory to prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, one of 4
 #: megapixels beside it (111 MiB).
 _IMAGE_BYTES = 768 * 2**20
-#: Clips of the demos up to this size take half a gigabyte at most.
+#: Pixels of a demo clip up to which no memory check is needed: it takes at most half a gigabyte.
 _DEMO_PIXELS = 2**18
-#: As safetensors spells them.
+#: Names of dtypes in safetensors files.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-#: About 0.5 GB for the context and 0.1 GB for the handles of cuBLAS and cuDNN.
+#: GPU memory of a process without a model: 0.5 GB for CUDA's context and 0.1 GB for the handles of
+#: cuBLAS and cuDNN.
 _CUDA_PROCESS_BYTES = 600_000_000
-#: Buffers of about 0.1 GB for each of two neighbours.
+#: GPU memory of NCCL's buffers: about 0.1 GB for each of two neighbours.
 _NCCL_BYTES = 200_000_000
 
 
 def estimate_parts(
     config: PipelineConfig, checkpoint: Checkpoint | None, *, apart: bool = False
 ) -> MemoryEstimate:
-    """Return the memory of each part of the model, in bytes, by an estimate.
+    """Return the estimated memory of each part of the model, in bytes.
 
     Args:
         config: Resolved configuration.
-        checkpoint: Checkpoint of its model; None for the dummy model, which takes next to none.
-        apart: Whether it is done in a process of its own, to need less memory here.
+        checkpoint: Checkpoint of the model; None for the dummy model, which needs almost none.
+        apart: Whether a separate process estimates, so that this process needs less memory.
     """
     if checkpoint is None:  # the dummy takes megabytes
         nothing = PartMemory(0, 0)
@@ -159,7 +160,7 @@ def memory_as_costs(
         model: Model of the ranks.
         sampling: Sampling parameters of the clips.
         device: `cpu`, `cuda` or `cuda:N`.
-        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
+        checkpoint: Checkpoint of the model; None: its configs are read.
 
     Raises:
         RequestError: The model cannot make such clips.
@@ -173,12 +174,12 @@ def memory_as_costs(
 def estimate_ranks(
     config: PipelineConfig, checkpoint: Checkpoint | None, *, apart: bool = False
 ) -> list[int]:
-    """Return the estimated peak of each rank in bytes, on its GPU or, on the CPU, on the host.
+    """Return the estimated peak memory of each rank in bytes: of its GPU, or on the CPU of the host.
 
     Args:
         config: Resolved configuration.
-        checkpoint: Checkpoint of its model; None for the dummy model, which takes next to none.
-        apart: Whether it is done in a process of its own, to need less memory here.
+        checkpoint: Checkpoint of the model; None for the dummy model, which needs almost none.
+        apart: Whether a separate process estimates, so that this process needs less memory.
     """
     parts = estimate_parts(config, checkpoint, apart=apart)
     return [
@@ -195,7 +196,7 @@ def memory_of_devices(
     free_bytes: Callable[[str], int] = free_bytes,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """Return the memory that the model needs and that devices have, to choose a layout by.
+    """Return the memory that the model needs and that the devices have, to choose a layout.
 
     Args:
         model: Model of the ranks.
@@ -203,11 +204,11 @@ def memory_of_devices(
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
         world_size: Number of ranks.
         free_bytes: Function that returns the free memory of a GPU.
-        checkpoint: Checkpoint of the model, if its configs have been read; None: read them.
+        checkpoint: Checkpoint of the model; None: its configs are read.
 
     Returns:
-        Memory of the model's parts, as fields of `CostModel`, and of each rank, in GiB; both empty
-        on the CPU.
+        Memory of the model's parts, as fields of `CostModel`, and free memory for each rank. Both
+        are in GiB, and empty on the CPU.
     """
     if device == "cpu":
         return {}, ()
@@ -220,7 +221,7 @@ def memory_of_devices(
 
 
 def _process_bytes(device: str) -> int:
-    """Return a rank's memory outside the model and torch's allocator."""
+    """Return a rank's memory outside the model and torch's allocator, in bytes."""
     if device == "cpu":
         return _RANK_BYTES
     # Ranks that share a GPU use gloo.
@@ -230,11 +231,11 @@ def _process_bytes(device: str) -> int:
 def check_memory(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> None:
-    """Check that CPU ranks find the memory that they need.
+    """Check that this machine has enough free memory for its CPU ranks.
 
     Args:
         config: Resolved configuration.
-        checkpoint: Checkpoint of its model; None for the dummy model.
+        checkpoint: Checkpoint of the model; None for the dummy model.
         ranks: Roles of each rank on this host.
 
     Raises:
@@ -265,7 +266,7 @@ def check_memory(
 def _total_bytes_needed(
     config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequence[Roles]
 ) -> int:
-    """Return the bytes that all ranks need; weights that they share count once."""
+    """Return the bytes that all ranks on this host need; shared weights count once."""
     parts = estimate_parts(config, checkpoint)
     num_bytes = 0
     weights: dict[tuple[Roles, int], int] = {}
@@ -280,7 +281,10 @@ def _total_bytes_needed(
 
 
 def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> bool:
-    """Whether ranks map the same pages of the weights' files, which must have the loaded dtype."""
+    """Whether CPU ranks share the memory of their weights.
+
+    Ranks map the same pages of a file if the file has the dtype in which the weights are loaded.
+    """
 
     def is_mapped(part: str) -> bool:
         if checkpoint.denoiser_file(part) is not None:  # diffusers copies its tensors

@@ -1,4 +1,4 @@
-"""One clip that a run is asked for: by a line of a jobs file, or as input x seed."""
+"""Job of a run: one requested clip, from a line of a jobs file or from an input and a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.media.inputs import ClipInput
 
-#: Fields of a request that say where its files are, and not what they are.
+#: Fields of a request with paths and progress, which do not change the content of the clip.
 _PLACES = ("image", "last_image", "videos", "output", "latents_key", "done_steps")
 _ASKED = tuple(each.name for each in fields(ClipRequest) if each.name not in _PLACES)
 
@@ -23,11 +23,11 @@ class RunJob:
     sampling: SamplingConfig | None = None
     """Sampling parameters of this clip, not resolved; None: the pipeline's."""
     out: str = ""
-    """Name of its file that the user gave, without the suffix; empty: it follows from the input."""
+    """File name from the user, without the suffix; empty: the name follows from the input."""
     name: str = ""
-    """Name of its file without the suffix, which no other clip has; `name_jobs` sets it."""
+    """Unique file name of the clip, without the suffix; `name_jobs` sets it."""
     line: int | None = None
-    """Line of the jobs file; None: the clip is of no such file."""
+    """Number of the line in the jobs file; None: the run has no jobs file."""
 
     def request(self) -> ClipRequest:
         """Return the request of the clip, without an output."""
@@ -50,7 +50,7 @@ def combine_jobs(inputs: Iterable[ClipInput], seeds: Sequence[int]) -> list[RunJ
 
 
 def job_key(job: RunJob) -> str:
-    """Return a hash of what a job asks for: by content, whatever its files and its clip are called.
+    """Return a hash of a job's inputs and parameters; names and paths of files do not matter.
 
     Args:
         job: Job, whose parameters need not be resolved.

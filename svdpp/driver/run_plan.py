@@ -1,4 +1,4 @@
-"""The clips of a run as data: those still to be made, and those that are finished."""
+"""Plan of a run: the clips that still must be made, and the clips that are finished already."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from svdpp.driver.clips import ClipResult
     from svdpp.driver.pipeline import Pipeline
 
-#: Clips that go to the ranks at once, and that a forecast replays: their actions need memory.
+#: Number of clips that are submitted together, or that a forecast simulates. More clips would need
+#: more memory for their actions.
 BATCH_SIZE = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedClip:
-    """A clip that is still to be made; small, because a run may have 100,000 of them."""
+    """Clip that still must be made. The object is small, because a run may have 100,000 clips."""
 
     index: int
-    """Position of its job among those of the run."""
+    """Position of the clip's job among the jobs of the run."""
     job: RunJob
     sampling: SamplingConfig | None
-    """Resolved parameters of the clip; None: the pipeline's."""
+    """Resolved sampling parameters of the clip; None: the parameters of the pipeline."""
     latents_key: str | None = None
     done_steps: int = 0
     replaces: bool = False
-    """Whether it takes the place of a finished clip with other parameters."""
+    """Whether the clip replaces a finished clip that has other parameters."""
 
 
 class JobResolver:
@@ -43,10 +44,10 @@ class JobResolver:
 
     Args:
         config: Resolved configuration of the pipeline.
-        checkpoint: Checkpoint of its model.
+        checkpoint: Checkpoint of the pipeline's model.
         folder: Folder of the clips.
         format: Format of the clips.
-        crf: Quality of the clips.
+        crf: Quality of the clips, as ffmpeg's option -crf.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class JobResolver:
         self._resolved: dict[SamplingConfig, SamplingConfig | None] = {}
 
     def sampling_of(self, job: RunJob) -> SamplingConfig | None:
-        """Return the resolved parameters of a job's clip; None: those of the pipeline.
+        """Return the resolved sampling parameters of a job; None: the job has the pipeline's.
 
         Raises:
             RequestError: The model cannot make such clips.
@@ -80,18 +81,18 @@ class JobResolver:
         return self._resolved[sampling]
 
     def output_of(self, job: RunJob) -> OutputConfig:
-        """Return the file of a named job's clip."""
+        """Return the output file for the clip of a job, which must have a name."""
         path = self.folder / f"{job.name}{video.FORMAT_SUFFIXES[self._format]}"
         return OutputConfig(path=str(path), format=self._format, crf=self._crf)
 
     def config_of(self, sampling: SamplingConfig | None) -> PipelineConfig:
-        """Return the configuration of clips with resolved parameters; None: the pipeline's."""
+        """Return the pipeline's configuration with other sampling parameters; None: unchanged."""
         if sampling is None:
             return self.config
         return self._scheduler.router.config_with(sampling)
 
     def metadata_of(self, job: RunJob, sampling: SamplingConfig | None) -> dict[str, Any]:
-        """Return the request as the clip's JSON records it; see `clip_metadata`."""
+        """Return the fields of a clip's JSON that are known in advance; see `clip_metadata`."""
         config, output = self.config_of(sampling), self.output_of(job)
         loras = self._scheduler.find_loras(job.made_from.loras)
         return clip_metadata(job.made_from, job.seed, output, config, self.checkpoint, loras)
@@ -109,29 +110,29 @@ class JobResolver:
         )
 
     def schedule(self, clips: Sequence[PlannedClip]) -> Schedule:
-        """Return each rank's actions for clips, of which the first is clip 0."""
+        """Return each rank's actions for these clips, with indices from 0 on."""
         return self._scheduler.router.schedule([self.request_of(clip) for clip in clips], 0)
 
 
 @dataclass
 class RunPlan:
-    """Clips still to be made, in the order of the ranks, and those that are finished already."""
+    """Clips that still must be made, in the order of submission, and finished clips."""
 
     resolver: JobResolver
     clips: list[PlannedClip] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     """JSON of the finished clips."""
     skipped_jobs: list[tuple[int, RunJob]] = field(default_factory=list)
-    """Job of each finished clip, and its position among those of the run."""
+    """Job of each finished clip, after its position among the jobs of the run."""
 
     @property
     def requests(self) -> list[ClipRequest]:
-        """Requests of the clips to be made; made anew at each use."""
+        """Requests of the clips to make. Each use creates new objects."""
         return self.requests_of(self.clips)
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """Metadata of the clips to be made; made anew at each use, because they are large."""
+        """Metadata of the clips to make. Each use creates new objects, because they are large."""
         return self.metadata_of(self.clips)
 
     def requests_of(self, clips: Sequence[PlannedClip]) -> list[ClipRequest]:
@@ -144,14 +145,14 @@ class RunPlan:
 
 
 def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
-    """Submit the clips, the last ones while earlier ones are made.
+    """Submit clips in batches, each while the ranks work on earlier clips, and yield the results.
 
     Args:
-        pipeline: started.
-        clips: to be made.
+        pipeline: Pipeline whose ranks have started.
+        clips: Plan with the clips to make.
 
     Yields:
-        Finished clips, in the order in which they end.
+        Results of finished clips, in the order in which the clips end.
     """
     for first in range(0, len(clips.clips), BATCH_SIZE):
         batch = clips.clips[first : first + BATCH_SIZE]

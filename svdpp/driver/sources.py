@@ -1,4 +1,4 @@
-"""Arguments of `generate` as jobs: images of files or in memory, prompts, seeds, dicts."""
+"""Conversion of the arguments of `generate` into jobs: images, prompts, seeds and dicts."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class SourceReader:
 
     Args:
         model: Model of the clips.
-        checkpoint: Checkpoint of the model, of which only the configs are read.
-        parameters: Sampling parameters by their names in requests, or their own.
+        checkpoint: Checkpoint of the model; only its configs are read.
+        parameters: Sampling parameters, by their names in requests or the names of their fields.
         format: Format of the clips.
-        folder: Folder for images in memory, because ranks read files.
+        folder: Folder in which images in memory are saved, because ranks read image files.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class SourceReader:
         """Return a job for each dict, or for each image, prompt and seed.
 
         Args:
-            inputs: Dicts with the fields of one clip each, or images, folders and patterns; an
-                image among dicts is a clip without other fields. Empty: clips of prompts alone.
-            prompts: Prompts of each image; None: clips have none.
-            negative_prompt: Text that clips with a prompt must not show; None: none.
-            seeds: Seeds of each image and prompt.
+            inputs: Dicts with the fields of one clip each, or images, folders and patterns. An
+                image among dicts is a clip without other fields. Empty: clips from prompts alone.
+            prompts: Prompts for each image; None: clips have no prompts.
+            negative_prompt: Text that clips with a prompt must not show; None: there is none.
+            seeds: Seeds for each image and prompt.
 
         Raises:
             RequestError: Arguments contradict each other, or fields of dicts are wrong.
@@ -87,10 +87,10 @@ class SourceReader:
         return self._read(sources, negative_prompt)
 
     def sampling(self, *, from_image: bool) -> SamplingConfig:
-        """Return the given parameters, else the model's defaults, not resolved.
+        """Return sampling parameters, not resolved: the given values, else the model's defaults.
 
         Args:
-            from_image: Whether clips start from an image, for families that need not.
+            from_image: Whether clips start from an image, for families where it is optional.
 
         Raises:
             RequestError: A parameter is out of range.
@@ -153,7 +153,7 @@ class SourceReader:
         }
 
     def _path(self, image: ImageSource, index: int) -> str:
-        """Return the path of an image; one in memory is saved, once however often it is given."""
+        """Return the path of an image. An image in memory is saved; a repeated one only once."""
         if isinstance(image, str | os.PathLike):
             return os.fspath(image)
         kind = type(image).__name__
@@ -169,7 +169,7 @@ class SourceReader:
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return one value or several as a list; None is no value."""
+    """Return a value, or an iterable of values, as a list; an empty list for None."""
     if values is None:
         return []
     is_one = isinstance(values, str | os.PathLike | Image.Image | Mapping | int)
@@ -178,7 +178,7 @@ def _listed(values: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Dicts(JobFile):
-    """Dicts in place of the lines of a file."""
+    """Jobs file whose lines are the dicts that a caller of `generate` gave."""
 
     name: str = "inputs"
     folder: Path = Path()
@@ -194,12 +194,12 @@ class _Dicts(JobFile):
 
 
 def place_of(index: int) -> str:
-    """Return one of the inputs as messages name it."""
+    """Return the name of an input in messages, such as "inputs[0]"."""
     return f"inputs[{index}]"
 
 
 def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return sampling parameters by the names of their fields."""
+    """Return sampling parameters by the names of their fields instead of by aliases."""
     kind: Any = SAMPLING_CLASSES[family]
     names = {"fit": "fit"}
     for name, param in params_of(kind).items():
@@ -215,14 +215,14 @@ def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
     return values
 
 
-#: Arguments of `generate` that are not sampling parameters, for hints.
+#: Arguments of `generate` that are not sampling parameters, to suggest in hints.
 _ARGUMENTS = ("inputs", "prompts", "negative_prompt", "seeds", "model", "world_size", "device")
 
 
 def _as_png(image: Image.Image, index: int) -> Image.Image:
-    """Return an image without metadata, in a mode of PNG with the same colours.
+    """Return an image without metadata and with the same colours, in a mode that PNG supports.
 
-    Pixels count as they are: a rotation by EXIF is not applied, as in diffusers' pipelines.
+    A rotation in EXIF metadata is not applied, as in diffusers' pipelines.
     """
     if image.mode in ("F", "I"):
         raise InputError(

@@ -1,4 +1,4 @@
-"""The parent's supervision of the ranks: their events, stalls, and the root cause of a failure."""
+"""Supervisor of the ranks in the parent: reads events, detects stalls, finds causes of failures."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ from svdpp.worker.messages import (
 )
 
 _POLL_SECONDS = 0.1
-# After the first failure, time for the other ranks' reports: the cause often arrives later.
+# Seconds to wait for other ranks' reports after the first failure. The cause often arrives later.
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
-# Columns of the grid; with the rank's name and the remark, a line has 80.
+# Columns of the grid. With the rank's name and the remark, a line has 80 columns.
 _GRID_WIDTH = 44
 # Python's exit code of a process whose fork server has ended.
 _LOST_CODE = 255
 _NO_MEMORY = "the kernel kills processes when memory runs out: fewer ranks need less"
 
-#: Called with (rank, event) for every event of the ranks.
+#: Function of a rank and an event, called for every event of the ranks.
 Observer = Callable[[int, Event], None]
-#: Opens an observer for a block in which ranks perform a schedule, given a title and the schedule.
+#: Function of a title and a schedule, which returns a context manager. It yields an observer of the
+#: ranks that perform the schedule.
 OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
@@ -57,15 +58,15 @@ def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observ
 
 
 class Supervisor:
-    """The reader of the ranks' events, which raises the error that ends a run.
+    """Reader of the ranks' events. It raises the error that ends a run.
 
-    One thread uses it; `send` and `abort` may be called from any thread.
+    Only one thread may call the methods, but any thread may call `send` and `abort`.
 
     Args:
         group: Handles of the ranks.
         config: Resolved configuration.
-        observers: Callbacks that get each event of the ranks.
-        trace: Trace that keeps the measurements; None: a new one.
+        observers: Functions that get each event of the ranks.
+        trace: Trace that keeps the measurements; None: a new trace.
         begun: Time at which the start of the ranks began, on the monotonic clock; None: now.
     """
 
@@ -84,11 +85,12 @@ class Supervisor:
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
         self.interruption: SvdppError | None = None
-        """Error that `step` raised for a rank that a signal ended, if nothing else failed."""
+        """Error that `step` raised because a signal ended a rank and nothing else failed; None:
+        there was no such error."""
         self.trace = Trace(group.world_size) if trace is None else trace
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a message to `rank`, from any thread; does nothing if the rank has ended."""
+        """Send a message to a rank, from any thread; do nothing if the rank has ended."""
         self._group.send(rank, message)
 
     def send_to_all(self, message: bytes) -> None:
@@ -97,17 +99,17 @@ class Supervisor:
             self.send(rank, message)
 
     def abort(self, error: BaseException) -> None:
-        """Make the current or next call of `step` raise `error`; from any thread."""
+        """Make the current or next call of `step` raise an error. Any thread may call this."""
         self._aborted = error
 
     def supervise(
         self, is_over: Callable[[], bool], on_joined: Callable[[], None] = lambda: None
     ) -> None:
-        """Take events until all work is done, and end the ranks.
+        """Handle events until all work is done, then end the ranks.
 
         Args:
-            is_over: Whether no more work follows.
-            on_joined: Callback for the moment at which all ranks are ready for work.
+            is_over: Function that returns whether no more work follows.
+            on_joined: Function that is called once, when all ranks are ready for work.
 
         Raises:
             SvdppError: A rank has failed, died or stalled.
@@ -120,10 +122,10 @@ class Supervisor:
         self.stop()
 
     def step(self) -> None:
-        """Take the available events, after a short wait for the first one.
+        """Handle the available events, after a short wait for the first one.
 
         Raises:
-            SvdppError: A rank has failed, died or stalled, or `abort` was called with it.
+            SvdppError: A rank has failed, died or stalled, or `abort` was called with this error.
         """
         self._read_events(_POLL_SECONDS)
         if self._aborted is not None:
@@ -140,10 +142,10 @@ class Supervisor:
             )
 
     def stop(self) -> None:
-        """End the ranks in order: each reports that it is done, and exits with code 0.
+        """End the ranks normally: each rank reports that it is done, then exits with code 0.
 
         Raises:
-            RankError: A rank does not end in order.
+            RankError: A rank does not report, or has another exit code.
         """
         self.send_to_all(Stop().to_bytes())
         deadline = time.monotonic() + self._config.timeout_seconds
@@ -154,7 +156,7 @@ class Supervisor:
                     "ranks did not end after their last clip",
                     details={"timeout_seconds": self._config.timeout_seconds},
                 )
-        # After all have finished: a rank that ends takes with it what NCCL has not delivered.
+        # Sent only after all ranks have reported: a rank's end loses packets in its NCCL buffers.
         self.send_to_all(Stop().to_bytes())
         if not self._group.end(_END_SECONDS):
             raise RankError(
@@ -163,23 +165,23 @@ class Supervisor:
             )
 
     def kill(self, error: BaseException | None = None) -> None:
-        """End every rank at once; harmless after `stop`.
+        """Kill every rank; do nothing to ranks that have ended.
 
         Args:
-            error: Reason that ranks on other hosts get; None: all work is done.
+            error: Reason that is sent to ranks on other hosts; None: all work is done.
         """
         self._group.kill(error)
 
     def find_root_cause(self) -> SvdppError | None:
         """Wait for the reports of all ranks, and return the error that ended the run.
 
-        A broken link to a neighbour counts as the cause only if there is no other failure.
+        A broken link to a neighbour is the cause only if there is no other failure.
 
         Returns:
-            None if only signals ended ranks.
+            Error to raise; None if only signals ended ranks.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
-        self._read_events(0.05)  # even if this process was paused beyond the deadline
+        self._read_events(0.05)  # read once even if this process was paused past the deadline
         while time.monotonic() < deadline:
             self._read_events(0.05)
         exited, states = self._group.exited(), self._stall_detector.states
@@ -207,7 +209,7 @@ class Supervisor:
             self._stall_detector.record(rank, event, time.monotonic())
             self.trace(rank, event)
             if isinstance(event, Failed):
-                self._failures.setdefault(rank, event)  # a later report is about a signal
+                self._failures.setdefault(rank, event)  # the first report of a rank is the cause
             for observer in self._observers:
                 observer(rank, event)
 
@@ -224,7 +226,7 @@ class Supervisor:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             error.details.setdefault("rank", rank)
-            return error  # input, output, model or memory: its message is complete
+            return error  # an error of input, output, model or memory has a complete message
         where = describe_position(event.action, event.step)
         if isinstance(error, MismatchError):
             return self._mismatch_error(rank, error, event)
@@ -237,7 +239,7 @@ class Supervisor:
         )
 
     def _mismatch_error(self, rank: int, error: MismatchError, event: Failed) -> RankError:
-        """Return the error for a packet that `rank` refused; it blames the rank that sent it."""
+        """Return the error for a packet that a rank rejected. The error blames the sender."""
         where = describe_position(event.action, event.step)
         sender = error.details.get("from_rank", rank)
         receiver = error.details.get("to_rank", rank)
@@ -307,23 +309,24 @@ class Supervisor:
 
 
 def _position(action: Action | None, step: int) -> dict[str, object]:
-    """Return the position that `describe_position` puts into words, for `details`."""
+    """Return a rank's position as fields for an error's `details`: clip, step and action."""
     if action is None:
         return {}
     return {"clip": action.clip, "action": str(action), **({"step": step} if step >= 0 else {})}
 
 
 def _is_interrupt(event: Failed) -> bool:
-    """Whether a signal ended the rank, which is never the cause of other failures."""
+    """Whether a signal ended the rank. Such an end is never the cause of other failures."""
     return bool(event.error["type"] == Interrupted.__name__)
 
 
 # --- stalls -------------------------------------------------------------------------------------
 
-# Before a rank has joined, a library may hold the GIL for long, such as CUDA's initialisation with
-# many GPUs; so its silence counts only after this many times the limit for joined ranks.
+# Factor of the limit of silence for a rank that has not joined. A library may hold the GIL for
+# long at the start, as CUDA's initialisation does with many GPUs.
 _PATIENCE_AT_START = 8
-# The parent polls several times a second; a longer pause means that it was stopped itself.
+# Seconds between two polls of the parent above which the parent itself must have been stopped. It
+# polls several times a second.
 _PAUSE_SECONDS = 3.0
 _SLOW_DISK_HINT = "raise `start_timeout_seconds` for a slow disk"
 _LINK_HINT = (
@@ -334,12 +337,12 @@ _LINK_HINT = (
 
 @dataclass
 class RankState:
-    """State of one rank as its messages show it; times are seconds on the monotonic clock."""
+    """State of one rank, from its messages. Times are seconds on the monotonic clock."""
 
     last_message: float
     """Time of the last message."""
     last_progress: float
-    """Time until which it has made progress, or had nothing to do."""
+    """Latest time at which the rank made progress or had nothing to do."""
     last_event: float
     """Time of the last message that was not a heartbeat."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -350,26 +353,26 @@ class RankState:
 
 @dataclass(frozen=True)
 class Stall:
-    """Stalled rank, and the reason."""
+    """Stalled rank, with the reason and a hint."""
 
     rank: int
     reason: str
     hint: str
     details: Mapping[str, object]
-    """The numbers of the reason, such as `silent_seconds`."""
+    """Numbers in the reason, by name, such as `silent_seconds`."""
 
 
 class StallDetector:
-    """Detector of stalled ranks, which it distinguishes from slow and from waiting ones.
+    """Detector of stalled ranks. Slow ranks, and ranks that wait for others, are not stalled.
 
     All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
-    without a heartbeat, eight times that before it has joined. Once all have joined, a rank is also
-    stalled if it computes for longer than the timeout without progress. `states` is by rank; all
-    times are seconds on one clock.
+    without a heartbeat; before the rank has joined, the limit is eight times as long. Once all
+    ranks have joined, a rank is also stalled if it computes for longer than `timeout_seconds`
+    without progress. `states` has an entry for each rank. All times are seconds on one clock.
 
     Args:
-        config: Configuration with the limits.
-        now: Seconds on that clock.
+        config: Configuration with the timeouts.
+        now: Present time on this clock.
         begun: Time at which the start of the ranks began; None: now.
     """
 
@@ -382,21 +385,21 @@ class StallDetector:
         self.states = [RankState(now, now, now) for _ in range(config.world_size)]
 
     def record(self, rank: int, event: Event, now: float) -> None:
-        """Take one event.
+        """Update a rank's state from one of its events.
 
         Args:
             rank: Rank that sent the event.
             event: Any event.
-            now: Seconds on the clock of all times.
+            now: Present time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            return  # from a thread that goes on whatever the rank does
+            return  # the thread that sends these goes on even if the rank stalls
         self._discount_pause(now)
         state = self.states[rank]
         state.started = True
         state.last_message = now
         if isinstance(event, Heartbeat):
-            # An idle rank makes no progress, and is not stalled. One that waited has its packet.
+            # An idle rank makes no progress, but is not stalled. The end of a wait is progress.
             is_idle = event.action is None and not event.writing
             if is_idle or (state.heartbeat.waiting and not event.waiting):
                 state.last_progress = now
@@ -420,10 +423,10 @@ class StallDetector:
         return all(state.finished for state in self.states)
 
     def find_stall(self, now: float) -> Stall | None:
-        """Return the stalled rank; None if there is none.
+        """Return a stalled rank; None if no rank is stalled.
 
         Args:
-            now: Seconds on the clock of all times.
+            now: Present time on the detector's clock.
         """
         self._discount_pause(now)
         running = [rank for rank, state in enumerate(self.states) if not state.finished]
@@ -440,7 +443,7 @@ class StallDetector:
         return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
     def _find_late_rank(self, running: list[int]) -> Stall:
-        """Return the rank that delays the start; a rank that is not yet connecting comes first."""
+        """Return the rank that delays the start: first a rank that has not begun to connect."""
         phases = {
             rank: (state.joined, state.heartbeat.peer >= 0, state.started)
             for rank, state in enumerate(self.states)
@@ -459,9 +462,9 @@ class StallDetector:
         return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK_HINT, numbers)
 
     def _discount_pause(self, now: float) -> None:
-        """Subtract the time for which this process, and perhaps the ranks, were stopped.
+        """Subtract a pause of this process from the times of all ranks.
 
-        Ctrl-Z stops the whole terminal group; a suspended machine stops everything.
+        Ctrl-Z stops this process and the ranks; a suspended machine stops all processes.
         """
         pause, self._polled = now - self._polled, now
         if pause > _PAUSE_SECONDS:
@@ -474,11 +477,11 @@ class StallDetector:
     def _find_idle_rank(self, running: list[int], now: float) -> Stall | None:
         slow = [rank for rank in running if now - self.states[rank].last_progress > self._timeout]
         heartbeats = {rank: self.states[rank].heartbeat for rank in running}
-        # A waiting rank is slow because of another rank, unless all busy ranks wait, or it has had
-        # something to write all the time.
+        # If a rank waits, another rank is the cause, except in two cases: all busy ranks wait, or
+        # the waiting rank still has something to write.
         causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
         if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
-            # Not if one has just sent its packet, which the waiting rank has not reported yet.
+            # A rank may have just sent a packet that the waiting rank has not reported yet.
             last_event = max((self.states[rank].last_event for rank in running), default=now)
             causes = slow if now - last_event > self._timeout else []
         if not causes:

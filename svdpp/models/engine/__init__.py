@@ -1,1 +1,1 @@
-"""One engine for the video pipelines of diffusers; each family of models is a `FamilySpec`."""
+"""Engine that runs diffusers' video pipelines in parts; a `FamilySpec` describes each family."""

@@ -1,13 +1,13 @@
-"""One call of diffusers' own, unmodified `__call__` that runs a range of its steps.
+"""Call of diffusers' unmodified `__call__` that runs only a range of the denoising steps.
 
-The call sees all timesteps. Before the denoiser's first call, an encoding rank records what the
-pipeline's methods and components return, and every other rank replays it. Steps before the range
-are phantom: denoisers return zeros, and the scheduler's `step` returns what it returned to the
-earlier rank, so that the pipeline's own code rebuilds its loop variables. The schedulers' state is
-what `step` has changed in their `__dict__`.
+The call sees all timesteps. Before the denoiser's first call, an encoding rank records the results
+of the pipeline's methods and components. All other ranks replay these results. Steps before the
+range are phantom steps: denoisers return zeros, and the scheduler's `step` returns the result that
+the earlier rank got. So the pipeline's own code rebuilds its loop variables. The state of a
+scheduler is the part of its `__dict__` that `step` has changed.
 
 A step is one or more calls of denoisers, then one or more calls of `scheduler.step`. Pipelines that
-make a clip in chunks have a loop for each chunk; their steps are numbered through all loops.
+make a clip in chunks have a loop for each chunk. Their steps are numbered through all loops.
 """
 
 from __future__ import annotations
@@ -40,30 +40,31 @@ from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in,
 #   decode        replays   phantom  phantom  phantom  phantom  phantom  phantom  runs
 #
 # A phantom step costs no forward pass. The denoiser returns zeros, and the pipeline computes with
-# them, but `scheduler.step` discards that: it returns the result of the last step that ran, which
-# is in the packet. Before the first step that runs, the schedulers' `__dict__` and the generator
-# get their state from the packet. So every local variable of `__call__` that depends on the number
-# of steps done (indices, chunks, the latent) has the value that it has on one device.
+# these zeros. `scheduler.step` discards its input and returns the result of the last step that ran,
+# which is in the packet. Before the first step that runs, the schedulers' `__dict__` and the
+# generator get their state from the packet. So every local variable of `__call__` that depends on
+# the number of finished steps (indices, chunks, the latent) has the same value as on one device.
 
 
 class _Stop(Exception):
-    """Ends the pipeline's call."""
+    """Exception that ends the call of the pipeline."""
 
 
 @dataclass(kw_only=True, eq=False)
 class RangeCall:
-    """One call of a pipeline: steps `start` to `end` (exclusive)."""
+    """Call of a pipeline that runs the steps from `start` to `end` (exclusive)."""
 
     pipe: Any
-    """Pipeline with the scheduler of this call, which no other call uses."""
+    """Pipeline of diffusers, whose scheduler only this call uses."""
     spec: FamilySpec
     given: Node | None
-    """Structure of the packet after `start` steps; None: this call encodes."""
+    """Structure of the received packet, with the state after `start` steps; None: this call
+    encodes."""
     received: Tensors
-    """Tensors of that packet."""
+    """Tensors of the received packet."""
     start: int
     end: int | None
-    """Step before which the call ends; None: it runs to the end, and decodes."""
+    """Step before which the call ends; None: the call runs all further steps and decodes."""
     generator: torch.Generator
     """Generator of the clip."""
     after_step: AfterStep | None = None
@@ -74,29 +75,29 @@ class RangeCall:
     def __post_init__(self) -> None:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
-        # Not a method of this object: that would keep the packet alive after the call.
+        # A bound method of this object would keep the packet's memory alive after the call.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
-        # Each scheduler with its state before its first `step`, in the order of these first steps.
+        # Each scheduler with its state before its first `step`, ordered by these first steps.
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
-        # Results of this step: the scheduler's index, the return value of `step`, and a copy of it.
+        # Results of the current step: index of the scheduler, return value of `step`, and its copy.
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
-        # Results of each finished chunk, by scheduler: what `step` returned last.
+        # Last results of `step` in each finished chunk, by scheduler.
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
 
     def packet(self, inputs: Node | None = None) -> Tensors:
-        """Return the packet after the last step of the range, or before the first one.
+        """Return the packet for the next rank: after the range's last step, or after the encode.
 
         Args:
-            inputs: Facts of the clip that later calls need, from a call that encodes; None: the
-                received ones.
+            inputs: Facts about the clip that later calls need, if this call encodes; None: the
+                facts in the received packet.
         """
         known = self.given["given"] if self.given else inputs
         return self._packer.packet({**self._structure, "given": known})
@@ -109,14 +110,14 @@ class RangeCall:
         """Call the pipeline.
 
         Args:
-            arguments: Arguments of its `__call__`.
+            arguments: Arguments of the pipeline's `__call__`.
 
         Returns:
-            The pipeline's result; None if the call ends before a step.
+            Result of the pipeline; None if the call ends before a step.
 
         Raises:
-            ModelError: The pipeline draws from torch's global generator, or makes another number of
-                steps.
+            ModelError: The pipeline draws from torch's global generator, or runs another number of
+                steps than requested.
         """
         callback = step_callback(self.pipe, self._on_step_end)
         before, result, problem = _global_states(self._device), None, ""
@@ -184,13 +185,13 @@ class RangeCall:
         return self._zeros[place]
 
     def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Do what `scheduler.step` of the pipeline does, or replay it in a phantom step.
+        """Call `scheduler.step`; in a phantom step, return the result from the packet instead.
 
         Args:
-            scheduler: Scheduler, of which a pipeline may have several.
-            real: Its own method, bound.
-            args: Positional arguments.
-            kwargs: Other arguments.
+            scheduler: One of the pipeline's schedulers.
+            real: Bound method `step` of the scheduler.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
@@ -215,12 +216,15 @@ class RangeCall:
         scheduler.__dict__.update(self._states[place])
         if self._index == self.start - 1:
             self._records.restore(step["generators"])
-        chunks = step["chunks"]  # fewer in a packet that is made to measure a decode
+        chunks = step["chunks"]  # a packet for measuring a decode has fewer
         calls = sum(place == known for known, *_ in self._results)
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
-        """End a step that ran. Called late: a pipeline may change its scheduler after `step`."""
+        """End a step that ran.
+
+        This is not called in `step`, because a pipeline may change its scheduler after `step`.
+        """
         if not self._ran:
             return
         self._ran = False
@@ -230,12 +234,13 @@ class RangeCall:
             self.after_step(self._index, self._reached())
 
     def _reached(self) -> torch.Tensor:
-        """Return the latent after the step that ran: of the callback, if the pipeline has one."""
+        """Return the latent after the last step: from the step callback, if the pipeline has one."""
         latents = self._latents
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the latent; after the last phantom step, return the received one to the pipeline."""
+        """Keep the latent of a step; after the last phantom step, give the pipeline the received
+        latent."""
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
             return {}
@@ -245,7 +250,7 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Stand for the pipeline's own: its `update` ends a step, and its end a chunk."""
+        """Replace the pipeline's progress bar. Its `update` ends a step, and its end ends a chunk."""
         yield self
         self.update()
         if self.end is not None:
@@ -254,7 +259,7 @@ class RangeCall:
         self._records.paused = False
 
     def update(self, *_: Any) -> None:
-        """End a step; see `progress_bar`."""
+        """End a step. The pipeline calls this method of its progress bar after each step."""
         self._finish_step()
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
@@ -265,7 +270,7 @@ class RangeCall:
         if self.given is None:
             recorded, step = self._records.packed(self._packer), None
         else:
-            # Often the result of `step` itself.
+            # Packed first: the latent is often the result of `step`, and is then not packed again.
             latents = self._packer.pack(self._reached(), LATENTS)
             step = {"latents": latents, **self._packed_step()}
             recorded = self._records.passed_on(self.received, self._packer.tensors)
@@ -320,29 +325,31 @@ class RangeCall:
             try:
                 yield
             finally:
-                del scheduler._range_call  # and with it the packet
+                del scheduler._range_call  # frees the packet too
 
     def _recording(self, part: str, component: Any) -> Any:
         methods = records.component_methods(component).items()
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        if self.given is not None:  # what an encode casts for a moment is not used again
+        if self.given is not None:  # a tensor that an encode casts is not used again
             recorded["to"] = lambda *_, **__: component
         return patch_methods(component, **recorded)
 
 
 def _global_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's global generators, which are in host memory for all devices."""
+    """Return the states of torch's global generators, as tensors in host memory."""
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
 def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the argument of `__call__` that is called after each step; empty if it takes none.
+    """Return the arguments of a pipeline's `__call__` for a callback after each step.
+
+    The result is empty if the pipeline has no such argument.
 
     Args:
-        pipe: Pipeline.
+        pipe: Pipeline of diffusers.
         function: Callback that gets the pipeline, the step's index, its timestep and a dict of
             tensors.
     """
@@ -352,12 +359,13 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
 
 @functools.cache
 def _range_class(real: Any) -> Any:
-    """A subclass of the scheduler class `real` whose steps belong to a call."""
+    """Return a subclass of a scheduler class, whose `step` calls `RangeCall.step`."""
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._range_call.step(self, functools.partial(real.step, self), args, kwargs)
 
-    # Pipelines inspect the signature of `step`; diffusers writes the name into the config.
+    # Name and signature stay: pipelines inspect the signature of `step`, and diffusers writes the
+    # class's name into the config.
     methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
     return type(real.__name__, (real,), methods)
 
@@ -367,11 +375,11 @@ def _range_class(real: Any) -> Any:
 
 @dataclass(eq=False)
 class GuidanceBranches:
-    """Evaluations of the denoiser in the steps of one call, half of which this rank computes.
+    """Guidance with two ranks: in each step, each rank evaluates the denoiser for one branch.
 
-    The rule `batch` is for pipelines that call the denoiser once in each step, with a batch of two:
-    each rank evaluates its half. The rule `calls` is for pipelines that call it twice, and use both
-    results only afterwards. Both ranks run the pipeline's own code:
+    The rule `batch` is for pipelines that call the denoiser once in each step, with a batch of two.
+    Each rank evaluates half of the batch. The rule `calls` is for pipelines that call the denoiser
+    twice, and use the two results only after both calls. Both ranks run the pipeline's own code:
 
         the pipeline     rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first call       evaluates, then exchanges     returns zeros for now
@@ -379,33 +387,35 @@ class GuidanceBranches:
                          has sent                      the zeros become what rank 2u has sent
         scheduler.step   equal arguments, equal result on both ranks
 
-    Rank 2u + 1 cannot evaluate earlier, because it learns the arguments of the second call when the
-    pipeline makes it. In the first step of a process it also evaluates the first call, whose result
-    shows the shape of the zeros.
+    Rank 2u + 1 cannot evaluate earlier, because it gets the arguments of the second call only when
+    the pipeline makes this call. In the first step of a process, rank 2u + 1 also evaluates the
+    first call. The result shows the shape of the zeros.
     """
 
     spec: FamilySpec
     partner: Partner
     device: torch.device
     outputs: list[Node]
-    """Structure of a result of the denoiser; empty until the first step of a process."""
+    """List with the structure of the denoiser's result; empty until the first step of a process."""
     _calls: int = 0
     _first: Any = None
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Evaluate one branch of the guidance, and exchange the results.
+        """Call the denoiser for this rank's branch of the guidance, and exchange results in a pair.
+
+        The other rank of the pair calls the denoiser for the other branch.
 
         Args:
             step: Index of the step.
-            real: `forward` of the denoiser.
-            args: Positional arguments of the call.
-            kwargs: Other arguments.
+            real: Bound method `forward` of the denoiser.
+            args: Positional arguments of the pipeline's call of the denoiser.
+            kwargs: Keyword arguments of this call.
 
         Returns:
-            What the call returns on both ranks.
+            Result of the pipeline's call, which is equal on both ranks before the scheduler's step.
 
         Raises:
-            ModelError: The step does not call the denoiser as the rule says.
+            ModelError: The step calls the denoiser another number of times than the rule allows.
         """
         self._calls += 1
         branch, is_first = self.partner.branch, self._calls == 1
@@ -466,17 +476,18 @@ class GuidanceBranches:
 def split_batch(
     branch: int, spec: FamilySpec, real: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a denoiser for one branch of a batch of two.
+    """Return a denoiser's arguments for one branch, given the arguments with a batch of two.
 
     Args:
-        branch: 0 or 1: position in the batch.
-        spec: Spec of the family, which names the arguments with a batch.
-        real: `forward` of the denoiser, whose signature names the arguments.
+        branch: Position of the branch in the batch, 0 or 1.
+        spec: Spec of the family, which names the arguments with a batch axis.
+        real: `forward` of the denoiser, whose signature gives the names of the arguments.
         args: Positional arguments of the call.
-        kwargs: Other arguments.
+        kwargs: Keyword arguments of the call.
 
     Raises:
-        ModelError: An argument has another batch, or it is not known whether it has one.
+        ModelError: A batch axis does not have the length 2, or the spec does not say whether an
+            argument has a batch axis.
     """
     bound = inspect.signature(real).bind(*args, **kwargs)
     for name, value in bound.arguments.items():
@@ -505,5 +516,5 @@ def _part(branch: int, leaf: Any) -> Any:
 
 
 def join_batch(first: Any, second: Any) -> Any:
-    """Return a batch of two from two of one; see `split_batch`."""
+    """Join the results of two branches along the batch axis; the inverse of `split_batch`."""
     return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

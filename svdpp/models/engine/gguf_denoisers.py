@@ -1,8 +1,8 @@
-"""Denoisers of GGUF files: loaded by diffusers, and checked tensor by tensor.
+"""Loader of denoisers from GGUF files. diffusers loads them, and each tensor is checked.
 
-diffusers renames a file's tensors, only warns of those that have no place, and leaves weights
-without data that the file lacks. So the renaming is done first with tensors that have no data, and
-the module's weights must be exactly these.
+diffusers renames a file's tensors. It only warns if a tensor belongs to no weight, and leaves
+weights uninitialised that the file lacks. So the tensors are first renamed without their data, and
+the names must be exactly the names of the module's weights.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from svdpp.models.files import library_errors, short_repr
 from svdpp.models.gguf_files import DenoiserFile, GgufTensor, read_gguf_header
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16}
-#: Tensors that the details of an error name.
+#: Maximum number of tensors that an error's `details` name.
 _MAX_NAMED = 20
 
 
 def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype) -> Any:
-    """Load a denoiser by diffusers' `from_single_file`, in eval mode on the CPU.
+    """Load a denoiser from a GGUF file by diffusers' `from_single_file`, in eval mode on the CPU.
 
     Args:
         folder: Folder of the checkpoint, which has the denoiser's config.
-        file: Checked file.
+        file: Checked GGUF file.
         cls: Class of the denoiser.
-        dtype: Dtype in which it computes, and of the weights that are not quantised.
+        dtype: Dtype of the computation, and of the weights that are not quantised.
 
     Raises:
         ModelError: The file's tensors are not those of the denoiser.
@@ -45,7 +45,7 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
     with torch.device("meta"):
         module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
     converted_tensors(module, file)
-    with warnings.catch_warnings(action="ignore"):  # of pages that torch may not write
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it cannot write to the file's pages
         return cls.from_single_file(
             str(file.path),
             config=str(folder),
@@ -57,13 +57,13 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
 
 
 def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file by the names of a denoiser's weights, without data.
+    """Return the tensors of a GGUF file, without data, by the names of a denoiser's weights.
 
-    Quantised ones have the shape of their bytes, and a `quant_type`, as diffusers has them.
+    As in diffusers, quantised tensors have the shape of their bytes, and a `quant_type`.
 
     Args:
         module: Denoiser of diffusers; only names and shapes of its weights are read.
-        file: Checked file.
+        file: Checked GGUF file.
 
     Raises:
         ModelError: The file's tensors are not those of the denoiser.
@@ -129,7 +129,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _is_read(module: Any, name: str) -> bool:
-    """Whether diffusers dequantises a tensor: of linear layers in each call, others at the load."""
+    """Whether diffusers can read a quantised tensor, as it does for the weights of linear layers."""
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
     path, _, kind = name.rpartition(".")
@@ -139,11 +139,11 @@ def _is_read(module: Any, name: str) -> bool:
 def quantise_fake(
     module: Any, file: DenoiserFile, dtype: torch.dtype, fake: FakeTensorMode
 ) -> None:
-    """Give a denoiser of fake tensors the quantised layers of a file.
+    """Replace layers of a denoiser with fake tensors by the quantised layers of a GGUF file.
 
     Args:
-        module: Denoiser, whose weights are replaced by fake bytes.
-        file: Checked file.
+        module: Denoiser, whose weights are replaced by fake tensors of bytes.
+        file: Checked GGUF file.
         dtype: Dtype in which the layers compute.
         fake: Mode of the fake tensors.
 

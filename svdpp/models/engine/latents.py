@@ -1,7 +1,8 @@
-"""Shape and dtype of the latent that a packet must have, from pipeline and parameters.
+"""Computation of the shape and dtype that the latent in a packet must have.
 
-A receiver derives both before the packet comes, without the sender. The formulas are those of each
-pipeline's `prepare_latents` in diffusers; `FamilySpec` has what differs between families.
+A receiver computes both from the pipeline and the sampling parameters, before the packet arrives.
+The formulas are the ones in each pipeline's `prepare_latents` in diffusers. `FamilySpec` has the
+differences between families.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import Dtype
 from svdpp.models.checkpoint import Checkpoint
 
-# The attributes in which diffusers' pipelines keep how many pixels of a side, or frames of a clip,
-# become one position of its latent.
+# Attributes of diffusers' pipelines with the number of pixels of a side, or of frames, that one
+# position of the latent represents.
 _SPATIAL = (
     *("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor"),
     "vae_scale_factor",
@@ -22,7 +23,8 @@ _SPATIAL = (
 _TEMPORAL = (
     *("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor"),
 )
-# Its `step` returns the dtype of the denoiser's output; the others keep that of the latent.
+# Scheduler whose `step` returns the dtype of the denoiser's output. Other schedulers keep the dtype
+# of the latent.
 _CASTING = "FlowMatchEulerDiscreteScheduler"
 
 
@@ -36,7 +38,7 @@ def latent_spec(
         checkpoint: Checkpoint of the pipeline.
         sampling: Resolved parameters of the clip.
         dtype: Dtype of the denoiser.
-        step: Number of steps done; 0: the latent as it was drawn.
+        step: Number of finished steps; 0: the latent before the first step.
     """
     spec = checkpoint.spec
     is_stepped = step > 0 and checkpoint.scheduler_class == _CASTING
@@ -67,5 +69,5 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any) -> tuple[int, ...]:
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:
-    """Return the first of these attributes that the pipeline has; 1 if it has none."""
+    """Return the value of the first of these attributes that a pipeline has; 1 if it has none."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

@@ -1,4 +1,4 @@
-"""Load of a pipeline for one rank: its own components, and skeletons of the others."""
+"""Loader of a pipeline for one rank: loads the rank's components, and skeletons of the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from svdpp.models.engine.gguf_denoisers import load_denoiser
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.roles import Roles
 
-#: Modules that have the classes of components; some families have a module of their own.
+#: Names of the modules that define the classes of components.
 _LIBRARIES = (
     *("diffusers", "transformers"),
     *(
@@ -35,24 +35,25 @@ _LIBRARIES = (
         if spec.pipeline_package is not None
     ),
 )
-#: Submodules of VAEs that are used by an encode of images alone, and by a decode.
+#: Submodules of VAEs that only an encode of images uses, and that only a decode uses.
 _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
 
 
 def silence_libraries() -> None:
     """Turn off the progress bars and warnings of diffusers and transformers in this process.
 
-    Call it before the first import of a diffusers pipeline, which prints warnings.
+    Call this before the first import of a diffusers pipeline, because the import prints warnings.
     """
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-    # tqdm's own lock has a semaphore, which a rank that a signal ends would leave behind.
+    # tqdm's default lock has a semaphore. A rank that a signal ends would leave the semaphore
+    # behind.
     tqdm.tqdm.set_lock(threading.RLock())
 
 
 def preload(family: str) -> None:
-    """Import diffusers' pipelines of a family, and with them its other classes."""
+    """Import diffusers' pipelines of a family, and so the classes of their components."""
     silence_libraries()
     spec = FAMILY_SPECS[family]
     for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
@@ -65,11 +66,11 @@ def preload(family: str) -> None:
 def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Any:
-    """Load the pipeline of a rank; components of other ranks are skeletons.
+    """Load the pipeline of a rank. Components that only other ranks use become skeletons.
 
     Args:
         checkpoint: Checked checkpoint, with weights.
-        model: Model that it belongs to.
+        model: Model of the checkpoint.
         sampling: Resolved sampling parameters.
         roles: Roles of the rank.
         device: Device of the rank.
@@ -100,16 +101,16 @@ def load_pipeline(
 def build_pipeline(
     checkpoint: Checkpoint, from_image: bool, parts: dict[str, Any], device: torch.device
 ) -> Any:
-    """Make a pipeline of loaded components.
+    """Create a pipeline from loaded components.
 
     Args:
         checkpoint: Checked checkpoint.
-        from_image: Whether it is diffusers' pipeline for clips from an image.
+        from_image: Whether to use the class of diffusers for clips from an image.
         parts: Components by name.
-        device: Device that the pipeline says it is on, even if its first component is a skeleton.
+        device: Device that the pipeline reports, even if its first component is a skeleton.
 
     Raises:
-        ModelError: The components do not make a pipeline.
+        ModelError: diffusers rejects the components.
     """
     cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
     own = {**parts, "scheduler": checkpoint.build_scheduler(None)}
@@ -121,7 +122,7 @@ def build_pipeline(
 
 
 def component_class(part: str, name: str) -> Any:
-    """Return the class of a component, of diffusers or transformers.
+    """Return the class of a component from diffusers or transformers.
 
     Args:
         part: Name of the component, for errors.
@@ -130,7 +131,7 @@ def component_class(part: str, name: str) -> Any:
     Raises:
         ModelError: The installed libraries have no such class.
     """
-    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
+    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # diffusers also replaces it
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))
@@ -159,8 +160,9 @@ def apply_memory_options(
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component.
-        module: Component; weights of its Conv2d become NHWC, and those of its Conv3d NDHWC.
-        model: Model with the options.
+        module: Component. With `channels_last`, weights of Conv2d become NHWC, and weights of
+            Conv3d NDHWC.
+        model: Model with the two options.
     """
     if not checkpoint.spec.memory_options:
         return
@@ -176,7 +178,7 @@ def apply_memory_options(
 
 @functools.cache
 def _on_device(cls: Any, device: str) -> Any:
-    """A subclass of a pipeline's or a module's class that says where its work is done."""
+    """Return a subclass of a pipeline's or a module's class that reports a given device."""
     place = property(lambda _: torch.device(device))
     attributes = {"device": place, "_execution_device": place, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)
@@ -186,11 +188,12 @@ def _on_device(cls: Any, device: str) -> Any:
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc]
-    """A processor of text and images of which only the tokenizer is loaded.
+    """Processor of text and images with only the tokenizer.
 
-    Kandinsky 5 has such a processor as its tokenizer, and gives it text alone, whose tokens are the
-    same. Called with a prompt in the first place, the whole processor would take it for an image:
-    fetch a URL, open a path. This one has no code for images, and needs no torchvision.
+    Kandinsky 5 has such a processor as its tokenizer, and only passes text to it. The tokens are
+    the same as those of the whole processor. If a prompt is its first argument, the whole processor
+    takes the prompt for an image: it fetches a URL or opens a path. This class has no code for
+    images, and does not need torchvision.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
@@ -198,12 +201,12 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]
 
 
 def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
-    """Load a component without weights: a tokenizer, an image processor or a guider.
+    """Load a component that has no weights: a tokenizer, an image processor or a guider.
 
     Args:
         checkpoint: Checked checkpoint.
-        part: Name of the component, which is that of its folder.
-        cls: Class of the component. Of a processor in a tokenizer's place, only the tokenizer is
+        part: Name of the component and of its folder.
+        cls: Class of the component. If it is a processor of text and images, only the tokenizer is
             loaded.
 
     Raises:
@@ -212,7 +215,7 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     folder = checkpoint.folder / part
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
     if part == "tokenizer" and not any(map(Path.is_file, files)):
-        raise ModelError("tokenizer/tokenizer.json is missing")  # the library makes one up
+        raise ModelError("tokenizer/tokenizer.json is missing")  # the library would create an empty tokenizer
     with library_errors(part, checkpoint):
         if not issubclass(cls, ProcessorMixin):
             return cls.from_pretrained(folder, local_files_only=True)
@@ -239,11 +242,11 @@ def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
 def _load_module(
     checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A component in eval mode, on its device.
+    """Load a component with weights, in eval mode, and move it to its device.
 
-    On the CPU, weights whose file has the same dtype stay mapped to the file, so that ranks share
-    their memory. Parameters keep requires_grad, as in diffusers' pipeline: without it torch uses
-    other CPU kernels, which give other bits.
+    On the CPU, weights stay mapped to their file if the file has the same dtype. So ranks share
+    the memory of the weights. Parameters keep requires_grad, as in diffusers' pipelines: without
+    it, torch uses other CPU kernels, which give other bits.
     """
     try:
         file = checkpoint.denoiser_file(part)
@@ -270,7 +273,7 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in `dtype`, or of the GGUF file that has them."""
+    """Return the bytes of a component's weights in a dtype, or of the GGUF file with the weights."""
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
     entries = chain(
@@ -280,15 +283,18 @@ def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return what is free on the device of this process; of the CPU, what can be made free."""
+    """Return the free bytes of a device; for the CPU, the bytes that the kernel can make free."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
 def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
-    """Load a component; refuse weights of another class, of which the libraries only warn."""
-    # Otherwise transformers only prints mismatches.
+    """Load a component by its library; raise ModelError if the weights are those of another class.
+
+    The libraries only warn about missing and unknown weights.
+    """
+    # With this option transformers returns mismatched sizes in `info`.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
         checkpoint.folder / part,
@@ -299,7 +305,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         output_loading_info=True,
         **{own: True},
     )
-    # diffusers does not say which weights of a missing shard are missing.
+    # diffusers does not list the weights of a missing file; they stay on the meta device.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):
@@ -318,23 +324,24 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
 def _skeleton(
     cls: Any, checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Stands for a component that this rank does not load: its config, and weights without data.
+    """Return a component with its config and with weights that have no data.
 
-    Who computes with it gets an error, not wrong numbers.
+    A rank has a skeleton in place of a component that it does not load. A computation with a
+    skeleton raises an error, and does not give wrong numbers.
     """
     with library_errors(part, checkpoint), torch.device("meta"):
         module = build_module(cls, checkpoint.folder / part).eval()
-    torch.nn.Module.to(module, dtype)  # not the class's own, which warns about float32
+    torch.nn.Module.to(module, dtype)  # the class's own `to` warns about float32
     module.__class__ = _on_device(cls, str(device))
     module.is_skeleton = True
     return module
 
 
 def build_module(cls: Any, folder: Path) -> Any:
-    """Make the module that a config describes, without its weights.
+    """Create the module that a config describes, without loading its weights.
 
-    Call it on the meta device or under fake tensors; otherwise it allocates the weights. It changes
-    nothing that the threads of a process share, such as torch's default dtype.
+    Call this on the meta device or under a fake tensor mode. Otherwise it allocates the weights.
+    It changes no state that threads share, such as torch's default dtype.
 
     Args:
         cls: Class of the module.
@@ -343,7 +350,7 @@ def build_module(cls: Any, folder: Path) -> Any:
     if _is_diffusers(cls):
         return cls.from_config(cls.load_config(folder, local_files_only=True))
     config = cls.config_class.from_pretrained(folder, local_files_only=True)
-    # The dtype of the files, which transformers would make the default of all threads.
+    # transformers would set a dtype in the config as torch's default dtype for all threads.
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if each is not None:
             each.dtype = None
@@ -354,14 +361,14 @@ def build_module(cls: Any, folder: Path) -> Any:
 
 
 def fp32_parameters(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
-    """Return the parameters that the libraries load in float32 although the module's dtype differs.
+    """Return the names of parameters that the libraries keep in float32 in a module of other dtype.
 
-    They follow `load_model_dict_into_meta` of diffusers 0.42 and `_get_dtype_plan` of transformers
-    5.23.
+    The rules are those of `load_model_dict_into_meta` in diffusers 0.42 and `_get_dtype_plan` in
+    transformers 5.23.
 
     Args:
         module: Module of diffusers or transformers.
-        dtype: Dtype that it is loaded in.
+        dtype: Dtype in which the module is loaded.
     """
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if dtype == torch.float32 or (dtype != torch.float16 and not _is_diffusers(type(module))):

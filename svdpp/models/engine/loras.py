@@ -1,8 +1,8 @@
-"""LoRAs of a loaded pipeline: loaded by diffusers, and checked tensor by tensor.
+"""Loader of LoRAs into a pipeline. diffusers loads them, and each tensor is checked.
 
-diffusers renames a file's tensors, scales some, drops others, and only warns of what has no place.
-So the renaming is done once more with tensors that remember from which ones of the file they come,
-and the loaded model must hold exactly these.
+diffusers renames a file's tensors, scales some of them, drops others, and only warns if a tensor
+belongs to no weight. So diffusers' conversion is run once more with tensors that remember their
+names in the file. The loaded model must have exactly the converted tensors.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
 
-#: Identity of an adapter: the LoRA without its weight, and how often the clip had it before.
+#: Key of an adapter: the LoRA without its weight, and the number of equal LoRAs before it in the
+#: clip.
 _Key = tuple[Lora, int]
 
 
 class PipelineLoras:
-    """LoRAs of one loaded pipeline: those of the model, and those of the clip that it makes.
+    """LoRAs of one loaded pipeline: the model's LoRAs, and the LoRAs of the current clip.
 
-    Those of the latest clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Denoisers that
-    are skeletons get none.
+    LoRAs of the latest clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Denoisers that
+    are skeletons get no LoRAs.
 
     Args:
         pipe: Pipeline of diffusers, whose denoisers may be skeletons.
-        checkpoint: Checked checkpoint with the LoRAs of the model, which are loaded at once.
-        local_files_only: Whether no LoRA of a clip is downloaded.
+        checkpoint: Checked checkpoint with the model's LoRAs, which the constructor loads.
+        local_files_only: Whether LoRAs of clips are not downloaded.
 
     Raises:
-        ModelError: A tensor of a file is not in the model, or one of the model not in the file.
+        ModelError: A file has a tensor that the model lacks, or lacks a tensor of the adapter.
     """
 
     def __init__(self, pipe: Any, checkpoint: Checkpoint, *, local_files_only: bool = True) -> None:
@@ -50,10 +51,10 @@ class PipelineLoras:
         self._local_files_only = local_files_only
         self._active: tuple[Lora, ...] = ()
         self._num_loaded = 0
-        # Names of loaded adapters; the LoRAs that were used last come last.
+        # Names of loaded adapters, ordered by their last use.
         self._model_adapters: dict[_Key, str] = {}
         self._clip_adapters: dict[_Key, str] = {}
-        # Parameters of each denoiser that has had a LoRA, and whether they required gradients.
+        # Parameters of each denoiser that has had a LoRA, each with its original requires_grad.
         self._required_grad: dict[str, list[tuple[torch.nn.Parameter, bool]]] = {}
         files = {file.lora: file for file in checkpoint.loras}
         self._model_loras = tuple(file.lora for file in checkpoint.loras)
@@ -63,7 +64,7 @@ class PipelineLoras:
         self._set_adapters()
 
     def activate(self, loras: tuple[Lora, ...]) -> None:
-        """Make the model's LoRAs and these the active ones; load those that are not loaded.
+        """Activate the model's LoRAs and the LoRAs of a clip; load them if they are not loaded.
 
         Args:
             loras: LoRAs of the clip whose steps follow.
@@ -115,21 +116,21 @@ class PipelineLoras:
                 getattr(self._pipe, part).delete_adapters([self._clip_adapters.pop(key)])
 
     def _set_adapters(self) -> None:
-        """Activate the adapters of each denoiser with their weights, as the pipeline would."""
+        """Activate the adapters of each denoiser with their weights, as diffusers' `set_adapters`."""
         adapters = self._model_adapters | self._clip_adapters
         keys = _keys((*self._model_loras, *self._active))
         for part, parameters in self._required_grad.items():
             used = [(adapters[key], lora.weight) for key, lora in keys if lora.part == part]
             names, weights = [name for name, _ in used], [weight for _, weight in used]
             getattr(self._pipe, part).set_adapters(names, weights)
-            # peft freezes a model when it loads the first LoRA, and torch chooses some kernels by
-            # whether a weight requires gradients: see `engine.load`.
+            # peft sets requires_grad to False when it loads the first LoRA. Without LoRAs it is
+            # restored, because torch then chooses the kernels that give the same bits as before.
             for parameter, required_grad in parameters:
                 parameter.requires_grad_(required_grad and not names)
 
 
 def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
-    """Return each LoRA with its key; a LoRA that is given twice is loaded twice."""
+    """Return each LoRA after its key. Two equal LoRAs get two keys, and are loaded twice."""
     counts: Counter[Lora] = Counter()
     keys = []
     for lora in loras:
@@ -140,7 +141,7 @@ def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
 
 @contextmanager
 def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
-    """Name the LoRA in the errors of the block."""
+    """Add the LoRA's name to errors that the block raises."""
     label = f"the LoRA {display_name(file.lora.name)}"
     with library_errors(label, checkpoint):
         try:
@@ -152,7 +153,7 @@ def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def _without_skeletons(pipe: Any) -> Iterator[None]:
-    """While it lasts, parts without weights load no LoRA."""
+    """Hide skeletons from diffusers during the block, so that only real denoisers load a LoRA."""
     with ExitStack() as patches:
         for part in pipe._lora_loadable_modules:
             module = getattr(pipe, part, None)
@@ -164,16 +165,17 @@ def _without_skeletons(pipe: Any) -> Iterator[None]:
 
 
 def check_loras_fit(files: Iterable[LoraFile], checkpoint: Checkpoint) -> None:
-    """Check each tensor of LoRAs against the denoisers' shapes, without the denoisers' weights.
+    """Check the names and shapes of LoRAs' tensors against the denoisers' configs.
 
-    A rank checks it again when it loads the file, and more: what peft has loaded.
+    Weights of the denoisers are not needed. A rank repeats this check when it loads the file, and
+    also checks the result of peft.
 
     Args:
-        files: LoRAs, found and checked.
-        checkpoint: Checkpoint whose denoisers they are for.
+        files: Checked files of LoRAs.
+        checkpoint: Checkpoint with the denoisers.
 
     Raises:
-        ModelError: A tensor has no place in its denoiser, or another shape than the weight there.
+        ModelError: A tensor belongs to no weight of its denoiser, or does not fit its shape.
     """
     cls = getattr(diffusers, checkpoint.spec.pipeline(checkpoint.image_use == "needed"))
     classes, denoisers = dict(checkpoint.classes), dict[str, Any]()
@@ -209,12 +211,12 @@ def _load(pipe: Any, checkpoint: Checkpoint, file: LoraFile, name: str) -> None:
 
 
 class _Traced(torch.Tensor):
-    """A tensor that knows from which tensors of a file it was computed."""
+    """Tensor that knows from which tensors of a file it was computed."""
 
     sources: frozenset[str] = frozenset()
-    """Names in the file."""
+    """Names of these tensors in the file."""
     read: set[str]
-    """Names of all tensors of the file whose numbers were read, such as those of `alpha`."""
+    """Names of all tensors of the file whose values were read as numbers, such as `alpha`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,13 +234,13 @@ class _Traced(torch.Tensor):
 def _converted(
     pipe: Any, transformer: Any, file: LoraFile, ignored: frozenset[str]
 ) -> dict[str, _Traced]:
-    """Return the tensors for the denoiser by diffusers' names, after its own conversion.
+    """Return the tensors of a LoRA for the denoiser after diffusers' conversion, by their new names.
 
     Args:
         pipe: Pipeline, or its class, which has the conversion.
-        transformer: First denoiser of the pipeline, by which diffusers adds zeros.
-        file: LoRA.
-        ignored: Tensors that the model has no place for.
+        transformer: First denoiser of the pipeline. diffusers adds zeros for its other weights.
+        file: File of the LoRA.
+        ignored: Names of tensors that the model does not use.
 
     Raises:
         ModelError: The conversion drops a tensor of the file, or renames it to another part.
@@ -249,7 +251,7 @@ def _converted(
         each = traced[name] = tensor.as_subclass(_Traced)
         each.sources, each.read = frozenset([name]), read
     converted: dict[str, Any] = pipe.lora_state_dict(dict(traced))
-    if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):  # zeros for what it lacks
+    if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):  # adds zeros for weights that the file lacks
         converted = expand(transformer=transformer, state_dict=converted)
     prefix = "transformer."
     given = {
@@ -264,18 +266,22 @@ def _converted(
 
 
 def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -> None:
-    """Raise ModelError if a factor does not fit the weight that it changes."""
+    """Check that the two factors of each LoRA weight fit the shape of the denoiser's weight.
+
+    Raises:
+        ModelError: A factor does not fit.
+    """
     for key, factor in given.items():
         path, _, factor_name = key.partition(".lora_")
         is_first = factor_name.startswith("A")
         try:
             module = denoiser.get_submodule(path)
         except AttributeError:
-            continue  # refused or ignored by a later check
+            continue  # a later check raises or ignores it
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
-        weight_shape = getattr(weight, "quant_shape", weight.shape)  # else of bytes
+        weight_shape = getattr(weight, "quant_shape", weight.shape)  # a quantised weight has the shape of its bytes
         expected = weight_shape[1] if is_first else weight_shape[0]
         if factor.shape[1 if is_first else 0] != expected:
             shapes = [list(factor.shape), list(weight_shape)]
@@ -293,7 +299,11 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
 
 
 def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str]) -> None:
-    """Raise ModelError if a factor is for a module that the denoiser does not have."""
+    """Check that each factor is for a module that the denoiser has.
+
+    Raises:
+        ModelError: The denoiser lacks the module, or no factor is for this denoiser.
+    """
     kind, modules = type(denoiser).__name__, {name for name, _ in denoiser.named_modules()}
     others = [key for key in given if key.partition(".lora_")[0] not in modules]
     if strange := sorted(key for key in others if not given[key].sources <= ignored):
@@ -305,10 +315,13 @@ def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozense
 def _check_loaded(
     denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str], name: str
 ) -> None:
-    """Raise ModelError unless the adapter `name` of a denoiser is what the file gives it.
+    """Check that an adapter of a denoiser has exactly the tensors of the LoRA's file.
 
-    A weight of the adapter that is not in the file would be uninitialised memory: other bits in
-    each run.
+    An adapter's weight that is not in the file would be uninitialised memory, and would give other
+    bits in each run.
+
+    Raises:
+        ModelError: A tensor is missing, unknown or not finite, or was not loaded.
     """
     from peft import get_peft_model_state_dict  # an extra
 
@@ -346,5 +359,5 @@ def _refuse(reason: str, tensors: list[str]) -> None:
     )
 
 
-#: Tensors that the details of an error name.
+#: Maximum number of tensors that an error's `details` name.
 _MAX_NAMED = 20

@@ -1,4 +1,4 @@
-"""Model of one rank: every stage is a call of diffusers' pipeline."""
+"""Model of one rank: its encode, steps and decode are each a partial call of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from svdpp.plan.roles import Roles
 
 
 class EngineModel:
-    """Model of one rank: any family that has a spec, with resolved sampling parameters."""
+    """Model of one rank, of any family with a `FamilySpec`, with resolved sampling parameters."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class EngineModel:
     ) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
-        """Sound of the clip that was decoded last; None: the model makes no sound."""
+        """Sound of the last decoded clip; None: the model makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
         self._outputs: list[Node] = []  # see `GuidanceBranches`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
-        """Return a model of the same loaded components with other sampling parameters.
+        """Return a model with the same loaded components and other sampling parameters.
 
         Args:
-            sampling: Resolved parameters of the same family. They may be for clips from text alone
-                where this model's are for clips from an image, not the other way round.
+            sampling: Resolved parameters of the same family. A model for clips from an image can
+                also make clips from text alone, but not the reverse.
         """
         pipe = self._pipe
         if sampling.from_image != self._sampling.from_image:
@@ -68,12 +68,12 @@ class EngineModel:
         return EngineModel(pipe, self._checkpoint, sampling, self._dtype, self._loras)
 
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
-        """Have later steps use a clip's LoRAs, besides the model's own; load them if needed.
+        """Activate a clip's LoRAs for later steps, besides the model's LoRAs; load them if needed.
 
-        It holds for all models of the same loaded components.
+        The LoRAs are also active in other models that share the loaded components.
 
         Args:
-            loras: LoRAs of the clip; empty: none but the model's.
+            loras: LoRAs of the clip; empty: only the model's LoRAs are active.
 
         Raises:
             ModelError: A file is missing, damaged or has changed, or does not fit the model.
@@ -89,7 +89,7 @@ class EngineModel:
         """Return shape and dtype of all tensors that a packet must have, by name.
 
         Args:
-            tensors: Tensors of the packet; its structure names the others.
+            tensors: Tensors of the packet; one of them is the structure, which names the others.
 
         Raises:
             ValueError: The structure cannot be read.
@@ -104,14 +104,14 @@ class EngineModel:
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
     def prepare(self, source: ModelInput) -> PreparedInput:
-        """Do the part of an encode that needs no device; a thread may run it beside the steps.
+        """Prepare an image for the encode on the CPU. A thread may do this while steps run.
 
         Args:
-            source: Image or frames, fitted to the clip's shape.
+            source: Image or frames, fitted to the clip's size.
 
         Returns:
-            For SVD the pixels for CLIP, (1, 3, 224, 224) in [0, 1], and for the VAE, (1, 3, H, W)
-            in [-1, 1], both fp32; for other families `source`.
+            For SVD, fp32 pixels for CLIP, (1, 3, 224, 224) in [0, 1], and for the VAE,
+            (1, 3, H, W) in [-1, 1]. For other families, `source` unchanged.
         """
         if not self._spec.resizes_early:
             return source
@@ -126,7 +126,7 @@ class EngineModel:
             request: Clip with its prompts and seed.
 
         Returns:
-            The packet before the first step: what later steps and the decode need.
+            Packet before the first step, with all tensors that the steps and the decode need.
 
         Raises:
             ModelError: The pipeline draws random numbers from torch's global generator.
@@ -155,14 +155,14 @@ class EngineModel:
             start: First step.
             end: Step before which the range ends; above `start`.
             after_step: Callback that gets each step's index and its latent.
-            partner: Other rank of a pair: each evaluates one branch of the guidance, and both get
-                the same result. None: this rank evaluates both.
+            partner: Other rank of a pair. Each rank evaluates one branch of the guidance, and both
+                ranks get the same result. None: this rank evaluates both branches.
 
         Returns:
-            The packet after them.
+            Packet after these steps.
 
         Raises:
-            ModelError: The pipeline does not run as its spec says.
+            ModelError: The pipeline runs in another way than the family's spec describes.
         """
         assert start < end
         branches = None
@@ -174,24 +174,22 @@ class EngineModel:
         return call.packet()
 
     def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Decode the packet after the last step; its sound, if any, is then in `audio`.
+        """Decode the packet after the last step. If the clip has sound, `audio` has it afterwards.
 
         Args:
             tensors: Tensors of the packet.
-            frames: Range of whole chunks of frames, whose latents the pipeline's own decode gets;
-                None: all frames.
+            frames: Range of frames to decode, which consists of whole chunks; None: all frames.
 
         Returns:
             Frames (F, H, W, 3) uint8 RGB, on the device.
 
         Raises:
-            NotFiniteError: The VAE or the vocoder returned NaN or infinity, which would become
-                black.
+            NotFiniteError: The VAE or the vocoder returned NaN or infinity.
         """
         postprocess = self._pipe.video_processor.postprocess_video
 
         def check_and_postprocess(video: torch.Tensor, **options: Any) -> Any:
-            if not bool(torch.isfinite(video).all()):  # as colours they would become black
+            if not bool(torch.isfinite(video).all()):  # NaN would become black
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
@@ -207,12 +205,12 @@ class EngineModel:
         return to_uint8(video[0])  # from (F, 3, H, W), 0 to 1
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Return the pipeline's result, a tuple, with another postprocessing of the decoded video.
+        """Decode a packet with another postprocessing; return the pipeline's result, a tuple.
 
         Args:
-            tensors: Packet after the last step.
-            postprocess: Function of the video, (1, 3, F, H, W), that replaces the pipeline's own
-                method.
+            tensors: Tensors of the packet after the last step.
+            postprocess: Function of the video, (1, 3, F, H, W), in place of the pipeline's
+                postprocessing.
         """
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             steps = self._sampling.num_inference_steps
@@ -220,24 +218,24 @@ class EngineModel:
         return result if isinstance(result, tuple) else (result,)
 
     def truncated_text(self, prompt: str) -> str:
-        """Return the end of `prompt` that does not fit in `max_sequence_length` tokens.
+        """Return the end of a prompt that does not fit in `max_sequence_length` tokens.
 
-        It is empty if all of the prompt fits. Only a rank that encodes has the tokenizer.
+        The result is empty if the whole prompt fits. Only a rank that encodes has the tokenizer.
         """
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
-        if isinstance(tokenizer, ProcessorMixin):  # its first argument is an image
+        if isinstance(tokenizer, ProcessorMixin):  # the first argument of a processor is an image
             tokenizer = tokenizer.tokenizer
         tokens = tokenizer(prompt).input_ids
         if len(tokens) <= length:
             return ""
-        # If the last token ends the text, it stays.
+        # The token that ends the text is always kept.
         has_end = int(tokens[-1] == tokenizer.eos_token_id)
         return str(tokenizer.decode(tokens[length - has_end : len(tokens) - has_end]))
 
     def _call(
         self, request: ClipRequest, source: ModelInput | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
-        """Make a call, and return it with the pipeline's result."""
+        """Run a `RangeCall` that encodes; return the call and the pipeline's result."""
         pipe = self._pipe
         arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
         generator = arguments["generator"]
@@ -247,7 +245,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """Make a call without prompt and image, which replays the records of the encode."""
+        """Run a `RangeCall` from a packet: it replays the encode's results, without prompt or image."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
@@ -265,7 +263,7 @@ def load_engine_model(
 
     Args:
         checkpoint: Checked checkpoint, with weights.
-        model: Model that it belongs to.
+        model: Model of the checkpoint.
         sampling: Resolved sampling parameters.
         device: Device of the rank, such as `cuda:1`.
         roles: Roles of the rank.
@@ -286,16 +284,17 @@ def call_arguments(
     request: ClipRequest,
     source: ModelInput | None,
 ) -> dict[str, Any]:
-    """Return the arguments of `__call__` for one clip, without those whose default it takes.
+    """Return the arguments of the pipeline's `__call__` for one clip, without default values.
 
-    The pipeline gets the clip's scheduler and, if it has a guider, one with the clip's scale.
+    This also sets the clip's scheduler in the pipeline. If the pipeline has a guider, this sets a
+    guider with the clip's guidance scale.
 
     Args:
-        pipe: Pipeline, which is changed.
-        checkpoint: Checkpoint that it belongs to.
+        pipe: Pipeline of diffusers, which is changed.
+        checkpoint: Checkpoint of the pipeline.
         sampling: Resolved sampling parameters.
-        request: Clip with its prompts and seed.
-        source: Images, frames or videos that the clip starts from; None: text alone.
+        request: Request of the clip, with prompts and seed.
+        source: Images, frames or videos that the clip starts from; None: the clip starts from text.
     """
     spec = checkpoint.spec
     pipe.scheduler = checkpoint.build_scheduler(sampling)
@@ -319,7 +318,7 @@ def call_arguments(
 def _input_arguments(
     spec: FamilySpec, source: ModelInput | None, sampling: Any
 ) -> Mapping[str, Any]:
-    """Return the arguments of `__call__` for what a clip starts from."""
+    """Return the arguments of a pipeline's `__call__` for the images or videos of a clip."""
     if not isinstance(source, dict):
         return {spec.image_argument: source}
     if LAST_IMAGE not in source:
@@ -329,12 +328,12 @@ def _input_arguments(
 
 
 def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
-    """Return black pictures in place of what a clip starts from; None if it starts from text alone.
+    """Return black images or videos as the input of a clip; None if clips start from text alone.
 
     Args:
         sampling: Resolved sampling parameters.
-        whole: Whether they have the true size and number; otherwise the frames of videos are as few
-            or as small as the pipelines take.
+        whole: Whether videos have their real size and number of frames. Otherwise they are as small
+            as the pipelines accept.
     """
     if not sampling.from_image:
         return None
@@ -350,7 +349,7 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
-    """Convert pixels as diffusers' processor does, but on the device.
+    """Convert pixels to bytes with the bits of diffusers' video processor, on the device.
 
     Args:
         pixels: (F, 3, H, W), from 0 to 1.
@@ -362,11 +361,11 @@ def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def to_audio(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
-    """Return the sound of a clip, as diffusers writes it into files; None if there is none.
+    """Convert a clip's sound to integers, as diffusers does for files; return None without sound.
 
     Args:
-        pipe: Pipeline whose vocoder made it.
-        audio: (1, channels, N), from -1 to 1; None: the pipeline makes no sound.
+        pipe: Pipeline whose vocoder made the sound.
+        audio: Sound, (1, channels, N), from -1 to 1; None: the pipeline makes no sound.
 
     Raises:
         NotFiniteError: The vocoder returned NaN or infinity.
@@ -381,28 +380,29 @@ def to_audio(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
 
 # --- SVD's image, resized before the encode ------------------------------------------------------
 #
-# With the bits of diffusers' `_resize_with_antialiasing`, which blurs the whole image (9 GiB for 50
-# megapixels) and then interpolates it. The interpolation reads four rows and columns for each of
-# the 224 of its result. These functions blur only those, a band of rows at a time, by the same
-# convolutions: they sum each pixel in the same order, whichever others they compute.
+# diffusers' `_resize_with_antialiasing` blurs the whole image (9 GiB for 50 megapixels) and then
+# interpolates. For each of the 224 rows and columns of the result, the interpolation reads four rows
+# and columns. The functions below blur only these, one band of rows at a time. They give the same
+# bits, because the same convolutions sum up each pixel in the same order.
 
 _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 _SIDE = 224
 _CHANNELS = 3
 _BAND_ROWS = 256
 _HEIGHT, _WIDTH = -2, -1
-# Bicubic interpolation reads from one position before to two after the one below its own. One more
-# on both sides, because torch computes its own in single precision.
+# Bicubic interpolation at a coordinate reads from one position before its floor to two positions
+# after. One more is added on both sides, because torch computes coordinates in single precision.
 _BEFORE, _AFTER = 2, 3
 
 
 def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
     """Return the pixels of an image for CLIP, in [0, 1], and for the VAE, in [-1, 1]."""
     processor = pipe.video_processor
-    # A call of the pipeline, perhaps in another thread, replaces the processor's own method.
+    # The class's method is used, because a pipeline call in another thread may have replaced the
+    # method of the object.
     preprocess = type(processor).preprocess
     return {
-        # As in `_encode_image`: from [-1, 1], in which it is resized, to [0, 1].
+        # The resized image is in [-1, 1]. `_encode_image` of diffusers converts it to [0, 1].
         _CLIP_PIXELS: (resize_for_clip(image) + 1.0) / 2.0,
         _VAE_PIXELS: preprocess(processor, image, height=sampling.height, width=sampling.width),
     }
@@ -410,7 +410,7 @@ def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
 
 @contextmanager
 def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
-    """While it lasts, the pipeline encodes `pixels`, of `_resized`, in place of its image."""
+    """Make the pipeline encode the pixels that `_resized` returned, during the block."""
     encode = pipe._encode_image
 
     def encode_image(_: Image.Image, *args: Any) -> Any:
@@ -424,10 +424,10 @@ def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
 
 
 def resize_for_clip(image: Image.Image) -> torch.Tensor:
-    """Blur and interpolate an image for CLIP: the bits of `_resize_with_antialiasing`.
+    """Blur and interpolate an image for CLIP, with the bits of `_resize_with_antialiasing`.
 
     Args:
-        image: RGB, of any size.
+        image: Image in RGB, of any size.
 
     Returns:
         (1, 3, 224, 224) fp32 in [-1, 1].
@@ -435,8 +435,8 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
     tops = range(0, image.height, _BAND_ROWS)
     across = torch.cat([_blurred(_pixels(image, top), _WIDTH) for top in tops], dim=_HEIGHT)
     down = _blurred(across, _HEIGHT)
-    # Each pixel at its place, because the interpolation depends on the image's size. Rows that it
-    # does not read take no memory.
+    # The tensor has the image's size, because the interpolation depends on the size. Rows that are
+    # never written take no memory.
     whole = torch.empty(1, _CHANNELS, image.height, image.width)
     rows, columns = (
         torch.cat([torch.arange(*span) for span in _spans(size)])
@@ -450,12 +450,12 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
 def _pixels(image: Image.Image, top: int) -> torch.Tensor:
     band = image.crop((0, top, image.width, min(top + _BAND_ROWS, image.height)))
     pixels: torch.Tensor = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(band))
-    return (pixels * 2.0 - 1.0).contiguous()  # the layout in which diffusers' convolutions run
+    return (pixels * 2.0 - 1.0).contiguous()  # as in diffusers
 
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
-    """`pixels` blurred along `dim`, where the interpolation reads."""
-    # At the top, other families would import it too, and before `silence_libraries`.
+    """Return pixels, blurred along a dimension at the positions that the interpolation reads."""
+    # Imported here, so that other families do not import it, and after `silence_libraries`.
     from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd
 
     size = pixels.shape[dim]
@@ -479,7 +479,7 @@ def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
 def _spans(size: int) -> list[tuple[int, int]]:
     """Return the positions along a side of `size` pixels that the interpolation reads.
 
-    They are ranges (start, stop) that do not touch.
+    The result is a list of ranges (start, stop) with gaps between them.
     """
     spans: list[tuple[int, int]] = []
     for index in range(_SIDE):

@@ -1,8 +1,8 @@
-"""Record and replay of what a pipeline's methods return, as named tensors and their structure.
+"""Record and replay of the results of a pipeline's methods.
 
-The call that encodes records the results, and all later calls replay them. For that, methods of the
-pipeline and of its components are replaced while a call lasts. The structure is JSON with plain
-values, and with the name, shape, dtype and strides of each tensor.
+The call that encodes records the results, and all later calls replay them. For this, methods of the
+pipeline and of its components are replaced during a call. Results travel as named tensors and a
+structure: JSON with plain values, and with the name, shape, dtype and strides of each tensor.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 
-#: One value in a structure: a JSON object whose key `kind` says how the others are read.
+#: Value in a structure: a JSON object, whose key `kind` determines its other keys.
 Node = dict[str, Any]
 
 # Attributes that the engine and diffusers add to a scheduler.
 _NOT_STATE = ("_range_call", "_internal_dict")
 
-# The record whose first tensor is the latent before the first step.
+# Method whose record has the latent before the first step as its first tensor.
 _NOISE_RECORD = "prepare_latents"
-# Images before they are encoded.
+# Methods that return images before the encode. No step uses their results.
 _UNUSED = (
     *("video_processor.preprocess", "video_processor.preprocess_video"),
     "preprocess_conditions",  # of VACE
@@ -46,7 +46,8 @@ _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_featu
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
-# As the outputs of both libraries, so that the estimate of memory finds its tensors.
+# Registered like the output classes of both libraries, so that the memory estimate finds its
+# tensors.
 register_pytree_node(
     DiagonalGaussianDistribution,
     lambda value: ([value.parameters], value.deterministic),
@@ -55,9 +56,9 @@ register_pytree_node(
 
 
 class Packer:
-    """Divider of values into their structure and their tensors.
+    """Packer that divides a value into a structure and named tensors.
 
-    A tensor that occurs several times is kept once. Without `keeps`, no tensor is.
+    A tensor that occurs several times is kept once. If `keeps` is False, no tensor is kept.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
@@ -66,12 +67,12 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """Return the structure of a value, and keep its tensors.
+        """Return the structure of a value, and keep its tensors for `packet`.
 
         Args:
-            value: Nested lists, tuples, dicts and outputs of the libraries, with tensors and plain
-                values.
-            name: Beginning of the names of its tensors.
+            value: Tensors and plain values in nested lists, tuples, dicts and output classes of
+                diffusers or transformers.
+            name: Prefix for the names of the tensors.
 
         Raises:
             ModelError: The value holds an object that no packet can carry.
@@ -103,41 +104,41 @@ class Packer:
         if (known := next(same, None)) is None:
             known = name
             self._sources[name], self.tensors[name] = tensor, tensor.contiguous()
-        # The order of the elements in memory is part of the bits: kernels differ by it.
+        # Strides are kept, because kernels may give other bits for another order in memory.
         dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
         stride = None if tensor.is_contiguous() else list(dense.stride())
         return {**node, "name": known, "stride": stride}
 
     def packet(self, structure: Node) -> Tensors:
-        """Return the packed tensors, and their structure as one more: JSON in uint8."""
+        """Return the kept tensors by name, and the structure as one more tensor: JSON in uint8."""
         text = json.dumps(structure, separators=(",", ":"))
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return {**self.tensors, STRUCTURE: data}
 
 
 def read_structure(packet: Tensors) -> Node:
-    """Return the structure that `Packer.packet` has written into a packet."""
+    """Return the structure of a packet that `Packer.packet` has written."""
     assert packet[STRUCTURE].is_cpu
     structure: Node = json.loads(packet[STRUCTURE].numpy().tobytes())
     return structure
 
 
 def pack_structure(value: Any) -> Node:
-    """Return the structure of `value` alone; none of its tensors travels."""
+    """Return the structure of a value without keeping its tensors."""
     return Packer(keeps=False).pack(value, "value")
 
 
 def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
-    """Return the value that a packer took, with copies of its tensors.
+    """Rebuild a value from its structure, with copies of the packet's tensors.
 
     Args:
-        node: Structure of the value. A tensor that did not travel is NaN everywhere (0 for
+        node: Structure of the value. A tensor that the packet lacks becomes NaN everywhere (0 for
             integers), and takes no memory.
         tensors: Tensors of the packet, by name.
-        device: Device of the tensors that did not travel.
+        device: Device of tensors that the packet lacks.
 
     Raises:
-        ValueError: The structure names a class that is no output of the libraries.
+        ValueError: The structure names a class that is not an output class of the libraries.
     """
 
     def tensor(leaf: Node) -> torch.Tensor:
@@ -154,7 +155,7 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
 
 
 def zeros_for(node: Node, device: torch.device) -> Any:
-    """Return a value of the structure `node` whose tensors are zero, on `device`."""
+    """Rebuild a value from its structure with tensors of zeros on a device."""
 
     def tensor(leaf: Node) -> torch.Tensor:
         shape, stride = leaf["shape"], leaf["stride"]
@@ -165,7 +166,7 @@ def zeros_for(node: Node, device: torch.device) -> Any:
 
 
 def leaves(node: Node) -> list[Node]:
-    """Return the tensors in a structure, in its order."""
+    """Return the nodes of all tensors in a structure, in order."""
     if node["kind"] == "tensor":
         return [node]
     items = node.get("items", [])
@@ -174,10 +175,10 @@ def leaves(node: Node) -> list[Node]:
 
 
 def named_tensors(structure: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every tensor that travels with a packet's structure, by name.
+    """Return shape and dtype of every tensor that a structure names, by name.
 
     Args:
-        structure: Structure of a packet, or a part of it.
+        structure: Structure of a packet, or a part of such a structure.
     """
     if isinstance(structure, list):
         parts = structure
@@ -206,7 +207,11 @@ def _build(node: Node, tensor: Any) -> Any:
 
 
 def _output_class(path: str) -> Any:
-    """Return the class of a library's output; packets name no other class."""
+    """Return the output class of a library by its path; reject other classes.
+
+    Raises:
+        ValueError: The path does not name an output class.
+    """
     module, _, name = path.partition(":")
     known = module.split(".")[0] in ("diffusers", "transformers")
     cls = getattr(importlib.import_module(module), name) if known else None
@@ -216,7 +221,7 @@ def _output_class(path: str) -> Any:
 
 
 def scheduler_snapshot(scheduler: Any) -> dict[str, Any]:
-    """Return the scheduler's `__dict__` before its first step, for `scheduler_changes`."""
+    """Return a copy of a scheduler's `__dict__` before its first step, for `scheduler_changes`."""
     return {
         key: copy.copy(value) if isinstance(value, (list, dict)) else value
         for key, value in scheduler.__dict__.items()
@@ -224,11 +229,11 @@ def scheduler_snapshot(scheduler: Any) -> dict[str, Any]:
 
 
 def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """Return the scheduler's state: what steps have changed in its `__dict__`.
+    """Return the attributes of a scheduler that its steps have changed, by name.
 
     Args:
-        before: Result of `scheduler_snapshot`.
-        scheduler: The same scheduler, some steps later.
+        before: Result of `scheduler_snapshot` for the scheduler.
+        scheduler: Scheduler after some steps.
     """
     return {
         key: value
@@ -250,17 +255,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def clone_tensors(value: Any) -> Any:
-    """Return `value` with copies of its tensors, in the same order in memory."""
+    """Return a value with copies of its tensors, which keep their strides."""
     return tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    """Whether any tensor is another one than before; both lists have the same length."""
+    """Whether two lists of equal length have different tensors at a position."""
     return not all(map(torch.equal, before, after))
 
 
-# Until the denoiser's first call, the call that encodes records the result of each method. Those of
-# Stable Video Diffusion, in order, with the tensors of the packet that have them:
+# Until the denoiser's first call, the call that encodes records the result of each method. For
+# Stable Video Diffusion, these are the methods in order, and the packet's tensors with the results:
 #
 #   method                       before step 0          after a step
 #   _encode_image                record.0               record.0
@@ -269,25 +274,25 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
 #   _get_add_time_ids            record.3               record.3
 #   prepare_latents              latents, drew.4.0      latents, generator.0
 #
-# `drew.4.0` is the generator's state after the method, which drew noise. After a step, `latents` is
-# the new latent and `generator.0` the state behind that step.
+# `drew.4.0` is the state of the generator after the method, because the method drew noise. After a
+# step, `latents` is the new latent, and `generator.0` is the generator's state after the step.
 #
-# Later calls return the records in order, by the method's name, and need no encoder. A method that
-# another recorded method calls is not recorded: the replay of the outer one does not call it. A
-# method that returns no tensor and draws nothing runs again: it is cheap, and may set fields of the
-# pipeline.
+# Later calls return the records in order, by the method's name, and need no encoder. If a recorded
+# method calls another method, the inner method is not recorded, because the replay of the outer
+# method does not call it. A method that returns no tensor and draws no noise runs again, because it
+# is cheap and may set fields of the pipeline.
 
 
 @dataclass(eq=False)
 class Records:
-    """Results of methods of the pipeline and of its components, and states of its generator."""
+    """Recorded results of a pipeline's and its components' methods, with states of the generator."""
 
     spec: FamilySpec
     unpacked: Callable[[Node], Any]
-    """Returns the value of a node of the packet."""
+    """Function that rebuilds a value from a node of the packet's structure."""
     generator: torch.Generator
     given: list[Node] | None
-    """Records of the packet; None: this call encodes and makes them."""
+    """Records in the received packet; None: this call encodes, and so creates the records."""
     paused: bool = False
     """Whether nothing is recorded or replayed, as during steps."""
 
@@ -296,7 +301,7 @@ class Records:
         self._made: list[tuple[str, Any, torch.Tensor | None]] = []
 
     def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `real` such that its calls are recorded or replayed.
+        """Return a wrapper of a method that records the method's results, or replays them.
 
         Args:
             name: Name of the method in records, such as `vae.encode`.
@@ -324,14 +329,18 @@ class Records:
     def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
         record = next((each for each in self._left if each["name"] == name), None)
         if record is None:
-            return real(*args, **kwargs)  # it returned no tensors when it was called to encode
+            return real(*args, **kwargs)  # in the encode it returned no tensors
         self._left.remove(record)
         if record["drew"] is not None:
             self.restore(record["drew"])
         return self.unpacked(record["result"])
 
     def restore(self, states: Node) -> None:
-        """Set the generator to the state that the packet holds under `states`."""
+        """Set the state of the generator to a state from the packet.
+
+        Args:
+            states: Node of the generator's state in the packet's structure.
+        """
         (state,) = self.unpacked(states)
         self.generator.set_state(state)
 
@@ -355,15 +364,15 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records for the next packet, without what only the first step uses.
+        """Return the received records for the next packet, without records that only step 0 uses.
 
         Args:
-            received: Tensors of the packet that this rank got.
-            tensors: Tensors of the next packet, to which those that still travel are added.
+            received: Tensors of the received packet.
+            tensors: Tensors of the next packet. The tensors of the returned records are added.
         """
         records = copy.deepcopy(self.given or [])
         for record in records:
-            record["drew"] = None  # each step's state is in the packet
+            record["drew"] = None  # the packet has the state after the last step
             for leaf in leaves(record["result"]):
                 name = leaf["name"]
                 if name == LATENTS:
@@ -377,10 +386,10 @@ class Records:
 
 @contextmanager
 def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
-    """Replace methods of one object while the context lasts.
+    """Replace methods of one object during the block.
 
     Args:
-        target: Pipeline or a part of it; others of its class stay as they are.
+        target: Pipeline, or a part of it. Other objects of the same class are not changed.
         methods: New methods by name.
     """
     before = {name: vars(target)[name] for name in methods if name in vars(target)}
@@ -396,14 +405,14 @@ def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
 
 
 def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods by which pipelines call a component, by name."""
+    """Return the methods of a component that pipelines call, by name."""
     names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
     return {name: getattr(component, name) for name in names if hasattr(component, name)}
 
 
 @functools.cache
 def pipeline_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """Return the names of the methods that are the pipeline's own, not its base classes'."""
+    """Return the names of the methods that a pipeline class defines itself, without its bases."""
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:
         is_own = cls.__module__.startswith("diffusers.pipelines")
