@@ -174,7 +174,7 @@ def memory_as_costs(
 def estimate_ranks(
     config: PipelineConfig, checkpoint: Checkpoint | None, *, apart: bool = False
 ) -> list[int]:
-    """Return the estimated peak memory of each rank in bytes: of its GPU, or on the CPU of the host.
+    """Return the estimated peak memory of each rank in bytes: of its GPU, or of the host for a CPU.
 
     Args:
         config: Resolved configuration.

@@ -1,4 +1,4 @@
-"""Zip archive of clips, written while it is sent: memory does not grow with the clips' files."""
+"""Zip archive of clips, created while it is sent, so that its size does not need memory."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from svdpp.serve.files import clip_name
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
 
-#: Clips of one archive. The directory of the zip and the lines of `CLIPS_FILE` wait in memory.
+#: Maximum number of clips in an archive. The zip's directory and the lines of `CLIPS_FILE` need
+#: memory until the end.
 MAX_CLIPS = 10_000
-#: The member that says of each clip how it was made, one JSON object a line.
+#: Name of the file in the archive with the metadata of each clip, one JSON object a line.
 CLIPS_FILE = "clips.jsonl"
 
 _READ_BYTES = 256 * 2**10
-#: The first and last moment that a zip can name.
+#: Earliest and latest times that a zip can store.
 _EARLIEST, _LATEST = (1980, 1, 1, 0, 0, 0), (2107, 12, 31, 23, 59, 58)
 
 
 @dataclass(frozen=True)
 class Member:
-    """File of an archive.
+    """File in an archive.
 
     Args:
-        name: Name in the archive.
-        changed_at: Unix seconds.
-        content: Open file; who yields the member closes it.
+        name: Name of the file in the archive.
+        changed_at: Time of the file's last change in unix seconds.
+        content: Open file. The generator that yields the member closes it.
         size: Size of the content in bytes.
     """
 
@@ -49,20 +50,20 @@ class Member:
 
 
 class Archive(StreamingResponse):
-    """Response with a zip; if it cannot be finished, the connection ends before the zip does."""
+    """Response with a zip. After an error the connection is closed before the end of the zip."""
 
     media_type = "application/zip"
 
     async def stream_response(self, send: Send) -> None:
-        """Send the zip."""
+        """Send the zip; log an error of a file, because the status 200 has been sent."""
         try:
             await super().stream_response(send)
-        except OutputError as error:  # the head says 200 already
+        except OutputError as error:  # the status 200 has been sent
             logger.warning("an archive is not finished: {}", redact(error.message))
 
 
 class _Output:
-    """File that cannot seek, from which what was written is taken again and again."""
+    """File object that cannot seek. `take` returns the bytes written since its last call."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -72,10 +73,10 @@ class _Output:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: `take` has all that was written."""
+        """Do nothing, because `take` returns all written bytes."""
 
     def close(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing, because no file is open."""
 
     def take(self) -> bytes:
         data = b"".join(self._parts)
@@ -84,9 +85,9 @@ class _Output:
 
 
 def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
-    """Yield the bytes of a zip, without compression: videos cannot be compressed.
+    """Yield the bytes of a zip without compression, because videos cannot be compressed further.
 
-    A member's content is read when its turn has come, and none is kept.
+    Members are read one after the other, and their contents are not kept.
     """
     output = _Output()
     with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
@@ -94,7 +95,7 @@ def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
             written_at = time.localtime(member.changed_at)[:6]
             info = zipfile.ZipInfo(member.name, min(max(written_at, _EARLIEST), _LATEST))
             info.external_attr = 0o644 << 16
-            info.file_size = member.size  # so that a file of 4 GiB gets the larger header
+            info.file_size = member.size  # a file of 4 GiB needs the larger header
             with archive.open(info, "w") as target:
                 while data := member.content.read(_READ_BYTES):
                     target.write(data)
@@ -103,10 +104,10 @@ def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
 
 
 def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator[Member]:
-    """Yield the clips of an archive by readable names, and `CLIPS_FILE` as the last.
+    """Yield the clips of an archive with readable names, and `CLIPS_FILE` as the last member.
 
-    A clip that its owner has removed meanwhile is left out. One whose file is missing has `file`
-    null in `CLIPS_FILE`.
+    A clip that its owner has removed meanwhile is left out. If the file of a clip is missing, the
+    clip has `file` null in `CLIPS_FILE`.
 
     Raises:
         OutputError: The queue or the store does not answer.
@@ -123,7 +124,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            service.queue.store.check()  # a folder that is away would make every file missing
+            service.queue.store.check()  # in an unmounted folder every file is missing
         else:
             name = _unique(clip_name(job), names)
             with file:
@@ -136,7 +137,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """Return a name that none of `taken` equals on a disk that ignores case, and add it to them."""
+    """Return a unique name, and add it to `taken`. Names that differ only in case are equal."""
     path, number, found = PurePath(name), 1, name
     while found.casefold() in taken:
         number += 1

@@ -1,4 +1,4 @@
-"""Routes of batches, and of the files of their lines, in the shape of OpenAI's Batch API."""
+"""HTTP routes for batches and for the files of their lines, compatible with OpenAI's Batch API."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ from svdpp.serve.service import Service
 routes = APIRouter(tags=["batches"])
 
 _LINES_TYPE = LINES_MEDIA_TYPES[0]
-# Of `metadata`, as in OpenAI's API.
+# Limits of `metadata` as in OpenAI's API: number of pairs, characters of a name and of a value.
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
-# Beyond this size the lines that arrive are in a temporary file.
+# Size in bytes above which a body is kept in a temporary file instead of memory.
 _SPOOL_BYTES = 2**20
 
 
 def _parse_metadata(value: Any) -> Any:
-    """Return `metadata` as an object; it is text in a form."""
+    """Parse `metadata` if it is text, because a form has it as JSON text."""
     return parse_json(value.encode()) if isinstance(value, str) else value
 
 
 def _check_file(value: Any) -> Any:
-    """Refuse a text where a file is expected."""
+    """Check that a form's field has a file and not a text."""
     if not hasattr(value, "filename"):
         raise ValueError("send a file, as curl -F file=@FILE does")
     return value
@@ -105,7 +105,7 @@ class FileForm(BaseModel):
 
 
 def _body(**kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a body, by the types that it may have."""
+    """Return the OpenAPI description of a body, given the schema of each media type."""
     names = {"form": "multipart/form-data", "json": JSON_MEDIA_TYPE, "lines": _LINES_TYPE}
     content = {names[name]: {"schema": schema} for name, schema in kinds.items()}
     return {"requestBody": {"required": True, "content": content}}
@@ -119,7 +119,7 @@ _LINES_SCHEMA = {"type": "string", "format": "binary", "description": "One JSON 
 
 @routes.post("/v1/files", openapi_extra=_body(form=FileForm.model_json_schema()))
 async def create_file(request: Request, service: ServiceDep, owner: OwnerDep) -> FileView:
-    """Store the lines of a batch; nothing in them is checked before the batch is requested."""
+    """Store a file with the lines of a batch. The lines are checked when the batch is requested."""
     async with _form(request) as fields:
         form = _validate(FileForm, fields)
         assert isinstance(form, FileForm)
@@ -131,7 +131,7 @@ async def create_file(request: Request, service: ServiceDep, owner: OwnerDep) ->
 
 @routes.get("/v1/files/{id}")
 def get_file(id: str, service: ServiceDep, owner: OwnerDep) -> FileView:
-    """Show a file of lines, or one of a batch's results."""
+    """Show a file with lines, or a file with the results of a batch."""
     if (results := _find_results(service, id, owner)) is None:
         return _file_view(service, service.batches.file(id, owner))
     batch, errors = results
@@ -152,7 +152,7 @@ def get_file(id: str, service: ServiceDep, owner: OwnerDep) -> FileView:
     responses={200: {"content": {_LINES_TYPE: {"schema": _LINES_SCHEMA}}}},
 )
 def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
-    """Send a file of lines, or one of a batch's results as they are now."""
+    """Send a file with lines, or a file with the present results of a batch."""
     if (results := _find_results(service, id, owner)) is None:
         file = service.batches.file(id, owner)
         path = service.batches.content(file)
@@ -164,13 +164,16 @@ def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
 
 @routes.delete("/v1/files/{id}")
 def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
-    """Remove a file of lines. Results go with their videos."""
+    """Remove a file with lines. A file with results is removed with its videos."""
     service.batches.remove_file(id, owner)
     return DeletedFile(id=id)
 
 
 def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
-    """Return the batch whose results a file has, and whether these are its errors."""
+    """Return the batch of a file with results, and whether the file has the errors.
+
+    The result is None if the id is not that of a file with results.
+    """
     for end, errors in OUTPUT_FILES.items():
         if id.endswith(end):
             name = f"batch_{id.removeprefix('file_').removesuffix(end)}"
@@ -206,9 +209,9 @@ def _file_view(service: Service, file: BatchFile) -> FileView:
 async def create_batch(
     request: Request, service: ServiceDep, owner: OwnerDep, key: IdempotencyKey = None
 ) -> BatchView:
-    """Request many clips: those of a stored file, or of the lines in the body.
+    """Request many clips by the lines in a stored file or in the body.
 
-    The fields of all lines are checked before the answer, which names the faults of all of them.
+    The fields of all lines are checked before the response. It names the faults of all lines.
     """
     check_idempotency_key(key)
     kind = request.headers["content-type"].partition(";")[0].strip().lower()
@@ -261,15 +264,16 @@ def list_batches(
 
 @routes.get("/v1/batches/{id}")
 def get_batch(id: str, service: ServiceDep, owner: OwnerDep) -> BatchView:
-    """Show a batch: its status, and how many of its lines have ended."""
+    """Show a batch with its status and the number of its lines that have ended."""
     return _view(service, service.batches.get(id, owner))
 
 
 @routes.post("/v1/batches/{id}/cancel")
 def cancel_batch(id: str, service: ServiceDep, owner: OwnerDep) -> BatchView:
-    """Cancel the clips of a batch that are not finished; those that are finished stay.
+    """Cancel the unfinished clips of a batch; finished clips stay.
 
-    While ranks still work on one, the status is `cancelling`. A repeated request changes nothing.
+    While ranks still work on a clip of the batch, its status is `cancelling`. A repeated request
+    changes nothing.
     """
     return _view(service, service.batches.cancel(id, owner))
 
@@ -284,7 +288,7 @@ def _view(service: Service, batch: Batch) -> BatchView:
 
 @asynccontextmanager
 async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
-    """Yield the fields of a form, whose files are removed after the block."""
+    """Yield the fields of a form. The form's temporary files are removed after the block."""
     try:
         form = await request.form()
     except (ClientDisconnect, HTTPException, OSError) as error:
@@ -297,7 +301,7 @@ async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
 
 @asynccontextmanager
 async def _spooled(request: Request) -> AsyncIterator[BinaryIO]:
-    """Yield the body as a file, which is removed after the block."""
+    """Yield the body as a temporary file, which is removed after the block."""
     with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spooled:
         file = UploadFile(cast("BinaryIO", spooled))
         try:

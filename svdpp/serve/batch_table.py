@@ -1,8 +1,8 @@
-"""Batches and their input files in the tables of the queue.
+"""Database tables of batches and their input files, beside the queue's table of jobs.
 
-A batch has a row, and each of its lines becomes a row of `jobs`. The row of the batch says only
-what the jobs do not: who asked for it, how many of its lines are jobs yet, and whether it was
-refused or cancelled. All else, such as its counts and its end, is derived from the jobs.
+A batch has a row, and each line of the batch becomes a row of `jobs`. The row of the batch has only
+values that the jobs lack: the owner, the number of lines that are jobs, and whether the batch
+failed or was cancelled. All other values, such as counts and times, are derived from the jobs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from svdpp.serve.queue import QUEUED, JobQueue, QueueFullError, insert_job
 
 
 class BatchState(StrEnum):
-    """State of a batch that its row has; the rest of its status follows from its jobs."""
+    """State in the row of a batch. The status of a batch also depends on the batch's jobs."""
 
     VALIDATING = "validating"
-    """Its lines are checked, and are not all jobs yet."""
+    """State while lines are checked, and while not all lines are jobs yet."""
     IN_PROGRESS = "in_progress"
-    """All its lines are jobs, in any state."""
+    """State once all lines are jobs. The jobs may have any state."""
     FAILED = "failed"
-    """A line cannot be made."""
+    """State after a fault in a line was found. No line becomes a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Batch:
     """Requested batch. Times are unix seconds by the queue's clock.
 
     Args:
-        model_key: Key of the jobs that its lines become; see `Job.model_key`.
-        stored_at: Time at which the last line became a job.
-        cancelled_at: Time at which its owner has cancelled it.
-        input_file: Id of the file of its lines, which is removed once all of them are jobs.
-        total: Number of its lines.
-        stored: Number of its lines that are jobs, the first ones.
-        errors: Faults for which it failed, each with `line`, `param`, `code` and `message`.
+        model_key: Key of the model for the batch's jobs; see `Job.model_key`.
+        stored_at: Time at which the last line became a job; None: not yet.
+        cancelled_at: Time at which the owner cancelled the batch; None: the owner did not.
+        input_file: Id of the file with the lines. The file is removed once all lines are jobs.
+        total: Number of lines.
+        stored: Number of lines that are jobs. Lines become jobs in order.
+        errors: Faults of a failed batch, each with `line`, `param`, `code` and `message`.
     """
 
     id: str
@@ -66,11 +66,11 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFile:
-    """File of lines that a client has sent.
+    """File with lines of a batch, which a client has uploaded.
 
     Args:
-        name: Name of the file that the client gave, for people only.
-        bytes: Its size.
+        name: File name from the client. It is only shown, and never used as a path.
+        bytes: Size of the file in bytes.
         created_at: Unix seconds by the queue's clock.
     """
 
@@ -82,30 +82,30 @@ class BatchFile:
     created_at: float
 
     def path(self, folder: Path) -> Path:
-        """Return its path in a data folder."""
+        """Return the path of the file's content in a data folder."""
         return folder / UPLOADS_FOLDER / f"{self.id}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCounts:
-    """Jobs of a batch by state, and the unix time at which the last one ended."""
+    """Number of a batch's jobs by state, and the unix time at which the last job ended."""
 
     by_state: dict[JobState, int] = field(default_factory=dict)
     last_end: float | None = None
 
     @property
     def open(self) -> int:
-        """Number of its jobs that have not ended."""
+        """Number of the batch's jobs that have not ended."""
         return sum(number for state, number in self.by_state.items() if not state.is_final)
 
     @property
     def completed(self) -> int:
-        """Number of its completed jobs."""
+        """Number of the batch's completed jobs."""
         return self.by_state.get(JobState.COMPLETED, 0)
 
     @property
     def failed(self) -> int:
-        """Number of its jobs that ended without a clip: failed and cancelled ones."""
+        """Number of the batch's jobs that ended without a clip: failed and cancelled jobs."""
         ended = (JobState.FAILED, JobState.CANCELLED)
         return sum(self.by_state.get(state, 0) for state in ended)
 
@@ -115,7 +115,7 @@ _FILE_COLUMNS = tuple(field.name for field in fields(BatchFile))
 _SELECT = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"
 _SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM batch_files"
 _JOB_COLUMNS = ", ".join(COLUMNS)
-# As `JobQueue` ends a waiting job: a clock that was set back gives no negative duration.
+# The end is never before the start, even if the clock was set back. `JobQueue` does the same.
 _CANCEL_WAITING = """
 UPDATE jobs SET state = 'cancelled',
     finished_at = CASE WHEN clock() < created_at THEN created_at ELSE clock() END
@@ -128,7 +128,8 @@ UPDATE batches SET cancelled_at = clock() WHERE id = ? AND cancelled_at IS NULL
     AND state != 'failed' AND (state = 'validating' OR EXISTS (
         SELECT 1 FROM jobs WHERE batch_id = batches.id AND state IN ('queued', 'in_progress')))
 """
-# Another server may have stored the same lines, or the owner may have cancelled the batch.
+# Changes the row only if the batch is unchanged: another server may have stored the same lines, or
+# the owner may have cancelled the batch.
 _ADD_LINES = """
 UPDATE batches SET stored = stored + ?,
     state = CASE WHEN stored + ? >= total THEN 'in_progress' ELSE state END,
@@ -139,7 +140,7 @@ _FAIL = """
 UPDATE batches SET state = 'failed', failed_at = clock(), errors = ?
 WHERE id = ? AND state = 'validating' RETURNING id
 """
-# A batch without a clip has lost them all by DELETE or by age.
+# A batch has no clips any more if all were removed by DELETE or because of their age.
 _REMOVE_ENDED = """
 DELETE FROM batches WHERE failed_at < ?
     OR ((state = 'in_progress' OR cancelled_at < ?)
@@ -155,9 +156,10 @@ WHERE state = 'validating' AND cancelled_at IS NULL GROUP BY owner
 
 
 class BatchTable:
-    """Batches of a queue. Any thread may call any method; each change is durable at its return.
+    """Table of the batches in a queue. Any thread may call any method.
 
-    Every method raises OutputError if the queue cannot be used.
+    Each change is durable when its method returns. Every method raises OutputError if the queue
+    cannot be used.
     """
 
     def __init__(self, queue: JobQueue) -> None:
@@ -167,14 +169,14 @@ class BatchTable:
     # --- input files ------------------------------------------------------------------------------
 
     def add_file(self, file: BatchFile, max_bytes: int) -> None:
-        """Store the row of a file, whose content is stored.
+        """Store the row of a file, after the content was stored.
 
         Args:
-            file: The file.
-            max_bytes: Bytes that all files of its owner may have.
+            file: File to add.
+            max_bytes: Maximum bytes of all files of the file's owner.
 
         Raises:
-            QueueFullError: The files of the owner would have more.
+            QueueFullError: The owner's files would have more bytes.
         """
         with self._backend.transaction(advisory_lock="add") as connection:
             query = "SELECT coalesce(sum(bytes), 0) FROM batch_files WHERE owner = ?"
@@ -188,7 +190,7 @@ class BatchTable:
             connection.execute(f"INSERT INTO batch_files ({names}) VALUES ({marks})", tuple(values))
 
     def file(self, id: str) -> BatchFile | None:
-        """Return the file of an id; None: there is none."""
+        """Return the file with an id; None: no such file exists."""
         rows = self._backend.fetch_all(f"{_SELECT_FILE} WHERE id = ?", id)
         return next((_file_of(row) for row in rows), None)
 
@@ -197,11 +199,11 @@ class BatchTable:
         return {id for (id,) in self._backend.fetch_all("SELECT id FROM batch_files")}
 
     def remove_file(self, id: str) -> bool:
-        """Remove the row of a file, whose content is removed; return whether there was one."""
+        """Remove the row of a file, after the content; return whether the row existed."""
         return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
 
     def files_before(self, before: float) -> list[BatchFile]:
-        """Return the files of before a unix time of which no batch makes clips."""
+        """Return the files from before a unix time that no `validating` batch reads."""
         query = (
             f"{_SELECT_FILE} WHERE created_at < ? AND NOT EXISTS (SELECT 1 FROM batches "
             "WHERE input_file = batch_files.id AND state = 'validating' AND cancelled_at IS NULL)"
@@ -211,16 +213,16 @@ class BatchTable:
     # --- changes ----------------------------------------------------------------------------------
 
     def add(self, batch: Batch, max_open: int, max_open_of_owner: int | None) -> Batch:
-        """Store a new batch, or return the one that the same request has created before.
+        """Store a new batch, or return the batch that an equal earlier request created.
 
         Args:
-            batch: The new batch.
-            max_open: Lines of all batches that may be open.
-            max_open_of_owner: Number of open jobs of its owner. None: no limit.
+            batch: New batch.
+            max_open: Maximum number of open lines of all batches.
+            max_open_of_owner: Maximum number of open jobs of the batch's owner. None: no limit.
 
         Raises:
             QueueFullError: A limit would be exceeded.
-            RequestError: The idempotency key was used for other lines.
+            RequestError: The idempotency key was used for another batch.
         """
         with self._backend.transaction(advisory_lock="add") as connection:
             query = f"{_SELECT} WHERE owner = ? AND idempotency_key = ?"
@@ -248,19 +250,19 @@ class BatchTable:
         return batch
 
     def add_lines(self, batch: Batch, jobs: Sequence[Job], *, until: float = math.inf) -> bool:
-        """Store the next lines of a batch as jobs, all or none of them.
+        """Store the next lines of a batch as jobs: all lines or none.
 
         Args:
-            batch: The batch as it is stored.
+            batch: Batch as last read from the table.
             jobs: Jobs of the lines from `batch.stored` on.
-            until: Seconds by `clock.uptime` after which they are refused, because other servers
-                may have removed their images.
+            until: Time in seconds of `clock.uptime` after which the jobs are rejected, because
+                other servers may have removed the jobs' images.
 
         Returns:
-            Whether they were stored; False: the batch has changed since.
+            Whether the jobs were stored; False: the batch has changed since it was read.
 
         Raises:
-            OutputError: It is later than `until`, or the queue cannot be used.
+            OutputError: The time is later than `until`, or the queue cannot be used.
         """
         number = len(jobs)
         with self._backend.transaction() as connection:
@@ -275,15 +277,19 @@ class BatchTable:
         return True
 
     def fail(self, id: str, errors: Sequence[dict[str, Any]]) -> bool:
-        """End a batch that is validated, for its faults; return whether it was."""
+        """Set a `validating` batch to failed, with its faults; return whether the state changed."""
         return bool(self._change(_FAIL, json.dumps(errors), id))
 
     def request_cancel(self, id: str) -> bool:
-        """Mark a batch that has not ended: no further line becomes a job; return whether it was."""
+        """Mark an open batch as cancelled, so that no further line becomes a job.
+
+        Returns:
+            Whether the batch was marked.
+        """
         return bool(self._change(f"{_CANCEL} RETURNING id", id))
 
     def cancel_waiting(self, id: str) -> list[str]:
-        """Cancel some jobs of a batch that wait, and return their ids; empty: none waits."""
+        """Cancel some waiting jobs of a batch, and return their ids; empty: no job waits."""
         return [job for (job,) in self._change(_CANCEL_WAITING, id)]
 
     def running(self, id: str) -> list[str]:
@@ -292,7 +298,7 @@ class BatchTable:
         return [job for (job,) in self._backend.fetch_all(query, id)]
 
     def half_cancelled(self) -> list[str]:
-        """Return the ids of cancelled batches of which jobs wait: their server was killed."""
+        """Return the ids of cancelled batches with waiting jobs, because a server was killed."""
         query = (
             "SELECT id FROM batches WHERE cancelled_at IS NOT NULL AND EXISTS "
             "(SELECT 1 FROM jobs WHERE batch_id = batches.id AND state = 'queued')"
@@ -300,9 +306,11 @@ class BatchTable:
         return [id for (id,) in self._backend.fetch_all(query)]
 
     def remove_ended(self, before: float) -> list[str]:
-        """Remove the rows of batches that have no clip any more, and return their ids.
+        """Remove the rows of ended batches without clips, and return the batches' ids.
 
-        Those that failed, or were cancelled without a clip, only if this was before a unix time.
+        Args:
+            before: Unix time. A batch that failed later, or was cancelled later without a clip,
+                stays.
         """
         return [id for (id,) in self._change(_REMOVE_ENDED, before, before)]
 
@@ -313,21 +321,27 @@ class BatchTable:
     # --- reads ------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Batch | None:
-        """Return the batch of an id; None: there is none."""
+        """Return the batch with an id; None: no such batch exists."""
         return next(iter(self._batches("WHERE id = ?", id)), None)
 
     def find(self, owner: str, *, idempotency_key: str) -> Batch | None:
-        """Return the batch of an owner's idempotency key; None: there is none."""
+        """Return the batch with an owner's idempotency key; None: no such batch exists."""
         where = "WHERE owner = ? AND idempotency_key = ?"
         return next(iter(self._batches(where, owner, idempotency_key)), None)
 
     def find_by_file(self, file_id: str) -> Batch | None:
-        """Return the newest batch of an input file; None: there is none."""
+        """Return the newest batch with an input file; None: no such batch exists."""
         where = "WHERE input_file = ? ORDER BY created_at DESC LIMIT 1"
         return next(iter(self._batches(where, file_id)), None)
 
     def page(self, owner: str, limit: int, after: str | None) -> list[Batch]:
-        """Return batches of an owner, the newest first, after the one of an id."""
+        """Return batches of an owner, the newest first.
+
+        Args:
+            owner: Owner of the batches.
+            limit: Maximum number of batches.
+            after: Id of the batch that the page follows; None: the first page.
+        """
         where, values = "owner = ?", [owner]
         if after is not None:
             where += " AND (created_at, id) < (SELECT created_at, id FROM batches WHERE id = ?)"
@@ -336,12 +350,12 @@ class BatchTable:
         return self._batches(tail, *values)
 
     def validating(self, model_key: str) -> list[Batch]:
-        """Return the batches of a model whose lines are not all jobs yet, the oldest first."""
+        """Return the `validating` batches of a model, the oldest first."""
         where = "WHERE state = 'validating' AND cancelled_at IS NULL AND model_key = ?"
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return the counts of batches, by their ids; removed clips do not count."""
+        """Return the counts of batches, by the batches' ids; removed clips do not count."""
         marks = ", ".join("?" for _ in ids)
         query = (
             "SELECT batch_id, state, count(*), max(finished_at) FROM jobs "
@@ -357,17 +371,17 @@ class BatchTable:
         }
 
     def num_open(self) -> int:
-        """Return the number of lines of all batches that have not ended."""
+        """Return the number of open lines of all batches: lines without a job, and open jobs."""
         rows = self._backend.fetch_all(_OPEN_LINES.format("batch_id IS NOT NULL"))
         return int(sum(number for _, number in rows))
 
     def jobs(self, id: str, states: Iterable[JobState], page: int = 200) -> Iterator[Job]:
-        """Yield the jobs of a batch in the order of its lines, those of some states alone.
+        """Yield the jobs of a batch that have certain states, in the order of the lines.
 
         Args:
             id: Id of the batch.
-            states: States of the jobs.
-            page: Number of jobs of one query.
+            states: States of the jobs to yield.
+            page: Number of jobs that one query reads.
         """
         states_in = ", ".join(repr(str(state)) for state in states)
         query = (

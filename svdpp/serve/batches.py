@@ -1,9 +1,10 @@
-"""Batches: the lines of a file become jobs, once all of them are checked.
+"""Batches of requests: the lines of an uploaded file become jobs, once all lines are checked.
 
-All fields are checked before a batch is accepted, so its client gets the faults of all lines at
-once. Decoding thousands of images takes minutes; a thread does it afterwards, while the batch is
-`validating`, and then stores the jobs some lines at a time. It goes on after a restart, also at
-another server of a fleet: the row of the batch says how many of its lines are jobs.
+The fields of all lines are checked before a batch is accepted, so the client gets the faults of all
+lines at once. Decoding thousands of images takes minutes. So a thread decodes the images later,
+while the state of the batch is `validating`, and then stores the jobs, some lines at a time. The
+batch's row has the number of lines that are jobs. So the thread can continue after a restart, or
+another server of a fleet can.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from svdpp.serve.schemas import ApiError, BatchLineResult, LineError, Video, to_
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.uploads import MAX_DECODERS, DecodedImages, UploadStore, sanitize_filename
 
-#: Lines of one batch.
+#: Maximum number of lines of one batch.
 MAX_LINES = 10_000
-#: Lines of all batches that have not ended.
+#: Maximum number of lines, over all batches, whose jobs have not ended.
 MAX_OPEN_LINES = 20_000
-#: Bytes of the files of one key that are stored at the same time.
+#: Maximum bytes of all files that one API key stores at the same time.
 MAX_FILE_BYTES_PER_KEY = 2**30
-#: Seconds after which a file is removed of which no batch makes clips, and a batch that failed.
+#: Seconds after which a file that no batch reads is removed, and after which a failed batch is.
 RETENTION_SECONDS = 86400
-#: Faults that an answer names; further ones are counted.
+#: Maximum number of faults that a response lists. Further faults are only counted.
 MAX_FAULTS = 1000
 
-#: The route that the lines of a batch are requests of.
+#: Route of the API to which each line of a batch is a request.
 ENDPOINT = "/v1/videos"
 _MAX_CUSTOM_ID = 512
-# Seconds between two looks for batches of other servers, and for what servers have left.
+# Seconds between two searches for batches that another server accepted, and between two cleanups.
 _LOOK_SECONDS, _TIDY_SECONDS = 10.0, 60.0
-# Lines whose images are decoded, or which become jobs, before the next batch has its turn.
+# Number of lines whose images are decoded, or that become jobs, before another batch continues.
 _DECODED_LINES, _STORED_LINES = 16, 100
-# Images that are in memory at the same time may have so many bytes, and one image more.
+# Maximum bytes of images in memory at the same time; one more image may exceed the limit.
 _SLICE_BYTES = 32 * 2**20
 
 
@@ -69,7 +70,7 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class _CheckedLine:
-    """Line whose fields are valid. Its files are in `request`; `job` is not stored."""
+    """Line with valid fields. `request` has the line's files. `job` is not stored yet."""
 
     number: int
     custom_id: str
@@ -79,20 +80,20 @@ class _CheckedLine:
 
 @dataclass
 class _Faults:
-    """Faults of lines, of which the first ones are kept."""
+    """Collection of faults of lines. It counts all faults, but keeps only the first ones."""
 
     faults: list[dict[str, Any]] = field(default_factory=list)
     total: int = 0
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add what is wrong with a line: one fault for each field that `error` names."""
+        """Add a line's faults: one fault for each field that the error names."""
         each: Sequence[dict[str, Any]] = error.details.get("faults") or [{}]
         self.total += len(each)
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # The hint of an unknown field is about that one alone.
+            # If an error names several fields, its hint is only about the unknown field.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
@@ -107,7 +108,7 @@ class _Faults:
 
 
 class Batches:
-    """Batches of a server. Any thread may call it."""
+    """Operations on the batches of a server. Any thread may call any method."""
 
     def __init__(
         self,
@@ -124,28 +125,29 @@ class Batches:
         on_stored: Callable[[], None],
         on_cancelled: Callable[[int], None],
     ) -> None:
-        """Take what a service does with one request.
+        """Store the queue, and the functions by which the service handles one request.
 
         Args:
             queue: Queue of the jobs.
-            capabilities: Limits of what a line may request.
+            capabilities: Limits for the requests in lines.
             uploads: Store of images and of the files of lines.
-            keep_seconds: Age at which clips are removed; None: never.
-            check_accepts_jobs: Function that raises if the server takes no jobs now.
-            new_job: Function that checks the fields of a request.
-            check_uploads: Function that decodes its files.
-            save_uploads: Function that stores its files, and returns what its job says of them.
+            keep_seconds: Age in seconds at which clips are removed; None: clips are kept.
+            check_accepts_jobs: Function that raises if the server accepts no jobs now.
+            new_job: Function that checks the fields of a request, and returns the job.
+            check_uploads: Function that decodes the images and videos of a request.
+            save_uploads: Function that stores the images and videos of a request, and returns the
+                fields of the job that name these.
             cancel_job: Function that cancels a job in progress.
             on_stored: Function that is called after lines have become jobs.
             on_cancelled: Function that gets the number of waiting jobs that were cancelled.
         """
         self.table = BatchTable(queue)
-        """Rows of the batches."""
+        """Table with the rows of the batches."""
         self._queue = queue
         self._capabilities = capabilities
         self._uploads = uploads
         self.keep_seconds = min(keep_seconds or RETENTION_SECONDS, RETENTION_SECONDS)
-        """Age in seconds at which a file is removed that no batch reads."""
+        """Age in seconds at which a file that no batch reads is removed."""
         self._check_accepts_jobs = check_accepts_jobs
         self._new_job = new_job
         self._check_uploads = check_uploads
@@ -155,12 +157,12 @@ class Batches:
         self._on_cancelled = on_cancelled
         self._clock = SteadyClock()
         self._tidy_at = 0.0
-        # What is known of the images of a batch, also after a failure of the disk.
+        # Decoded images by batch. They are kept if the disk fails, to avoid a second decode.
         self._decoded: dict[str, DecodedImages] = {}
         self.thread = PeriodicThread(
             "batches", self._run_once, _LOOK_SECONDS, error_message="a batch waits"
         )
-        """Thread that makes jobs of the lines of accepted batches."""
+        """Thread that turns the lines of accepted batches into jobs."""
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -168,8 +170,8 @@ class Batches:
         """Store a file of lines durably.
 
         Raises:
-            ApiError: The files of this key are too many, or the server takes none now.
-            OutputError: It cannot be stored.
+            ApiError: The files of this key have too many bytes, or the server accepts no files now.
+            OutputError: The file cannot be stored.
         """
         self._check_accepts_jobs()
         id = f"file_{secrets.token_hex(16)}"
@@ -187,7 +189,7 @@ class Batches:
             self._queue.store.put(path)
             self.table.add_file(file, MAX_FILE_BYTES_PER_KEY)
         except BackendUnavailableError:
-            raise  # the database may have the row nevertheless
+            raise  # the database may have stored the row
         except QueueFullError as error:
             self._queue.store.discard(path)
             limit = MAX_FILE_BYTES_PER_KEY
@@ -200,10 +202,10 @@ class Batches:
         return file
 
     def file(self, id: str, owner: Owner) -> BatchFile:
-        """Return a file of an owner.
+        """Return a file of an owner by the file's id.
 
         Raises:
-            ApiError: There is no such file.
+            ApiError: The owner has no such file.
         """
         file = self.table.file(id)
         if file is None or file.owner != owner.name:
@@ -218,7 +220,7 @@ class Batches:
         """Return the path of the content of a file.
 
         Raises:
-            ApiError: It is gone.
+            ApiError: The content has been removed.
         """
         path = file.path(self._queue.store.folder)
         self._queue.store.fetch(path)
@@ -231,7 +233,7 @@ class Batches:
         """Remove a file that no batch needs.
 
         Raises:
-            ApiError: There is no such file, or a batch is `validating` with it.
+            ApiError: The owner has no such file, or a batch with this file is still `validating`.
         """
         file = self.file(id, owner)
         batch = self.table.find_by_file(id)
@@ -261,21 +263,23 @@ class Batches:
         completion_window: str = "24h",
         metadata: dict[str, str] | None = None,
     ) -> Batch:
-        """Check the fields of all lines and store the batch durably; it may be stored already.
+        """Check the fields of all lines and store the batch durably; return the batch.
+
+        If an earlier request had the same idempotency key, the batch of that request is returned.
 
         Args:
             owner: Owner of the batch.
-            idempotency_key: Key by which a repeated request is known.
-            input_file_id: File of its lines, or
-            source: The lines themselves.
-            name: Name of the file of `source`.
-            completion_window: What the client says; it has no effect.
-            metadata: What the client wants to remember.
+            idempotency_key: Key that a client repeats with a repeated request; None: no key.
+            input_file_id: Id of the stored file with the lines; None: `source` has the lines.
+            source: Open file with the lines; None: `input_file_id` names a stored file.
+            name: File name of `source` from the client.
+            completion_window: Time limit from the client, which has no effect.
+            metadata: Texts by name that the client wants to store with the batch.
 
         Raises:
             ApiError: A line has a fault, a limit is reached, or the file does not exist.
             RequestError: The idempotency key was used for another batch.
-            OutputError: It cannot be stored.
+            OutputError: The batch cannot be stored.
         """
         self._check_accepts_jobs()
         known = (
@@ -284,7 +288,7 @@ class Batches:
             else None
         )
         if known is not None and known.input_file == input_file_id:
-            return known  # its file may be gone by now
+            return known  # its file may have been removed since
         file = None if input_file_id is None else self.file(input_file_id, owner)
         with ExitStack() as opened:
             if file is not None:
@@ -324,14 +328,14 @@ class Batches:
         return stored
 
     def _is_stored(self, batch: Batch) -> bool:
-        """Whether the queue has the batch, or does not answer."""
+        """Whether the queue has stored the batch; True if the queue does not answer."""
         try:
             return self.table.get(batch.id) is not None
         except OutputError:
             return True
 
     def get(self, id: str, owner: Owner) -> Batch:
-        """Return a batch; another owner's looks like a missing one.
+        """Return a batch of an owner. A batch of another owner looks like a missing one.
 
         Raises:
             ApiError: The owner has no such batch.
@@ -342,7 +346,7 @@ class Batches:
         return batch
 
     def cancel(self, id: str, owner: Owner) -> Batch:
-        """Cancel the clips of a batch that have not ended; one that has ended stays as it is.
+        """Cancel the unfinished clips of a batch. A batch that has ended does not change.
 
         Raises:
             ApiError: The owner has no such batch.
@@ -364,12 +368,12 @@ class Batches:
     # --- results ----------------------------------------------------------------------------------
 
     def results(self, batch: Batch, *, errors: bool, view: Callable[[Job], Video]) -> Iterator[str]:
-        """Yield the lines of a batch's output file, or of its file of errors, as they are now.
+        """Yield the present lines of a batch's output file, or of its error file.
 
         Args:
-            batch: The batch.
-            errors: Whether to yield the lines that have no clip, instead of those that have one.
-            view: Function that returns the API's view of a job.
+            batch: Batch.
+            errors: Whether to yield the error file, with the jobs that ended without a clip.
+            view: Function that returns the API's representation of a job.
 
         Raises:
             OutputError: The queue cannot be read.
@@ -381,15 +385,15 @@ class Batches:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check_fields(self, source: BinaryIO, owner: Owner) -> int:
-        """Check all that a file says, but not the images; return the number of its lines.
+        """Check the fields of all lines of a file, without the images; return the number of lines.
 
         Raises:
-            ApiError: A line has a fault; the details name all of them.
+            ApiError: A line has a fault; the details name the faults of all lines.
         """
         faults, total = _Faults(), 0
         for checked in self._lines(source, owner, "", faults):
             total += 1
-            del checked  # with its images
+            del checked  # frees the line's images
         if faults.total:
             raise _faulty_error(faults)
         return total
@@ -397,10 +401,10 @@ class Batches:
     def _lines(
         self, source: BinaryIO, owner: Owner, seed_key: str, faults: _Faults
     ) -> Iterator[_CheckedLine]:
-        """Yield the lines of a file whose fields are valid; the faults of the others are added.
+        """Yield the lines of a file that have valid fields; add the other lines' faults to `faults`.
 
         Raises:
-            ApiError: It has no lines, or too many.
+            ApiError: The file has no lines, or too many lines.
         """
         custom_ids: dict[str, int] = {}
         total = 0
@@ -431,7 +435,7 @@ class Batches:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """Work on all accepted batches by turns, so that a long one does not delay another."""
+        """Process all accepted batches in turns, so that a long batch does not delay the others."""
         if uptime() >= self._tidy_at:
             self._tidy()
             self._tidy_at = uptime() + _TIDY_SECONDS
@@ -450,14 +454,17 @@ class Batches:
                     next(steps)
                 except StopIteration:
                     del at_work[id]
-                except Exception as error:  # the other batches go on
+                except Exception as error:  # does not stop the other batches
                     failure = error
                     del at_work[id]
         if failure is not None:
             raise failure
 
     def _store(self, id: str) -> Iterator[None]:
-        """Make jobs of the lines of a batch, step by step, unless another server does."""
+        """Turn the lines of a batch into jobs, in steps, unless another server does it.
+
+        Each `yield` lets another batch continue.
+        """
         with self._queue.backend.lock(id) as is_held:
             batch = self.table.get(id)
             if not is_held or batch is None or not _is_validating(batch):
@@ -494,7 +501,7 @@ class Batches:
         decoded: DecodedImages,
         faults: _Faults,
     ) -> Iterator[None]:
-        """Decode the images of all lines; add the faults, of the fields as well."""
+        """Decode the images of all lines in steps; add faults of fields and images to `faults`."""
 
         def check(line: _CheckedLine) -> tuple[_CheckedLine, ApiError | None]:
             try:
@@ -521,7 +528,7 @@ class Batches:
         decoded: DecodedImages,
         faults: _Faults,
     ) -> Iterator[None]:
-        """Make jobs of the lines that are none yet."""
+        """Store the lines that are not jobs yet as jobs, in steps."""
         lines = islice(self._lines(source, owner, batch.id, faults), batch.stored, None)
         while some := _take(lines, _STORED_LINES):
             if faults.total:
@@ -533,7 +540,7 @@ class Batches:
                     if faults.total or not self.table.add_lines(batch, jobs, until=until):
                         return  # cancelled, or another server has stored them
                 except BackendUnavailableError:
-                    uploads.pop_all()  # the database may have the jobs nevertheless
+                    uploads.pop_all()  # the database may have stored the jobs
                     raise
                 uploads.pop_all()
             batch = replace(batch, stored=batch.stored + len(jobs))
@@ -550,12 +557,13 @@ class Batches:
         decoded: DecodedImages,
         faults: _Faults,
     ) -> Iterator[Job]:
-        """Yield the jobs of lines, whose files are stored; `uploads` can remove them."""
+        """Yield the job of each line after storing the line's files; `uploads` can remove the
+        files."""
         now = self._queue.now()
         for index, line in enumerate(lines, start=batch.stored):
             try:
                 values = self._save_uploads(line.request, line.job, uploads, decoded)
-            except SvdppError as error:  # images that were decoded before a restart
+            except SvdppError as error:  # images that an earlier process decoded
                 faults.add(line.number, line.custom_id, _fault_of(error))
                 return
             yield replace(
@@ -568,12 +576,12 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Cancel what a killed server has left; remove old files, and batches without a clip."""
+        """Finish the cancels of killed servers; remove old files, and batches without clips."""
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
         before = -math.inf
         if self._clock.is_settled:
-            with suppress(ClockError):  # the thread of the leftovers reports it
+            with suppress(ClockError):  # another thread reports the error
                 self._queue.check_clock()
                 before = self._queue.now() - self.keep_seconds
         for file in self.table.files_before(before):
@@ -582,7 +590,7 @@ class Batches:
 
 
 def _take(lines: Iterator[_CheckedLine], most: int) -> list[_CheckedLine]:
-    """Return the next lines: not more than `most`, and not too many bytes."""
+    """Return the next lines: at most `most` lines, with at most `_SLICE_BYTES` plus one image."""
     taken: list[_CheckedLine] = []
     size = 0
     for line in islice(lines, most):
@@ -598,7 +606,7 @@ def _is_validating(batch: Batch) -> bool:
 
 
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield number and text of the lines that are not empty; a line beyond the limit is cut."""
+    """Yield the number and bytes of each line that is not empty; too long a line is cut."""
     source.seek(0)
     number = 0
     while text := source.readline(MAX_JSON_BYTES + 1):
@@ -612,10 +620,10 @@ def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_line(text: bytes) -> _Line:
-    """Return a line, whose body is not checked.
+    """Parse a line, without a check of the request in its body.
 
     Raises:
-        ApiError: It is too long, no JSON object, or has other keys.
+        ApiError: The line is too long, is not a JSON object, or has other keys.
     """
     if len(text) > MAX_JSON_BYTES:
         limit = MAX_JSON_BYTES
@@ -642,7 +650,7 @@ def _parse_line(text: bytes) -> _Line:
 
 
 def _custom_id_in(text: bytes) -> str | None:
-    """Return the `custom_id` of a line that has a fault, if it has one."""
+    """Return the `custom_id` of a faulty line; None if the line has none."""
     with suppress(ValueError, RecursionError):
         values = json.loads(text)
         if isinstance(values, dict) and isinstance(values.get("custom_id"), str):
@@ -651,7 +659,7 @@ def _custom_id_in(text: bytes) -> str | None:
 
 
 def _fault_of(error: SvdppError) -> ApiError:
-    """Return the fault of a line; an error of the server is raised."""
+    """Convert an error to a fault of a line; raise it instead if it is an error of the server."""
     fault = to_api_error(error)
     if fault.status >= 500:
         raise error

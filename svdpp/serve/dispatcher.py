@@ -1,4 +1,4 @@
-"""Dispatch of queued jobs to the ranks, and the record of their results."""
+"""Dispatcher that sends queued jobs to the ranks and records the jobs' results."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from svdpp.worker.messages import Event, ImageReady
 
 _T = TypeVar("_T")
 
-#: Attempts at one clip. An attempt is lost when ranks die during the clip.
+#: Maximum number of attempts at one clip. An attempt is lost when ranks die during the clip.
 MAX_ATTEMPTS = 2
 
 _RETRY_SECONDS = 1.0
-# Clips whose jobs are remembered, far more than the ranks have at once.
+# Number of clips whose jobs are remembered, far more than the ranks have at once.
 _MAX_RECENT_JOBS = 1000
-# Assumed time to prepare an image, until one is measured.
+# Assumed seconds per pixel to prepare an image, until a time is measured.
 _SECONDS_PER_PIXEL = 6e-8
 
 
 class Dispatcher:
-    """Dispatcher of jobs from the queue to the ranks, which also records their results.
+    """Dispatcher that claims jobs, submits them to the ranks, and records the jobs' results.
 
     Args:
         config: Resolved configuration of the pipeline.
         queue: Queue of the jobs.
         request_builder: Converter of jobs into requests.
-        on_changed: Callback that gets each job that has reached another state.
-        changed: Condition that is notified when there may be something to do.
-        seconds_left: Function that returns the seconds until the end of the grace; infinite while
-            the server is not closing.
+        on_changed: Function that gets each job after a change of its state.
+        changed: Condition that is notified when the dispatcher may have work.
+        seconds_left: Function that returns the seconds until the end of the grace period; infinity
+            while the server is not closing.
     """
 
     def __init__(
@@ -63,27 +63,27 @@ class Dispatcher:
         self._on_changed = on_changed
         self._changed = changed
         self._seconds_left = seconds_left
-        # Each rank has a clip, and the first rank of each replica has its next one at hand.
+        # One clip for each rank, and one more that waits at the first rank of each replica.
         self._max_running = config.world_size + config.parallel.data_parallel_size
         self._max_waiting = 2 * config.parallel.data_parallel_size
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
         self.recent_jobs: dict[int, Job] = {}
-        """Jobs of clips by their indices, also of those that have ended: ranks report late."""
+        """Jobs by the indices of their clips. Ended clips stay, because ranks report late."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
-        # Ids of jobs that this server has tried again because a file could not be read or written.
+        # Ids of jobs that this server has retried because a file could not be read or written.
         self._retried_files = deque[str](maxlen=_MAX_RECENT_JOBS)
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
         self.preparing: RunningClip | None = None
-        """Clip whose large image the ranks prepare, while others go first. None: there is none."""
+        """Clip whose large image the ranks prepare while they make other clips. None: none."""
         self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
         self.has_latents = True
-        """Whether there may be latent checkpoints, perhaps of finished clips."""
+        """Whether latent checkpoints may exist, perhaps of finished clips."""
         self.unavailable_reason = ""
-        """Reason why no clip is begun or taken, such as a full disk; empty if there is none."""
+        """Reason why no clip is begun or accepted, such as a full disk; empty if there is none."""
         self.num_completed = 0
         """Number of clips that the ranks have finished."""
 
@@ -96,13 +96,17 @@ class Dispatcher:
             self._changed.notify_all()
 
     def request_cancel(self, job_id: str) -> None:
-        """Ask the ranks to skip a job, which the queue has marked."""
+        """Ask the ranks to skip a job that is marked as cancelled in the queue."""
         with self._changed:
             self._to_cancel.add(job_id)
             self._changed.notify_all()
 
     def revoke(self, claims: Iterable[tuple[str, int]]) -> None:
-        """Stop the work of claims that have ended, by id and token; keep nothing of it."""
+        """Stop the work for claims that were lost, and discard its results.
+
+        Args:
+            claims: Job id and token of each lost claim.
+        """
         for id, token in claims:
             clip = self.get(id)
             if clip is not None and clip.job.fencing_token == token:
@@ -111,7 +115,7 @@ class Dispatcher:
                 self.request_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
-        """Pass the job as it is now to `on_changed`, and return it; None: it was removed."""
+        """Read a job from the queue, pass it to `on_changed`, and return it; None: it was removed."""
         job = self._queue.get(job_id)
         if job is not None:
             if job.state.is_final:
@@ -120,7 +124,7 @@ class Dispatcher:
         return job
 
     def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Take an event of `rank`: perhaps it has prepared an image."""
+        """Handle an event of a rank: note if the event is that an image is prepared."""
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
@@ -129,28 +133,28 @@ class Dispatcher:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of jobs that the pipeline can take."""
+        """Number of further jobs that the pipeline accepts."""
         num_waiting = sum(not clip.has_started for clip in self.clips())
         return max(0, min(self._max_running - len(self._clips), self._max_waiting - num_waiting))
 
     def clips(self) -> list[RunningClip]:
-        """Return the clips in the pipeline, in the order in which the ranks take them."""
+        """Return the clips in the pipeline, in the order in which the ranks begin them."""
         with self._changed:
             return list(self._clips.values())
 
     def get(self, job_id: str) -> RunningClip | None:
-        """Return the clip of a job that the ranks have, or whose image they prepare; else None."""
+        """Return the clip of a job if the ranks have it or prepare its image; else None."""
         preparing = self.preparing
         is_preparing = preparing is not None and preparing.job.id == job_id
         return preparing if is_preparing else self._clips.get(job_id)
 
     def steps_done(self, job_id: str) -> int:
-        """Return how many steps of a job are done; 0 if the ranks do not have it."""
+        """Return the number of finished steps of a job; 0 if the ranks do not have the job."""
         clip = self.get(job_id)
         return 0 if clip is None else clip.progress.steps_done
 
     def job_id_of(self, clip: int | None) -> str | None:
-        """Return the id of the job of a clip's index; None if it is unknown."""
+        """Return the id of the job whose clip has an index; None if the clip is unknown."""
         job = None if clip is None else self.recent_jobs.get(clip)
         return None if job is None else job.id
 
@@ -164,7 +168,7 @@ class Dispatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do at once."""
+        """Whether `run_once` has work now."""
         return bool(self._done or self._to_cancel) or self._can_claim
 
     @property
@@ -176,18 +180,18 @@ class Dispatcher:
             and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
             and self.num_free_slots > 0
-            # Otherwise this server could claim a revoked job again, and make its clip twice.
+            # Otherwise this server could claim a revoked job again, and make the clip twice.
             and not any(clip.is_revoked for clip in self.clips())
         )
 
     def reset(self) -> None:
-        """Begin with a new pipeline."""
+        """Forget the clips of the old pipeline, before a new pipeline starts."""
         self._next_clip = 0
         self.recent_jobs.clear()
         self.preparing = None
 
     def run_once(self, pipeline: Pipeline) -> None:
-        """Do what there is to do: record results, cancel, and give jobs to the pipeline."""
+        """Record results, forward cancels to the ranks, and submit claimed jobs to the pipeline."""
         self.record_results()
         self._forward_cancellations()
         self._check_storage()
@@ -206,13 +210,13 @@ class Dispatcher:
             self.has_latents = True
             self._start(pipeline, job)
         if self.has_latents and self._is_queue_empty and not self._clips:
-            # A server that is killed soon after a clip may leave a late checkpoint of it.
+            # A server that was killed soon after the end of a clip may have left a checkpoint.
             if not self._retry_while_unavailable(self._queue.has_unfinished):
                 self._request_builder.remove_all_latents()
             self.has_latents = False
 
     def _check_storage(self) -> None:
-        """Stop beginning clips without a queue or files, or on a full disk; log the change."""
+        """Set `unavailable_reason` from the queue and the disk, and log a change."""
         before, self.unavailable_reason = self.unavailable_reason, self._queue.unavailable_reason
         if self.unavailable_reason not in ("", before):
             logger.error("{}: no clip is begun or taken", self.unavailable_reason)
@@ -220,14 +224,14 @@ class Dispatcher:
             logger.warning("the data folder can be used again: clips are made")
 
     def _start(self, pipeline: Pipeline, job: Job) -> None:
-        """Give a job that was claimed to the ranks, perhaps after they have prepared its image."""
-        if (running := self.get(job.id)) is not None:  # of a claim that ended without being noticed
+        """Submit a claimed job to the ranks, or let the ranks prepare its large image first."""
+        if (running := self.get(job.id)) is not None:  # an earlier claim ended unnoticed
             self.revoke([(job.id, running.job.fencing_token)])
             self._requeue(job)
             return
         try:
             clip = self._request_builder(job)
-        except BackendUnavailableError:  # another server may reach it
+        except BackendUnavailableError:  # another server may reach the files
             self._requeue(job)
             self._check_storage()
             return
@@ -238,15 +242,18 @@ class Dispatcher:
             self._submit(pipeline, clip)
 
     def _start_preparing(self, pipeline: Pipeline, clip: RunningClip) -> bool:
-        """Whether the ranks prepare the clip's image, a large one, while other jobs go first."""
+        """Let the ranks prepare a clip's image if it is large; return whether they do.
+
+        Other jobs are submitted meanwhile.
+        """
         if self.preparing is not None or not clip.job.has_large_image or clip.request.done_steps:
             return False
         clip.ranks_left = self._num_encoders
         clip.prepared_at = time.monotonic() + self._seconds_per_pixel * clip.job.input_pixels
-        self.preparing = clip  # before the ranks can say that it is prepared
+        self.preparing = clip  # set before the ranks can report `ImageReady`
         try:
             pipeline.prepare_image(clip.request)
-        except SvdppError:  # so will `submit`
+        except SvdppError:  # `submit` will raise it again
             self.preparing = None
         return self.preparing is not None
 
@@ -270,13 +277,13 @@ class Dispatcher:
         self._retry_while_unavailable(lambda: self.notify(job.id))
 
     def _on_progress(self, clip: RunningClip) -> None:
-        """Called in the pipeline's thread."""
+        """Handle progress of a clip. The pipeline's thread calls this."""
         with self._changed:
             clip.progressed_at = time.monotonic()
             self._changed.notify_all()
 
     def _on_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
-        """Called in the pipeline's thread."""
+        """Handle the end of a clip. The pipeline's thread calls this."""
         with self._changed:
             self._done.append((job_id, handle, pipeline.run_error is not None))
             self._changed.notify_all()
@@ -288,13 +295,13 @@ class Dispatcher:
             clip = self.get(job_id)
             if clip is not None and clip is self.preparing:
                 self.preparing = None
-                self._is_queue_empty = False  # the next large one can be taken
+                self._is_queue_empty = False  # the next job with a large image can be claimed
                 self._record_cancelled(clip.job)
             elif clip is not None and clip.handle is not None:
                 clip.handle.cancel()
 
     def record_results(self) -> None:
-        """Record the outcomes of the clips that have left the pipeline."""
+        """Record the outcomes of the clips that the pipeline has finished, lost or dropped."""
         while self._done:
             self._record_result(*self._done[0])
             self._done.popleft()
@@ -307,7 +314,7 @@ class Dispatcher:
             self._record_cancelled(clip.job)
         except BaseException as error:
             if run_has_ended or isinstance(error, ClosedError):
-                return  # for `requeue_all`
+                return  # `requeue_all` handles this job
             self._record_failure(clip, error)
         else:
             self._record_completed(clip.job, result.metadata)
@@ -320,7 +327,7 @@ class Dispatcher:
 
     def _record_failure(self, clip: RunningClip, error: BaseException) -> None:
         if isinstance(error, InputError) and clip.request.done_steps:
-            # Perhaps its latent checkpoint does not fit: without it the clip starts again.
+            # The latent checkpoint may be the cause. It is removed, and the clip starts again.
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._request_builder.remove_latents(clip.job)
             self._requeue(clip.job)
@@ -328,13 +335,13 @@ class Dispatcher:
             self._fail_or_requeue(clip.job, error)
 
     def _fail_or_requeue(self, job: Job, error: BaseException) -> None:
-        """Record a failure, unless its cause may be that the files could not be reached."""
+        """Record a job's failure; requeue the job if the cause may be unreachable files."""
         if not self._queue.store.is_mounted:
             logger.warning("{} starts again once its files are there: {}", job.id, error)
             self._requeue(job)
             self._check_storage()
         elif isinstance(error, InputError | OutputError) and job.id not in self._retried_files:
-            # Its input was readable when it came: perhaps the files were away for a moment.
+            # The input could be read when it was uploaded, so the disk may have failed for a moment.
             logger.warning("{} starts again: {}", job.id, error)
             self._retried_files.append(job.id)
             self._requeue(job)
@@ -342,11 +349,12 @@ class Dispatcher:
             self._request_builder.remove_latents(job)
 
     def requeue_all(self, error: BaseException, blamed: set[str]) -> None:
-        """Put the clips of ended ranks back into the queue.
+        """Requeue the jobs of all clips in the pipeline, because its ranks have ended.
 
         Args:
-            error: Reason of their end.
-            blamed: Ids of the jobs during which ranks died: it counts as an attempt.
+            error: Reason for the end of the ranks.
+            blamed: Ids of jobs during which ranks died. For these jobs the claim counts as an
+                attempt.
         """
         message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
         hint, details = getattr(error, "hint", ""), getattr(error, "details", {})
@@ -358,7 +366,7 @@ class Dispatcher:
             elif self._record_failed(clip.job, RankError(message, hint, details=details)):
                 self._request_builder.remove_latents(clip.job)
             self._remove(clip.job.id)
-        # Claimed, but not yet submitted to the ranks.
+        # Jobs that were claimed, but not yet submitted to the ranks.
         for job in self._retry_while_unavailable(self._queue.claimed):
             self._requeue(job)
 
@@ -376,7 +384,8 @@ class Dispatcher:
             logger.warning("{} starts again: its file is missing", job.id)
             self._requeue(job)
             return
-        # If another server has the job, what is written here is a leftover.
+        # If another server has claimed the job, this change fails, and the clip's file is removed
+        # later.
         self._apply(job, lambda: self._queue.complete(job.id, metadata, job.fencing_token))
 
     def _record_failed(self, job: Job, error: BaseException) -> bool:
@@ -388,13 +397,13 @@ class Dispatcher:
         self._is_queue_empty = False
 
     def _apply(self, job: Job, change: Callable[[], bool]) -> bool:
-        """Change the state of a job, and report it; return whether this server had it."""
+        """Change the state of a job, and notify; return whether this server's claim was valid."""
         is_changed = self._retry_while_unavailable(change)
         self._retry_while_unavailable(lambda: self.notify(job.id))
         return is_changed
 
     def _retry_while_unavailable(self, change: Callable[[], _T]) -> _T:
-        """Query or change the queue, or put files, however long these are away or the disk full.
+        """Call a function for the queue or the files again and again until they are available.
 
         Raises:
             OutputError: The queue or the files are still unavailable after the grace period.

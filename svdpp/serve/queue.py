@@ -1,13 +1,14 @@
 """Queue of jobs: durable changes of a job's state, and queries.
 
-Every change names the states that it may start from, so a late one changes nothing. Owners take
-turns: next is the owner whose last job was taken longest ago. An owner's `turn` is 0 before the
-first job, and becomes the largest of all each time that one of its jobs is taken.
+Every change lists the states that a job may have before the change, so a late change has no effect.
+Owners take turns: the next job is from the owner whose last job was claimed longest ago. An owner's
+`turn` is 0 before its first job. With each claimed job, the owner's `turn` becomes the largest of
+all owners.
 
-A job in progress is claimed by one server. In a queue that servers share, a claim is a lease: it
-ends unless it is renewed, and then another server claims the job. Each claim increments the job's
-fencing token, and every change names the token of its claim. With a lease of 2 s, server A claims a
-job, renews the claim once, and hangs:
+A job in progress is claimed by one server. In a queue that servers share, a claim is a lease. If
+the server does not renew the lease, the claim ends, and another server can claim the job. Each
+claim increments the job's fencing token. Every change of a claimed job has to give the claim's
+token. In this example with a lease of 2 s, server A claims a job, renews the claim once, and hangs:
 
      time  call                     row: state, token, server     effect
     0.1 s  A: claim()               in_progress  1  A             A writes ID-1.mp4
@@ -59,20 +60,20 @@ if TYPE_CHECKING:
 
     DatabaseConnection = sqlite3.Connection | Connection
 
-#: Seconds that one step of priority is worth. A waiting job passes every job that was requested
-#: this much later for each step of priority between them, so none waits for ever.
+#: Seconds of waiting that equal one step of priority. A waiting job goes before a job of higher
+#: priority that was requested this much later for each step of difference. So no job waits forever.
 AGEING_SECONDS = 600.0
 
-#: The claims of one job that may end because nobody renews them; with the last one it has failed.
+#: Number of a job's claims that may expire without a renewal. With the last of them the job fails.
 MAX_EXPIRED_LEASES = 5
 
 # Limits on the incompatible jobs that one claim skips, and on those that a server remembers.
 _MAX_TRIES, _MAX_INCOMPATIBLE = 20, 1000
 # Expired claims that one call requeues. The limit keeps this server's own renewals on time.
 _MAX_REQUEUED = 100
-#: Notification of a new job. Any other notification is the id of a job to cancel.
+#: Text of the notification of a new job. Any other text is the id of a job to cancel.
 QUEUED = "queued"
-# Seconds for which a silent server stays in the list.
+# Seconds after a server's last sign of life for which it stays in the list of servers.
 _SERVER_RETENTION_SECONDS = 86400
 
 
@@ -92,8 +93,9 @@ _FINAL = _state_in(state for state in JobState if state.is_final)
 
 _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
 _MODEL_KEY = "coalesce(nullif(weights, ''), model)"
-# The first job of each owner, by an index: the time does not grow with the queue. The state is
-# compared again after PostgreSQL has locked the row: the job may have been cancelled meanwhile.
+# Finds the first job of each owner by an index, so that the time does not grow with the queue. The
+# state is compared again after PostgreSQL has locked the row, because the job may have been
+# cancelled meanwhile.
 _NEXT = """
     WITH firsts AS MATERIALIZED (SELECT owner AS whose, (
         SELECT seq FROM jobs WHERE jobs.owner = owners.owner
@@ -113,7 +115,7 @@ INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 _EXPIRED = "coalesce(lease_until, 0) <= clock()"
-# Whether this expired claim is the last one that the job is allowed; the job then fails.
+# Condition for an expired claim that is the last allowed one. The job then fails.
 _IS_LAST = f"lost + {{lost}} >= {MAX_EXPIRED_LEASES}"
 _REQUEUE = f"""
 UPDATE jobs SET
@@ -132,7 +134,7 @@ _TOO_MANY_EXPIRED = RankError(
     "their logs say why; request it again if the clip is not what ended them",
     details={"lost_claims": MAX_EXPIRED_LEASES},
 )
-# One statement each, because every server runs them every few seconds.
+# Each renewal is one statement, because every server renews its claims every few seconds.
 _RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = claims.step
 FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)
@@ -145,7 +147,7 @@ INSERT INTO servers VALUES (?, ?, clock())
 ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
 """
 _RESTORE_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
-# The first jobs of all owners in the order of their turns, then the second jobs, and so on.
+# Lists the first jobs of all owners in the order of the owners' turns, then the second jobs, etc.
 _ROUND_ROBIN = """
 SELECT id, sampling FROM (
     SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
@@ -154,7 +156,7 @@ SELECT id, sampling FROM (
     WHERE state = 'queued' AND {} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
 ) AS waiting ORDER BY place, turn, first_due, first_seq
 """
-# The webhook is due again later, in case its server is killed before `set_callback`.
+# The webhook becomes due again later, in case the server is killed before it calls `set_callback`.
 _CLAIM_CALLBACK = f"""
 UPDATE jobs SET callback_due = clock() + ?, callback_attempts = callback_attempts + 1
 WHERE callback_due <= clock() AND id = (
@@ -169,31 +171,31 @@ WHERE id = ? AND callback_attempts = ? RETURNING id
 
 
 class QueueFullError(SvdppError):
-    """Refusal of a job, because the queue or one owner's share of it is full.
+    """Error for a job that is rejected because the queue, or an owner's share of the queue, is full.
 
-    Its details are `open` and `limit`, and `owner` if the limit is the owner's.
+    Its `details` are `open` and `limit`, and `owner` if the limit is that of an owner.
     """
 
 
 class _IncompatibleJobError(Exception):
-    """Job that this server's ranks cannot make; the argument is the `sampling` of its row."""
+    """Error for a job that this server's ranks cannot make; its argument is the row's `sampling`."""
 
 
 class JobQueue:
-    """Jobs of a server. Any thread may call any method; each change is durable before it returns.
+    """Queue of jobs. Any thread may call any method; each change is durable when its method returns.
 
-    Every method but `close` raises OutputError if the queue cannot be used. It raises the subclass
-    BackendUnavailableError if the queue does not answer; whether the change was made is then
-    unknown.
+    Every method except `close` raises OutputError if the queue cannot be used. If the database does
+    not answer, the error is the subclass BackendUnavailableError, and it is unknown whether the
+    change was made.
 
     The jobs of one owner are ordered by `created_at - priority * AGEING_SECONDS`.
 
     Args:
-        folder: Data folder: it has the queue and all files, unless `url` and `store` are given.
-        adopts: Whether to take a folder or database that has files of another queue.
+        folder: Data folder. It has the queue unless `url` is given, and the files unless `store` is.
+        adopts: Whether to use a folder or database even if its files belong to another queue.
         url: URL of a PostgreSQL database that servers share. None: a SQLite file in the folder.
-        store: Store of the files. None: the folder.
-        lease_seconds: Seconds after which a claim ends unless it is renewed; only with `url`.
+        store: Store of the files. None: the files are in the folder.
+        lease_seconds: Seconds without a renewal after which a claim ends; only with `url`.
     """
 
     def __init__(
@@ -206,9 +208,9 @@ class JobQueue:
         lease_seconds: float = 30.0,
     ) -> None:
         self.store = store or FileStore(folder)
-        """Files of the jobs."""
+        """Store of the jobs' files."""
         self.backend: SqliteBackend | PostgresBackend
-        """Database that has the rows."""
+        """Database with the rows of the jobs."""
         if url is None:
             self.backend = SqliteBackend(folder, adopts=adopts)
             self.store.bind_to_file(lambda: self.backend.is_there)
@@ -219,30 +221,30 @@ class JobQueue:
 
             self.backend = PostgresBackend(url, self.store, adopts=adopts)
         self.is_shared = url is not None
-        """Whether other servers may take its jobs, too."""
+        """Whether other servers may also claim jobs of this queue."""
         self.lease_seconds = lease_seconds if self.is_shared else 0.0
         self.server = secrets.token_hex(8)
         """Random id of this server."""
         self.model_key: str | None = None
-        """Key of the jobs that this server takes (`Job.model_key`). None: it takes all."""
+        """`Job.model_key` of the jobs that this server may claim. None: it may claim all jobs."""
         self.incompatible_reason: Callable[[Job], str | None] = lambda _: None
-        """Reason why the ranks cannot make a job with these parameters. None: they can."""
-        # Ids and tokens of this server's open claims, except those that it is ending now.
+        """Function that returns why the ranks cannot make a job; None: they can."""
+        # Job ids and tokens of this server's open claims, except claims that it is ending now.
         self._claims: set[tuple[str, int]] = set()
-        # Values of `sampling` in rows that this server's ranks cannot make.
+        # Values of the column `sampling` with which this server's ranks cannot make a job.
         self._incompatible = deque[str](maxlen=_MAX_INCOMPATIBLE)
-        # Ids of rows that a newer svdpp has written.
+        # Ids of jobs that a newer svdpp has stored and this svdpp cannot read.
         self._unreadable = deque[str](maxlen=_MAX_INCOMPATIBLE)
-        # Ids of the clips that threads of this server have locked: an advisory lock of PostgreSQL
-        # does not exclude the threads of one session.
+        # Ids of clips that threads of this server have locked. An advisory lock of PostgreSQL alone
+        # does not exclude other threads of the same session.
         self._locked_clips = set[str]()
         self._clips_lock = threading.Lock()
 
     def _check_rows(self) -> None:
-        """Refuse a folder whose clips have lost their rows, as when SQLite's log was lost.
+        """Check that the folder has no clips without rows, as after the loss of SQLite's log.
 
         Raises:
-            RequestError: The folder has clips, and the queue has no job.
+            RequestError: The folder has clips although the queue has no jobs.
         """
         clips = [] if self.clips() else self.store.clips()
         if clips:
@@ -261,9 +263,9 @@ class JobQueue:
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why clips can be neither stored nor begun; empty: they can.
+        """Reason why clips can be neither stored nor begun; empty if they can.
 
-        A store that does not answer is not a reason here: see `store.unavailable_reason`.
+        This is not about a store that does not answer; see `store.unavailable_reason`.
         """
         if not self.backend.is_there:
             return "the queue was removed or replaced"
@@ -272,9 +274,9 @@ class JobQueue:
         return "the disk is nearly full" if self.store.is_disk_low else ""
 
     def now(self) -> float:
-        """Return the unix time by which the queue measures all ages.
+        """Return the unix time of the queue's clock, from which all ages are computed.
 
-        In a shared queue it is the database's; a machine's own clock may be days off.
+        A shared queue uses the clock of the database, because a server's clock may be days off.
         """
         return self.backend.now()
 
@@ -282,13 +284,14 @@ class JobQueue:
         """Check that this machine's clock agrees with the queue's.
 
         Raises:
-            ClockError: The clocks differ. Nothing may be deleted by its age until they agree again.
+            ClockError: The clocks differ. Until they agree again, ages are unknown, and nothing may
+                be deleted because of its age.
         """
         check_skew(self.backend.skew(), self.backend.clock_name)
 
     @property
     def num_unreadable(self) -> int:
-        """Number of jobs that this svdpp has skipped because a newer one has written them."""
+        """Number of skipped jobs that a newer svdpp has stored and this svdpp cannot read."""
         return len(self._unreadable)
 
     def _skip_unreadable(self, error: UnreadableJobError) -> None:
@@ -309,9 +312,9 @@ class JobQueue:
 
     @property
     def _runnable(self) -> tuple[str, list[str]]:
-        """SQL condition of the jobs that this server can make, and its values.
+        """Return the SQL condition for jobs that this server can make, and the condition's values.
 
-        Other jobs keep their places, and wait for a server that can make them.
+        Other jobs stay in the queue until a server claims them that can make them.
         """
         incompatible = set(self._incompatible.copy())
         runnable = "true" if self.model_key is None else f"{_MODEL_KEY} = ?"
@@ -320,7 +323,7 @@ class JobQueue:
 
     @property
     def _open(self) -> tuple[str, list[str]]:
-        """SQL condition of the jobs in progress or waiting for this server, and its values."""
+        """Return the SQL condition for jobs in progress or waiting for this server, with values."""
         runnable, values = self._runnable
         return f"(state = 'in_progress' OR state = 'queued' AND {runnable})", values
 
@@ -334,19 +337,19 @@ class JobQueue:
         *,
         until: float = math.inf,
     ) -> Job:
-        """Store a new job, or return the one that the same request has created before.
+        """Store a new job, or return the job that an equal earlier request created.
 
         Args:
-            job: The new job.
-            max_open: Number of jobs that may be open in the whole queue. None: no limit.
-            max_open_of_owner: Number of open jobs of its owner. None: no limit.
-            until: Seconds by `clock.uptime` after which the job is refused, because other servers
-                may have removed its image.
+            job: New job.
+            max_open: Maximum number of open jobs in the queue. None: no limit.
+            max_open_of_owner: Maximum number of open jobs of the job's owner. None: no limit.
+            until: Time in seconds of `clock.uptime` after which the job is rejected, because other
+                servers may have removed the job's image.
 
         Raises:
             QueueFullError: A limit is reached.
             RequestError: The idempotency key was used for another request.
-            UnreadableJobError: A newer svdpp has stored the job of that idempotency key.
+            UnreadableJobError: A newer svdpp has stored the job with the idempotency key.
             OutputError: The time is later than `until`, or the queue cannot be used.
         """
         find_existing = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
@@ -372,7 +375,8 @@ class JobQueue:
         is_open, values = self._open
         query = f"SELECT owner, count(*), count(batch_id) FROM jobs WHERE {is_open} GROUP BY owner"
         rows = connection.execute(query, values).fetchall()
-        # Lines of batches have a limit of their own, so that a batch fills the queue for nobody.
+        # Lines of batches do not count here. They have their own limit, so that a large batch does
+        # not fill the queue for other requests.
         total = sum(number - of_batches for _, number, of_batches in rows)
         owner_open = {name: number for name, number, _ in rows}.get(owner, 0)
         if limit is not None and total >= limit:
@@ -385,10 +389,10 @@ class JobQueue:
         """Claim the next job that this server can make: QUEUED to IN_PROGRESS.
 
         Args:
-            large: Whether to take jobs with large images, too.
+            large: Whether jobs with large images may be claimed too.
 
         Returns:
-            The job with the token of this claim; None if there is none.
+            Job with the token of this claim; None if no such job waits.
         """
         for _ in range(_MAX_TRIES):
             runnable, values = self._runnable
@@ -420,22 +424,22 @@ class JobQueue:
         self._claims.add((job.id, job.fencing_token))
         return job
 
-    # Each end of a claim names the claim's `token`. So a server that has lost a claim changes
-    # nothing, even if it has claimed the same job again since.
+    # Each method that ends a claim gets the claim's `token`. So a server that has lost a claim
+    # changes nothing, even if the server has claimed the same job again since.
 
     def requeue(
         self, id: str, token: int = 0, *, counts: bool = False, is_expired: bool = False
     ) -> bool:
-        """Put a claimed job back: IN_PROGRESS to QUEUED, at its old place.
+        """Put a claimed job back into the queue, at its old position: IN_PROGRESS to QUEUED.
 
-        The job becomes CANCELLED if a client asked for that, and FAILED with the last expired claim
-        that it is allowed.
+        The job becomes CANCELLED instead if a client has cancelled it, and FAILED if this was the
+        job's last allowed expired claim.
 
         Args:
             id: Id of the job.
-            token: Token of the claim; with another one, nothing changes.
-            counts: Whether this counts as an attempt, because ranks died during the claim.
-            is_expired: Whether to requeue only an expired claim; nothing changes if it was renewed.
+            token: Token of the claim. If the job has another token, nothing changes.
+            counts: Whether the claim counts as an attempt, because ranks died during the claim.
+            is_expired: Whether nothing changes if the claim has been renewed.
 
         Returns:
             Whether the job was changed.
@@ -453,22 +457,22 @@ class JobQueue:
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
-        """Complete a claimed job with the clip's JSON; return whether this claim still had it."""
+        """Set a claimed job to COMPLETED with the clip's JSON; return whether the claim was valid."""
         return self._finish(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
     def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
-        """Fail a claimed job with an error; return whether this claim still had it."""
+        """Set a claimed job to FAILED with an error; return whether the claim was still valid."""
         return self._finish(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
 
     def cancel_waiting(self, id: str) -> bool:
-        """Cancel a job that is queued; return whether it was."""
+        """Cancel a queued job; return whether the job was queued."""
         return self._update(id, [JobState.QUEUED], state=JobState.CANCELLED)
 
     def request_cancel(self, id: str, *, removes: bool = False) -> bool:
-        """Mark a job in progress to be cancelled, also for the next start of the server.
+        """Mark a job in progress as to be cancelled. The mark survives a restart of the server.
 
         Args:
-            id: Id of the job, whose state does not change.
+            id: Id of the job. The job's state does not change yet.
             removes: Whether the job is also hidden from its owner, and removed once it has ended.
 
         Returns:
@@ -487,20 +491,21 @@ class JobQueue:
         return self._ids(f"remove_asked AND {_FINAL} ORDER BY seq")
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
-        """Cancel a claimed job that the ranks have dropped; return whether this claim had it."""
+        """Set a job that the ranks dropped to CANCELLED; return whether the claim was still valid."""
         return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
         self, id: str, proof: VerificationStatus, reason: str | None = None
     ) -> bool:
-        """Set the proof of a completed job, and its reason; return whether there is such a job."""
+        """Set a completed job's verification status, with a reason; return whether the job exists."""
         return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
     @contextlib.contextmanager
     def lock_clip(self, id: str) -> Iterator[bool]:
         """Lock a finished clip during the block, unless another thread or server has locked it.
 
-        The verification of a clip and its removal by age lock it. The death of a server unlocks it.
+        A server locks a clip to verify it, or to remove it because of its age. If a server dies,
+        its locks end.
 
         Args:
             id: Id of the job.
@@ -521,13 +526,16 @@ class JobQueue:
             self._locked_clips.discard(id)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Set the ETA in seconds that the client was given; return whether there is such a job."""
+        """Store the ETA in seconds that was promised to the client; return whether the job exists."""
         return self._update(id, JobState, promised_seconds=seconds)
 
     def claim_callback(self, seconds: float) -> Job | None:
-        """Return the next job whose webhook is due, and make it due again after so many seconds.
+        """Return the next job whose webhook is due; None if no webhook is due.
 
-        Rows that this svdpp cannot read stay as they are. None: nothing is due.
+        Rows that this svdpp cannot read do not change.
+
+        Args:
+            seconds: Seconds until the webhook is due again, unless `set_callback` is called before.
         """
         for _ in range(_MAX_TRIES):
             skipped = list(self._unreadable)
@@ -537,56 +545,56 @@ class JobQueue:
                     change = _CLAIM_CALLBACK.format(others=others)
                     rows = connection.execute(change, (seconds, *skipped)).fetchall()
                     return job_from_row(rows[0]) if rows else None
-            except UnreadableJobError as error:  # the row is as before
+            except UnreadableJobError as error:  # the row did not change
                 self._skip_unreadable(error)
         return None
 
     def set_callback(self, job: Job, seconds: float | None, error: str | None) -> bool:
-        """Store the outcome of a try to send a webhook.
+        """Store the outcome of an attempt to send a webhook.
 
         Args:
-            job: The job as `claim_callback` returned it.
-            seconds: Time until the next try. None: there is none.
-            error: Reason of the failure. None: it was delivered.
+            job: Job as `claim_callback` returned it.
+            seconds: Seconds until the next attempt. None: there is no further attempt.
+            error: Reason of the failure. None: the webhook was delivered.
 
         Returns:
-            Whether it was stored; False once a later try has begun.
+            Whether the outcome was stored; False if a later attempt has begun.
         """
         values = seconds, error, job.id, job.callback_attempts
         return bool(self._fetch_changed(_SET_CALLBACK, *values))
 
     def remove(self, id: str) -> bool:
-        """Remove the row of a job in a final state; return whether there was one.
+        """Remove the row of a job in a final state; return whether the row existed.
 
-        `retention.remove_job` also removes its files.
+        The job's files stay; `retention.remove_job` removes the files and the row.
         """
         return bool(
             self._fetch_changed(f"DELETE FROM jobs WHERE id = ? AND {_FINAL} RETURNING id", id)
         )
 
     def requeue_expired(self) -> list[Job]:
-        """Requeue the jobs in progress whose claims have expired; return them as they are now.
+        """Requeue the jobs in progress whose claims have expired; return these jobs.
 
-        In a queue that is not shared, an earlier server has left them.
+        In a queue that is not shared, these are the jobs that an earlier server process left.
         """
         most = f"LIMIT {_MAX_REQUEUED}" if self.is_shared else ""
         ended = self.backend.fetch_all(
             f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED} "
             f"ORDER BY started_at, turn, seq {most}"
         )
-        # Its server may have renewed it since.
+        # `is_expired`, because the claim's server may have renewed the claim since the query.
         ids = [id for id, token in ended if self.requeue(id, token, is_expired=True)]
         return [job for id in ids if (job := self.get(id)) is not None]
 
     def _finish(self, id: str, token: int, state: JobState, **values: Any) -> bool:
-        """End a job in progress that this server has claimed; return whether it has."""
-        self._claims.discard((id, token))  # before it ends: a renewal must not take it for lost
+        """Set a job of this server's claim to a final state; return whether the claim was valid."""
+        self._claims.discard((id, token))  # first, so that `renew` does not report it as lost
         return self._update(id, [JobState.IN_PROGRESS], token, state=state, **values)
 
     def _update(
         self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
     ) -> bool:
-        """Set columns of a row if its state is one of `states`, and its token `token`."""
+        """Set columns of a job's row if the job has one of the states, and the token if given."""
         columns = ", ".join(f"{name} = ?" for name in values)
         if (state := values.get("state")) is not None and JobState(state).is_final:
             columns += f", finished_at = {_END}"
@@ -602,38 +610,39 @@ class JobQueue:
     # --- a queue that servers share ---------------------------------------------------------------
 
     def renew(self, step_of: Callable[[str], int]) -> tuple[list[tuple[str, int]], list[str]]:
-        """Renew this server's claims, and store the steps that are done of each.
+        """Renew this server's claims, and store each job's number of finished steps.
 
         Args:
-            step_of: Function that returns the number of finished steps of a job, by its id.
+            step_of: Function that returns the number of finished steps of the job with an id.
 
         Returns:
-            Ids and tokens of the claims that are lost, and ids of the jobs to cancel.
+            Job ids and tokens of claims that were lost, and ids of jobs to cancel.
         """
         claims = list(self._claims)
         if not claims:
             return [], []
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
         rows = self.backend.fetch_all(_RENEW, self.lease_seconds, *map(list, columns))
-        # Only after the query: if the database fails, the next call finds them again.
+        # Removed only after the query. If the query fails, the next call finds these claims again.
         unrenewed = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
         self._claims -= unrenewed
         return list(unrenewed), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
-        """Requeue all claims of this server and remove it from the list, at its end."""
-        for job in self.claimed():  # also claims whose answers were lost with a connection
+        """Requeue the jobs of all claims, and remove this server from the list of servers."""
+        for job in self.claimed():  # includes claims whose reply was lost with a connection
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
     def register(self, description: Mapping[str, Any]) -> None:
-        """Store the description of this server, JSON values, and the time at which it was alive."""
+        """Store a description of this server, as JSON values, with the time of this call."""
         self.backend.fetch_all(
             _REGISTER, _SERVER_RETENTION_SECONDS, self.server, json.dumps(description)
         )
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return the description of each server, with its `id` and `seen_seconds`."""
+        """Return each server's description, with its `id` and `seen_seconds`, the age of the
+        description."""
         rows = self.backend.fetch_all(
             "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"
         )
@@ -643,18 +652,18 @@ class JobQueue:
         ]
 
     def notify(self, connection: DatabaseConnection, payload: str) -> None:
-        """Notify all servers, if the transaction succeeds."""
+        """Send a notification to all servers when the transaction succeeds."""
         if self.is_shared:
             connection.execute("SELECT pg_notify('svdpp', ?)", (payload,))
 
     # --- reads ------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Job | None:
-        """Return the job of that id, in any state; None: there is none, or `is_unreadable`."""
+        """Return the job with an id; None: no such job exists, or a newer svdpp has stored it."""
         return next(iter(self._jobs("WHERE id = ?", id)), None)
 
     def is_unreadable(self, id: str, owner: str) -> bool:
-        """Whether there is a job of that id and owner that only a newer svdpp can read."""
+        """Whether the owner has a job with this id that only a newer svdpp can read."""
         query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
         rows = self.backend.fetch_all(query, id, owner)
         return bool(rows) and not list(self._read(rows))
@@ -669,9 +678,15 @@ class JobQueue:
         states: Sequence[JobState] = (),
         batch_id: str | None = None,
     ) -> list[Job]:
-        """Return jobs by the time of request: of one owner, in some states, after the job of an id.
+        """Return jobs of an owner, ordered by the time of request. Removed jobs are left out.
 
-        Only those of a batch, if its id is given. Jobs that their owner has removed are left out.
+        Args:
+            owner: Owner of the jobs.
+            limit: Maximum number of jobs.
+            after: Id of the job that the page follows; None: the first page.
+            order: `desc`: the newest job first; `asc`: the oldest first.
+            states: States of the jobs; empty: all states.
+            batch_id: Id of the jobs' batch; None: jobs in and outside of batches.
         """
         states_are = _state_in(states) if states else "true"
         where, values = f"owner = ? AND NOT remove_asked AND {states_are}", [owner]
@@ -685,7 +700,8 @@ class JobQueue:
         found: list[Job] = []
         query = f"SELECT {_COLUMNS} FROM jobs WHERE {where} ORDER BY seq {order} LIMIT ? OFFSET ?"
         offset = 0
-        # Unreadable rows must not make a page shorter, because a short page is the last one.
+        # Unreadable rows are replaced by further rows, because clients take a short page for the
+        # last one.
         while len(found) < limit:
             rows = self.backend.fetch_all(query, *values, limit, offset)
             found += self._read(rows)
@@ -695,7 +711,7 @@ class JobQueue:
         return found[:limit]
 
     def completed_ids(self, owner: str, limit: int) -> list[str]:
-        """Return the ids of an owner's finished clips, at most `limit`, by the time of request."""
+        """Return the ids of an owner's completed jobs, at most `limit`, by the time of request."""
         query = (
             "SELECT id FROM jobs WHERE owner = ? AND state = 'completed' AND NOT remove_asked "
             "ORDER BY seq LIMIT ?"
@@ -703,11 +719,11 @@ class JobQueue:
         return [id for (id,) in self.backend.fetch_all(query, owner, limit)]
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
-        """Return id and parameters of the jobs that wait for this server, in their order."""
+        """Return the id and sampling parameters of each job that this server may claim, in order."""
         runnable, values = self._runnable
         waiting = []
         for id, text in self.backend.fetch_all(_ROUND_ROBIN.format(runnable), *values):
-            with contextlib.suppress(ValueError, TypeError, LookupError):  # `claim` counts it
+            with contextlib.suppress(ValueError, TypeError, LookupError):  # `claim` counts unreadable rows
                 waiting.append((id, sampling_of(text)))
         return waiting
 
@@ -716,17 +732,17 @@ class JobQueue:
         return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
 
     def claimed(self) -> list[Job]:
-        """Return the jobs in progress that this server has claimed, in that order."""
+        """Return the jobs in progress that this server has claimed, in the order of the claims."""
         tail = "WHERE state = 'in_progress' AND server = ? ORDER BY started_at, turn, seq"
         return self._jobs(tail, self.server)
 
     def has_unfinished(self) -> bool:
-        """Whether a job has not ended, perhaps one that this server cannot make."""
+        """Whether any job has not ended, including jobs that this server cannot make."""
         unfinished = _state_in(state for state in JobState if not state.is_final)
         return bool(self.backend.fetch_all(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
 
     def counts(self) -> dict[JobState, int]:
-        """Return the number of jobs by state, without queued ones that this server cannot make."""
+        """Return the number of jobs by state, without queued jobs that this server cannot make."""
         runnable, values = self._runnable
         query = (
             f"SELECT state, count(*) FROM jobs WHERE state != 'queued' OR {runnable} GROUP BY state"
@@ -735,7 +751,7 @@ class JobQueue:
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
-        """Return the number of jobs in progress, and queued ones that this server can make.
+        """Return the number of jobs in progress plus queued jobs that this server can make.
 
         Lines of batches do not count.
         """
@@ -744,20 +760,23 @@ class JobQueue:
         return int(self.backend.fetch_all(query, *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
-        """Return the unix time of the oldest request that waits for this server; None: none."""
+        """Return the unix time of the oldest request that this server may claim; None: none waits."""
         runnable, values = self._runnable
         query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {runnable}"
         ((oldest,),) = self.backend.fetch_all(query, *values)
         return None if oldest is None else float(oldest)
 
     def pending_verifications(self) -> dict[str, str]:
-        """Return the owners of the jobs whose proof is `running`, by id, the oldest job first."""
+        """Return the owner of each job whose verification was requested or runs, by the job's id.
+
+        The oldest job is the first.
+        """
         condition, values = self._verifiable
         query = f"SELECT id, owner FROM jobs WHERE {condition} AND proof = 'running' ORDER BY seq"
         return dict(self.backend.fetch_all(query, *values))
 
     def unverified(self) -> list[str]:
-        """Return the ids of the completed clips with files that are not verified, newest first."""
+        """Return the ids of completed jobs that have a file and no verification, newest first."""
         has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
         condition, values = self._verifiable
         unverified = f"{condition} AND state = 'completed' AND proof = 'none' AND {has_file}"
@@ -765,15 +784,16 @@ class JobQueue:
 
     @property
     def _verifiable(self) -> tuple[str, list[str]]:
-        """SQL condition of the jobs that this server can verify, and its values."""
+        """Return the SQL condition for jobs that this server can verify, with its values."""
         if not self.is_shared or self.model_key is None:
             return "true", []
         return f"{_MODEL_KEY} = ?", [self.model_key]
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
-        """Return the unix times at which jobs ended, by id, the first one first.
+        """Return the unix time of each ended job's end, by id, the earliest first.
 
-        Only those that ended before a unix time.
+        Args:
+            before: Unix time; jobs that ended later are left out.
         """
         where = f"{_FINAL} AND finished_at < ? ORDER BY finished_at, seq"
         return dict(
@@ -781,7 +801,7 @@ class JobQueue:
         )
 
     def clips(self) -> dict[str, int | None]:
-        """Return the token of the claim that made each job's clip, by id; None: it has no clip."""
+        """Return for each job, by id, the token of the claim that made the clip; None: no clip."""
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
         return dict(self.backend.fetch_all(f"SELECT id, {token} FROM jobs"))
 
@@ -799,7 +819,7 @@ def _placeholders(values: Iterable[Any]) -> str:
 
 
 def insert_job(connection: DatabaseConnection, job: Job) -> None:
-    """Insert the row of a new job, within a transaction."""
+    """Insert the row of a new job within an open transaction."""
     values = {**job_to_row(job), "due": job.created_at - job.priority * AGEING_SECONDS}
     query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_placeholders(values)})"
     connection.execute(query, tuple(values.values()))
@@ -807,7 +827,7 @@ def insert_job(connection: DatabaseConnection, job: Job) -> None:
 
 
 def _same_request(existing: Job, job: Job) -> Job:
-    """Return the existing job if the new one requests the same clip.
+    """Return the existing job with an idempotency key, if a new job with it requests the same clip.
 
     Raises:
         RequestError: The new job requests another clip.

@@ -1,7 +1,8 @@
-"""Retention: removes jobs by age and size, and files that no job needs.
+"""Retention: removes jobs by age and total size, and files that no job needs.
 
-The files of a job go before its row. If the server is killed in between, the row is still there to
-be removed again; so what has no row was never meant to go, and is kept.
+The files of a job are removed before the row. If the server is killed in between, the row remains,
+and the job is removed again later. So a clip without a row is never a half removed one. A missing
+row means that a part of the queue was lost, and the clip is kept.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ from svdpp.serve.sqlite import LOST_AND_FOUND
 from svdpp.serve.store import FILE_NAME, VIDEO_ID
 
 _LATENT = re.compile(r"latents/[^.]")
-#: Seconds between two looks for leftovers. A request that takes longer is refused.
+#: Seconds between two searches for files that no job needs. A longer request is rejected.
 ORPHAN_SCAN_SECONDS = 3600.0
-# Clips that wait or run for longer may have to begin again.
+# Seconds after which latent checkpoints are removed. A clip that takes longer may have to restart.
 _LATENTS_SECONDS = 7 * 86400.0
 
-#: Files of one look for leftovers: name, bytes and unix time.
+#: Files that one search found, each with name, size in bytes and unix time.
 FileSnapshot = set[tuple[str, tuple[int, float]]]
 
 
 def enforce_retention(
     queue: JobQueue, now: float, max_age_seconds: float | None, max_bytes: int | None
 ) -> list[str]:
-    """Remove jobs in final states, the first to finish first; return the ids of the removed.
+    """Remove jobs in final states that exceed the limits, oldest first; return the removed ids.
 
-    A clip that a server compares with one device at this moment stays until a later call. One whose
-    verification was requested and has not begun goes: it may never begin.
+    A clip that a server is verifying now stays until a later call. A clip whose verification was
+    requested but has not begun is removed, because the verification may never begin.
 
     Args:
-        queue: Rows and files of the jobs.
-        now: Unix time by the queue's clock.
-        max_age_seconds: Seconds since the final state; None: no limit.
-        max_bytes: Size of all jobs together, also of open ones; None: no limit.
+        queue: Queue with the rows and files of the jobs.
+        now: Unix time of the queue's clock.
+        max_age_seconds: Maximum seconds since the job reached its final state; None: no limit.
+        max_bytes: Maximum bytes of the files of all jobs, including open jobs; None: no limit.
 
     Raises:
-        ClockError: The machine's clock and the queue's differ: nothing is removed.
-        StorageUnavailableError: The files cannot be reached: no further job is removed.
+        ClockError: The machine's clock and the queue's clock differ. Nothing is removed.
+        StorageUnavailableError: The files cannot be reached. No further job is removed.
     """
     queue.check_clock()
     sizes = Counter[str]() if max_bytes is None else _bytes_by_job(queue)
@@ -67,22 +68,23 @@ def enforce_retention(
 
 
 def remove_job(queue: JobQueue, id: str) -> bool:
-    """Remove a job in a final state, files and row; return False if there is no such job.
+    """Remove the files and the row of a job in a final state; return False if no such job exists.
 
     Raises:
-        StorageUnavailableError: The files cannot be reached; the row stays, so that they go later.
+        StorageUnavailableError: The files cannot be reached. The row stays, so that a later call
+            can remove the files.
     """
     job = queue.get(id)
     if job is None or not job.state.is_final:
         return False
     store, folder = queue.store, queue.store.folder
-    # Also the clips of servers that have lost it.
+    # Claims that were lost may also have written a clip, so the files of all tokens are removed.
     tokens = range(min(job.fencing_token, 1), job.fencing_token + 1)
     clips = [replace(job, fencing_token=token).clip_path(folder) for token in tokens]
     with store.errors():
         for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.upload_paths(folder)):
             store.remove(path)
-    store.check()  # a file is missing also where the disk has gone meanwhile
+    store.check()  # a file may be missing because its disk is
     if is_removed := queue.remove(id):
         logger.info("{} is removed", id)
     return is_removed
@@ -99,27 +101,38 @@ def _bytes_by_job(queue: JobQueue) -> Counter[str]:
 def remove_orphans(
     queue: JobQueue, before: FileSnapshot, in_use: Collection[str] = ()
 ) -> FileSnapshot:
-    """Remove what no job needs, and no job did at the look before; return what this look sees.
+    """Remove files that no job needs, if the previous search found the same files too.
 
-    That is what servers that do not live any more have left: images of requests that have stored no
-    job, clips that are not of their job's last claim, unfinished files. What is unchanged since the
-    look before, `ORPHAN_SCAN_SECONDS` ago, is not of a request or of a rank that is at work; so no
-    clocks are compared. With a store, copies that were not used since then go as well, but not
-    those of the jobs `in_use` by this server.
+    Servers that were killed leave such files: images of requests without a job, clips from an
+    earlier claim than the job's last one, and unfinished files. A file that has not changed since
+    the previous search, `ORPHAN_SCAN_SECONDS` ago, does not belong to a request or rank that is
+    still at work. So no clocks need be compared. With a store, local copies that were not used since
+    the previous search are removed too.
+
+    Args:
+        queue: Queue with the rows and files of the jobs.
+        before: Unneeded files that the previous call returned.
+        in_use: Ids of jobs whose local copies stay, because this server works on them.
+
+    Returns:
+        Unneeded files that were not removed yet, for the next call.
     """
     store = queue.store
-    # Listed before the queue is read, so that the files of newer jobs are not among them.
+    # Files are listed before the queue is read. So the list has no files of jobs that the queue's
+    # answer lacks.
     files = store.files()
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
     lines = BatchTable(queue).file_ids()
-    # `Dispatcher` removes all latent checkpoints once no clip is left; a fleet may always have one.
+    # `Dispatcher` removes all latent checkpoints once no clip is open. In a fleet some clip may
+    # always be open, so there old checkpoints are removed here.
     oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
     left: FileSnapshot = {file for file in files.items() if _is_orphan(file, clips, lines, oldest)}
     unused: FileSnapshot = {
         copy
         for copy in copies.items()
-        # Only files that the store has are copies: the folder may be older than the store.
+        # Only a file that the store also has is a copy. The folder may have files from before the
+        # store was used.
         if (copy[0] in files and FILE_NAME.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
         or _is_orphan(copy, clips, lines, oldest, is_copy=True)
         if not any(id in copy[0] for id in in_use)
@@ -133,7 +146,7 @@ def remove_orphans(
 
 
 def _now_or_never(queue: JobQueue) -> float:
-    """Return the unix time by the queue's clock, or minus infinity if the clocks differ."""
+    """Return the unix time of the queue's clock; minus infinity if this machine's clock differs."""
     try:
         queue.check_clock()
     except ClockError as error:
@@ -150,7 +163,8 @@ def _is_orphan(
     *,
     is_copy: bool = False,
 ) -> bool:
-    """Whether no job needs a file; latent checkpoints written after `oldest` are always kept."""
+    """Whether no job needs a file. Latent checkpoints written after `oldest` always count as
+    needed."""
     name, (_, written_at) = file
     match = FILE_NAME.fullmatch(name)
     if match is None or (_LATENT.match(name) and written_at > oldest):
@@ -160,21 +174,24 @@ def _is_orphan(
     if (id := match["clip"]) is None:
         return match["photo"] not in clips
     if id not in clips:
-        return is_copy  # the last one of a clip is kept: the queue may be an older copy
+        return is_copy  # a clip's only file is kept, because the queue may be an older backup
     return match["token"] is not None and clips[id] != int(match["token"])
 
 
 def move_orphans_aside(queue: JobQueue) -> list[Path]:
-    """Move images and clips of no job to `lost+found`, at the start of a server; say so in the log.
+    """Move images and clips without a job to the folder `lost+found`, and log it.
 
-    Clips are there if the queue's file was lost, or replaced by an older one, or if a part of its
-    log was lost: a row is removed after its clip, never before. Nobody but this server writes to
-    the folder of a queue that is not shared, so that all files without a row are moved; in a shared
-    one, those of the last hour may be of another server's request. Images alone are of requests
-    that ended before their row was stored. Only regular files with the names that a server gives
-    are touched. Returns the files at their new places.
+    A server calls this at its start. A row is removed after its clip, so a clip without a row means
+    that a part of the queue was lost: its file, a part of its log, or changes since a backup. Images
+    without a row belong to requests that ended before the row was stored. If the queue is not
+    shared, only this server writes to the folder, and all such files are moved. If the queue is
+    shared, files of the last hour stay, because they may belong to another server's request. Only
+    regular files with names as servers give them are moved.
+
+    Returns:
+        New paths of the moved files.
     """
-    if queue.store.is_remote:  # the folder has only copies
+    if queue.store.is_remote:  # the local folder has only copies
         return []
     folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
     orphans = {

@@ -1,4 +1,4 @@
-"""Service: operations on videos, between the routes and the queue; imports no HTTP library."""
+"""Service: operations on videos, which HTTP routes call. This module imports no HTTP library."""
 
 from __future__ import annotations
 
@@ -57,54 +57,54 @@ from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks
 
-# Longest advice of `Retry-After`; a client that waits longer may miss many free places.
+# Maximum seconds in a `Retry-After` header. A client that waits longer may miss free places.
 _MAX_RETRY = 600
 _LOOK_SECONDS = 0.25
-# Interval at which ended clips are removed that other servers, or an earlier one, worked on.
+# Seconds between two removals of ended clips of other or earlier servers that owners have deleted.
 _REMOVAL_SECONDS = 30.0
-# Looks of all followers together, so that a thousand followers do not fill the processor.
+# Maximum number of queries per second by all subscribers together, to limit the CPU's load.
 _LOOKS_PER_SECOND = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of a server; `config` is of the pipeline, `folder` has all files."""
+    """Settings of a server: `config` of its pipeline, `folder` for all files, and limits."""
 
     config: PipelineConfig
     folder: Path
     sizes: tuple[tuple[int, int], ...]
-    """Width and height of the frames that clients may request."""
+    """Frame sizes that clients may request, each width and height in pixels."""
     max_open: int
-    """Jobs that may be queued or in progress."""
+    """Maximum number of jobs that are queued or in progress."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
     upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
-    """Maximum size of the body of a request for a clip, in bytes."""
+    """Maximum size in bytes of the body of a request for one clip."""
     max_pixels: int = MAX_PIXELS
     keep_seconds: float | None = None
     keep_bytes: int | None = None
     verifies_when_idle: bool = False
     adopts: bool = False
-    """Whether a folder that has other files becomes a data folder."""
+    """Whether the server accepts a data folder that has files of another queue or program."""
     callback_hosts: Sequence[str] = ()
-    """Hosts to which webhooks may go, each a name or an address with its port."""
+    """Hosts that may get webhooks, each a name or an address with a port."""
     callback_secrets: Sequence[bytes] = ()
     queue_url: str | None = None
     """URL of the PostgreSQL database that servers share; None: a file in `folder`."""
     store_url: str | None = None
-    """URL of the store of files that servers share; None: `folder` has them."""
+    """URL of the store of files that servers share; None: files are in `folder`."""
     lease_seconds: float = 30.0
-    """Seconds for which a claim lasts that is not renewed."""
+    """Seconds after which a claim ends if it is not renewed."""
 
 
 @dataclass
 class Subscribers:
-    """Clients that follow jobs: each looks at its job itself, so none delays another."""
+    """Clients that follow a job. Each client polls its own job, so that none delays another."""
 
     by_owner: Counter[str] = field(default_factory=Counter)
-    """Number of clients that follow a job, by the name of their key."""
+    """Number of clients that follow a job, by the name of the API key."""
     is_closed: bool = False
-    """Whether the server ends: what they see then is the last."""
+    """Whether the server ends. Clients then get the present state as the last one."""
 
     @property
     def total(self) -> int:
@@ -112,12 +112,12 @@ class Subscribers:
         return self.by_owner.total()
 
     def count(self, owner: str) -> int:
-        """Return the number of clients of one key."""
+        """Return the number of clients that follow a job with one API key."""
         return self.by_owner[owner]
 
     @contextlib.contextmanager
     def subscribe(self, owner: str) -> Iterator[None]:
-        """Count one client of a key during the block."""
+        """Count one more client of an API key during the block."""
         self.by_owner[owner] += 1
         try:
             yield
@@ -125,14 +125,18 @@ class Subscribers:
             self.by_owner[owner] -= 1
 
     async def wait(self) -> None:
-        """Return once it is time for another look at the job."""
+        """Wait until a client may query its job again."""
         await asyncio.sleep(max(_LOOK_SECONDS, self.total / _LOOKS_PER_SECOND))
 
 
 class Service:
-    """Queue, engine and limits of one server. Any thread may call it.
+    """Queue, engine and limits of one server. Any thread may call any method.
 
-    Nothing is started. `settings.config` is resolved.
+    The constructor starts no thread and no rank.
+
+    Args:
+        settings: Settings of the server, with a resolved `config`.
+        queue: Queue of the jobs.
     """
 
     def __init__(self, settings: ServerSettings, queue: JobQueue) -> None:
@@ -141,13 +145,13 @@ class Service:
         self.settings = settings
         self.folder = settings.folder.absolute()
         self.started_at = time.time()
-        """Unix seconds of the start of the server."""
+        """Unix time at which the server started."""
         self.is_closing = False
-        """Whether new jobs are refused, because the server ends."""
+        """Whether the server is ending, and so rejects new jobs."""
         for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self.folder / name).chmod(0o700)  # also where an earlier version has made it
+            (self.folder / name).chmod(0o700)  # for folders of earlier versions
         self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
         self._orphans: FileSnapshot = set()
         self.subscribers = Subscribers()
@@ -200,10 +204,11 @@ class Service:
         self.removal = PeriodicThread(
             "removal", self._remove_ended, _REMOVAL_SECONDS, error_message=error_message
         )
-        """The thread that removes clips which ranks worked on when their owners removed them."""
+        """Thread that removes clips whose owners deleted them while ranks worked on the clips."""
 
     def _on_changed(self, job: Job) -> None:
-        # Each server counts the clips that it ended; a clip cancelled in the queue has no server.
+        # Each server counts the clips that it ended. A clip that was cancelled while queued has no
+        # server.
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.count_final_job(job)
             self.webhooks.thread.wake()
@@ -221,14 +226,14 @@ class Service:
     # --- requests -------------------------------------------------------------------------------
 
     def check_accepts_jobs(self, *, has_limit: bool) -> None:
-        """Refuse new jobs while the server ends, and while its disk is full.
+        """Check that the server accepts new jobs: it is not ending, and its disk is not full.
 
         Args:
-            has_limit: Whether to refuse them also while the queue is full.
+            has_limit: Whether to check also that the queue is not full.
 
         Raises:
-            ApiError: it takes no jobs now.
-            OutputError: its queue or its files cannot be reached.
+            ApiError: The server accepts no jobs now.
+            OutputError: The queue or the files cannot be reached.
         """
         if self.is_closing:
             text = "the server is ending: it takes no more clips"
@@ -247,7 +252,7 @@ class Service:
             raise self._queue_full_error({"open": num_open, "limit": self.settings.max_open})
 
     def not_ready_reason(self) -> str | None:
-        """Return why requests are refused, or no rank can begin them; None if they are taken."""
+        """Return why requests are rejected, or why no rank can begin one; None if neither is so."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
         if reason := self.queue.unavailable_reason:
@@ -255,7 +260,7 @@ class Service:
         if self.queue.store.unavailable_reason:
             return "the store of files cannot be used"
         try:
-            if self.queue.is_shared:  # a read alone is answered also by a read-only database
+            if self.queue.is_shared:  # a write: a read-only database also answers reads
                 self.queue.backend.check()
             is_full = self.queue.num_open() >= self.settings.max_open
         except OutputError:
@@ -263,9 +268,10 @@ class Service:
         return "the queue is full" if is_full else None
 
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
-        """Check and store image and job durably; the same request may have created the job.
+        """Check a request, store its image and job durably, and return the video.
 
-        The ETA of the answer is a promise, which is scored when the clip is completed.
+        If an earlier request had the same idempotency key, its video is returned. The ETA in the
+        response is stored, and compared with the actual time when the clip is completed.
         """
         self.check_accepts_jobs(has_limit=idempotency_key is None)
         job = self._new_job(request, owner, idempotency_key)
@@ -274,27 +280,28 @@ class Service:
         if stored.id == job.id:
             logger.info("{} is requested", job.id)
             self.engine.dispatcher.wake()
-            with contextlib.suppress(OutputError):  # the promise is missing, and the video is not
+            with contextlib.suppress(OutputError):  # the job is stored even without its ETA
                 estimate = self.fleet.estimates.estimate(job.id)
                 if estimate is not None and estimate.eta_seconds is not None:
                     self.queue.set_promise(job.id, estimate.eta_seconds)
         try:
             return self.video(self.queue.get(stored.id) or stored)
-        except OutputError:  # the queue is away since it has stored the job
+        except OutputError:  # the queue failed after it had stored the job
             return video_from_job(stored)
 
     def _new_job(self, request: VideoRequest, owner: Owner, seed_key: str | None) -> Job:
-        """Check a request without its files, and return the job that it asks for.
+        """Check a request without its files, and return a job for it.
 
         Args:
-            request: The request.
+            request: Request of a clip.
             owner: Owner of the job.
-            seed_key: Text that decides about the seed if the request has none; None: it is drawn.
+            seed_key: Text from which the seed is derived if the request has no seed; None: the seed
+                is random.
 
         Raises:
-            ApiError: the server does not make such a clip.
-            RequestError: a parameter or an input does not fit the model.
-            OutOfMemoryError: it needs more memory than a device has.
+            ApiError: The server does not make such clips.
+            RequestError: A parameter or an input does not fit the model.
+            OutOfMemoryError: The clip needs more memory than a device has.
         """
         if request.callback_url is not None:
             self.webhooks.check(request.callback_url)
@@ -327,13 +334,13 @@ class Service:
         )
 
     def _find_stored(self, job: Job) -> Job | None:
-        """Return the job if the queue has it, and answers."""
+        """Return the job as the queue has stored it; None if the queue lacks it or does not answer."""
         with contextlib.suppress(OutputError):
             return self.queue.get(job.id)
         return None
 
     def _store_job(self, job: Job, request: VideoRequest, owner: Owner) -> Job:
-        """Stores files and job; the files are removed again unless it is stored under its id."""
+        """Store a job's files, then the job; remove the files if the job was not stored."""
         until = uptime() + ORPHAN_SCAN_SECONDS / 2
         with ExitStack() as uploads:
             job = replace(
@@ -344,7 +351,7 @@ class Service:
             except QueueFullError as error:
                 raise self._queue_full_error(error.details) from error
             except BackendUnavailableError:
-                uploads.pop_all()  # the database may have the job nevertheless
+                uploads.pop_all()  # the database may have stored the job
                 if (existing := self._find_stored(job)) is None:
                     raise
                 stored = existing
@@ -353,7 +360,7 @@ class Service:
         return stored
 
     def _check_uploads(self, request: VideoRequest, job: Job, decoded: DecodedImages) -> None:
-        """Decode the files of a request that are not `decoded` yet, and keep none."""
+        """Check that the files of a request can be decoded; skip files that `decoded` has."""
         for field_name, upload in request.files.items():
             name, frames = sanitize_filename(upload.filename), _video_frames(job, field_name)
             with self._errors_of(field_name):
@@ -361,11 +368,11 @@ class Service:
 
     @contextlib.contextmanager
     def _errors_of(self, field_name: str) -> Iterator[None]:
-        """Name the field in errors of an upload."""
+        """Add the field's name to errors of an uploaded file that the block raises."""
         try:
             yield
         except InputError as error:
-            self.queue.store.check()  # its disk may have gone before it was decoded
+            self.queue.store.check()  # the file may be missing because its disk is
             error.details["field"] = field_name
             raise
 
@@ -376,7 +383,10 @@ class Service:
         uploads: ExitStack,
         decoded: DecodedImages | None = None,
     ) -> dict[str, Any]:
-        """Stores the files of a request, which `uploads` can remove; what the job says of them."""
+        """Store the files of a request, and return the job's fields about these files.
+
+        A callback in `uploads` removes the files again.
+        """
         values: dict[str, Any] = {"further_inputs": {}}
         named = []
         for field_name, upload in request.files.items():
@@ -390,7 +400,7 @@ class Service:
             uploads.callback(self.queue.store.discard, photo.path)
             self.queue.store.put(photo.path)
             if is_input or field_name == LAST_IMAGE:
-                # The name of the stored file tells clients nothing.
+                # Clients know the file by the name that they sent, not by its name on the server.
                 named.append(replace(photo, path=Path(name)))
             if is_input:
                 values |= {"input_file": photo.path.name, "input_name": name}
@@ -402,7 +412,7 @@ class Service:
         return values
 
     def _queue_full_error(self, details: Mapping[str, Any]) -> ApiError:
-        """The refusal of a full queue, with the seconds until the next clip is finished."""
+        """Return the error for a full queue, with the seconds until a clip will be finished."""
         seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_slot())))
         scope = "of this key" if "owner" in details else "of this server"
         num_open, limit = details["open"], details["limit"]
@@ -411,7 +421,7 @@ class Service:
         return ApiError(429, "queue_full", text, hint, retry=seconds, open=num_open, limit=limit)
 
     def remove_orphans(self) -> None:
-        """Remove what no job needs, and did not at the call before."""
+        """Remove files that no job needs now, and that no job needed at the previous call."""
         in_use = [clip.job.id for clip in self.engine.dispatcher.clips()]
         in_use += [self.verifier.running] if self.verifier.running else []
         self._orphans = remove_orphans(self.queue, self._orphans, in_use)
@@ -419,21 +429,21 @@ class Service:
         self.engine.dispatcher.wake()
 
     def delete(self, id: str, owner: Owner) -> tuple[DeletedVideo, bool]:
-        """Remove a job with its files, and cancel it before if it is open.
+        """Remove a job with its files; an open job is cancelled first.
 
-        It waits for no rank: a job in progress is hidden from its owner at once, durably, and its
-        files go when it has ended.
+        This does not wait for ranks. A job in progress is hidden from its owner at once, durably.
+        The job's files are removed when the job has ended.
 
         Args:
-            id: id of the job.
+            id: Id of the job.
             owner: Owner of the job.
 
         Returns:
-            What was removed, and whether its files are removed already.
+            Response for the client, and whether the files are removed already.
 
         Raises:
-            ApiError: the owner has no such job.
-            OutputError: the queue cannot be changed, or a file not be removed.
+            ApiError: The owner has no such job.
+            OutputError: The queue cannot be changed, or a file cannot be removed.
         """
         job = self.job(id, owner)
         if not (job.state.is_final or self.engine.cancel(id, removes=True)):
@@ -445,17 +455,17 @@ class Service:
         return DeletedVideo(id=id, status=job.state), True
 
     def cancel(self, id: str, owner: Owner) -> Job:
-        """Cancel a job, and return it as it is then; one in a final state stays as it is.
+        """Cancel a job, and return the job afterwards. A job in a final state does not change.
 
-        It waits for no rank: a job in progress stays so until they let go of it.
+        This does not wait for ranks. A job stays in progress until the ranks have dropped its clip.
 
         Args:
-            id: id of the job.
+            id: Id of the job.
             owner: Owner of the job.
 
         Raises:
-            ApiError: the owner has no such job.
-            OutputError: the queue cannot be changed.
+            ApiError: The owner has no such job.
+            OutputError: The queue cannot be changed.
         """
         job = self.job(id, owner)
         if not job.state.is_final:
@@ -463,10 +473,10 @@ class Service:
         return self.job(id, owner)
 
     def verify(self, id: str, owner: Owner) -> Video:
-        """Have a completed clip verified.
+        """Request the verification of a completed clip: a comparison with one device.
 
         Raises:
-            ApiError: there is no such clip, or it has no files.
+            ApiError: The owner has no such completed clip, or the clip has no files.
         """
         job = self.completed(id, owner)
         if not self.verifier.request(id):
@@ -476,7 +486,11 @@ class Service:
     # --- views ----------------------------------------------------------------------------------
 
     def job(self, id: str, owner: Owner) -> Job:
-        """Return the job of an id; another owner's job looks like a missing one."""
+        """Return the job with an id. A job of another owner looks like a missing one.
+
+        Raises:
+            ApiError: The owner has no such job, or only a newer svdpp can read it.
+        """
         job = self.queue.get(id)
         if job is None and self.queue.is_unreadable(id, owner.name):
             text = "a newer server has accepted this video, and this one cannot read it"
@@ -486,7 +500,7 @@ class Service:
         return job
 
     def video(self, job: Job) -> Video:
-        """Return the API's view of `job`; one that no rank has begun is queued."""
+        """Return the API's representation of a job. A job that no rank has begun is `queued`."""
         if job.state.is_final:
             kept = self.settings.keep_seconds
             expires_at = None if kept is None else (job.finished_at or 0.0) + kept
@@ -506,18 +520,18 @@ class Service:
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
             return video_from_job(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
-        # A clip that goes back to the queue has the steps of ranks that have ended.
+        # The steps of a requeued clip were done by ranks that have ended, so they do not count.
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _refusal_of(self, job: Job) -> str | None:
-        """Return the reason why this server cannot make a job of its model; None if it can."""
+        """Return why this server cannot make a job for the server's own model; None if it can."""
         missing = self.capabilities.loras.missing_reason(job.loras)
         return missing or self.admission.no_route_reason(job.sampling)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Return the reason why this server cannot make a job; None if it can."""
+        """Return why this server cannot make a job of any model; None if it can."""
         if job.model_key == self.queue.model_key:
             return self._refusal_of(job)
         own_model = self.capabilities.model
@@ -534,13 +548,13 @@ class Service:
         status: JobState | None,
         batch_id: str | None = None,
     ) -> list[Video]:
-        """Return views of an owner's jobs by the time of request, after the job of an id."""
+        """Return the API's representation of an owner's jobs, ordered by the time of request."""
         if after is not None:
             self.job(after, owner)
         if batch_id is not None:
             self.batches.get(batch_id, owner)
         states = [] if status is None else [status]
-        if status is JobState.QUEUED:  # also what the ranks have, and none of them has begun
+        if status is JobState.QUEUED:  # also jobs that ranks have, but have not begun
             states.append(JobState.IN_PROGRESS)
         most = limit + (len(self.queue.running()) if JobState.IN_PROGRESS in states else 0)
         jobs = self.queue.page(
@@ -555,10 +569,10 @@ class Service:
         return list(islice(views, limit))
 
     def completed(self, id: str, owner: Owner) -> Job:
-        """Return the job of an id, if it is completed.
+        """Return the completed job with an id.
 
         Raises:
-            ApiError: the owner has no such job, or it is not completed.
+            ApiError: The owner has no such job, or the job is not completed.
         """
         job = self.job(id, owner)
         if job.state is not JobState.COMPLETED:
@@ -570,7 +584,7 @@ class Service:
 
 
 def _video_frames(job: Job, field_name: str) -> int:
-    """Return the frames that a clip takes of a video in a field; 0: it takes images only."""
+    """Return the number of frames that a clip uses of the video in a field; 0: it has an image."""
     if field_name == LAST_IMAGE:
         return 0
     if field_name == IMAGE_FIELD:

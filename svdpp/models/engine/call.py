@@ -234,7 +234,7 @@ class RangeCall:
             self.after_step(self._index, self._reached())
 
     def _reached(self) -> torch.Tensor:
-        """Return the latent after the last step: from the step callback, if the pipeline has one."""
+        """Return the latent after the last step, from the step callback if the pipeline has one."""
         latents = self._latents
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
@@ -250,7 +250,7 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Replace the pipeline's progress bar. Its `update` ends a step, and its end ends a chunk."""
+        """Replace the pipeline's progress bar: `update` ends a step, and the block's end a chunk."""
         yield self
         self.update()
         if self.end is not None:

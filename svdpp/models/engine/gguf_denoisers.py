@@ -45,7 +45,7 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
     with torch.device("meta"):
         module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
     converted_tensors(module, file)
-    with warnings.catch_warnings(action="ignore"):  # torch warns that it cannot write to the file's pages
+    with warnings.catch_warnings(action="ignore"):  # about read-only pages
         return cls.from_single_file(
             str(file.path),
             config=str(folder),
@@ -129,7 +129,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _is_read(module: Any, name: str) -> bool:
-    """Whether diffusers can read a quantised tensor, as it does for the weights of linear layers."""
+    """Whether diffusers can read a tensor that is quantised, such as a weight of a linear layer."""
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
     path, _, kind = name.rpartition(".")

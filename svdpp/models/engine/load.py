@@ -131,7 +131,7 @@ def component_class(part: str, name: str) -> Any:
     Raises:
         ModelError: The installed libraries have no such class.
     """
-    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # diffusers also replaces it
+    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))
@@ -215,7 +215,7 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     folder = checkpoint.folder / part
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
     if part == "tokenizer" and not any(map(Path.is_file, files)):
-        raise ModelError("tokenizer/tokenizer.json is missing")  # the library would create an empty tokenizer
+        raise ModelError("tokenizer/tokenizer.json is missing")  # else it would be empty
     with library_errors(part, checkpoint):
         if not issubclass(cls, ProcessorMixin):
             return cls.from_pretrained(folder, local_files_only=True)
@@ -273,7 +273,7 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in a dtype, or of the GGUF file with the weights."""
+    """Return the bytes of a component's weights in a dtype, or of the GGUF file that has them."""
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
     entries = chain(

@@ -116,7 +116,7 @@ class PipelineLoras:
                 getattr(self._pipe, part).delete_adapters([self._clip_adapters.pop(key)])
 
     def _set_adapters(self) -> None:
-        """Activate the adapters of each denoiser with their weights, as diffusers' `set_adapters`."""
+        """Activate the adapters of each denoiser with their weights, as the pipeline does."""
         adapters = self._model_adapters | self._clip_adapters
         keys = _keys((*self._model_loras, *self._active))
         for part, parameters in self._required_grad.items():
@@ -234,7 +234,7 @@ class _Traced(torch.Tensor):
 def _converted(
     pipe: Any, transformer: Any, file: LoraFile, ignored: frozenset[str]
 ) -> dict[str, _Traced]:
-    """Return the tensors of a LoRA for the denoiser after diffusers' conversion, by their new names.
+    """Return the tensors of a LoRA after diffusers' conversion for the denoiser, by new names.
 
     Args:
         pipe: Pipeline, or its class, which has the conversion.
@@ -251,7 +251,7 @@ def _converted(
         each = traced[name] = tensor.as_subclass(_Traced)
         each.sources, each.read = frozenset([name]), read
     converted: dict[str, Any] = pipe.lora_state_dict(dict(traced))
-    if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):  # adds zeros for weights that the file lacks
+    if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):  # adds zeros
         converted = expand(transformer=transformer, state_dict=converted)
     prefix = "transformer."
     given = {
@@ -281,7 +281,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
-        weight_shape = getattr(weight, "quant_shape", weight.shape)  # a quantised weight has the shape of its bytes
+        weight_shape = getattr(weight, "quant_shape", weight.shape)  # `shape` is of bytes
         expected = weight_shape[1] if is_first else weight_shape[0]
         if factor.shape[1 if is_first else 0] != expected:
             shapes = [list(factor.shape), list(weight_shape)]

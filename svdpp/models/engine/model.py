@@ -1,4 +1,4 @@
-"""Model of one rank: its encode, steps and decode are each a partial call of diffusers' pipeline."""
+"""Model of one rank: encode, steps and decode are each a partial call of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class EngineModel:
     def _call(
         self, request: ClipRequest, source: ModelInput | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
-        """Run a `RangeCall` that encodes; return the call and the pipeline's result."""
+        """Run a `RangeCall`; return the call and the pipeline's result."""
         pipe = self._pipe
         arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
         generator = arguments["generator"]
@@ -245,7 +245,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """Run a `RangeCall` from a packet: it replays the encode's results, without prompt or image."""
+        """Run a `RangeCall` from a packet, which replays the encode without prompt and image."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
@@ -381,9 +381,9 @@ def to_audio(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
 # --- SVD's image, resized before the encode ------------------------------------------------------
 #
 # diffusers' `_resize_with_antialiasing` blurs the whole image (9 GiB for 50 megapixels) and then
-# interpolates. For each of the 224 rows and columns of the result, the interpolation reads four rows
-# and columns. The functions below blur only these, one band of rows at a time. They give the same
-# bits, because the same convolutions sum up each pixel in the same order.
+# interpolates. For each of the 224 rows and columns of the result, the interpolation reads four
+# rows and columns. The functions below blur only these, one band of rows at a time. They give the
+# same bits, because the same convolutions sum up each pixel in the same order.
 
 _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 _SIDE = 224

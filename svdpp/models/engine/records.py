@@ -285,7 +285,7 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
 
 @dataclass(eq=False)
 class Records:
-    """Recorded results of a pipeline's and its components' methods, with states of the generator."""
+    """Recorded results of methods of a pipeline and its components, and states of the generator."""
 
     spec: FamilySpec
     unpacked: Callable[[Node], Any]
@@ -364,7 +364,9 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records for the next packet, without records that only step 0 uses.
+        """Return the received records for the next packet.
+
+        Tensors that only the first step uses are left out.
 
         Args:
             received: Tensors of the received packet.
