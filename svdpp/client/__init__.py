@@ -1,1 +1,1 @@
-"""Client of `svdpp serve`: the clips of a jobs file, made by a server."""
+"""Client of `svdpp serve`, for `svdpp run --server`: a server makes the clips of a jobs file."""

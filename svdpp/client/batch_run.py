@@ -1,8 +1,8 @@
-"""A run at a server: jobs are sent as batches, followed, and their clips are downloaded.
+"""Run at a server: sends jobs as batches, follows the batches, and downloads the clips.
 
-`server.json` in the folder says which batches have been sent, and for which jobs. It is written
-before a batch is sent, with the key by which the server knows a repeated request. So a command that
-was cut at any moment goes on with the same batches.
+`server.json` in the output folder lists the batches and their jobs. The file is written before a
+batch is sent. It has the idempotency key by which the server detects a repeated request. So a
+command that was interrupted at any moment can continue with the same batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from svdpp.errors import (
 )
 from svdpp.media import output_files, video
 
-#: Name of the file that remembers the batches.
+#: Name of the JSON file in the output folder that lists the batches.
 STATE_FILE = "server.json"
 _SCHEMA_VERSION = 1
 _MAX_BYTES = 2**28
@@ -46,14 +46,14 @@ _FINAL = ("completed", "failed", "cancelled")
 
 @dataclass
 class Part:
-    """One batch of a run: the key of its request, its id, and its jobs."""
+    """Batch of a run: the key of its request, its id, and its jobs."""
 
     key: str
-    """Idempotency key."""
+    """Idempotency key of the request that creates the batch."""
     batch: str | None
-    """Id; None until the server has answered."""
+    """Id of the batch; None until the server has responded."""
     clips: dict[str, str]
-    """Keys of the jobs, by the names of their clips, which are their `custom_id`."""
+    """Job keys by the names of the clips. A clip's name is the `custom_id` of its line."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ServerState:
     parts: list[Part] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Write the file, completely or not at all.
+        """Write `server.json`, completely or not at all.
 
         Raises:
             OutputError: The file cannot be written.
@@ -74,10 +74,10 @@ class ServerState:
 
 
 def read_state(path: Path) -> ServerState | None:
-    """Return what an earlier run has sent; None: there is no such file.
+    """Return the state of an earlier run from `server.json`; None: the file does not exist.
 
     Raises:
-        InputError: It cannot be read, or `svdpp run` did not write it.
+        InputError: The file cannot be read, or `svdpp run` did not write it.
     """
     if not path.exists():
         return None
@@ -96,42 +96,42 @@ def read_state(path: Path) -> ServerState | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerClip:
-    """State of one clip that a run has to make."""
+    """Clip that a server has to make for a run."""
 
     name: str
     job: RunJob
     key: str
-    """Hash of what the job asks for."""
+    """Hash of the job's inputs and parameters; see `job_key`."""
 
     @property
     def output(self) -> str:
-        """Name of its file."""
+        """Name of the clip's file."""
         return f"{self.name}.mp4"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watchers:
-    """Functions that are told what becomes of the clips."""
+    """Callbacks for the progress and the outcomes of clips."""
 
     on_started: Callable[[], None]
     on_eta: Callable[[float | None], None]
-    """Gets the seconds until the last clip is finished; None: unknown."""
+    """Function that gets the seconds until the last clip is finished; None: unknown."""
     on_done: Callable[[ServerClip, dict[str, Any]], None]
-    """Gets a clip and its JSON."""
+    """Function that gets a finished clip and the clip's JSON."""
     on_lost: Callable[[ServerClip, dict[str, Any]], None]
-    """Gets a clip and the error for which there is none."""
+    """Function that gets a failed clip and its error as a JSON object."""
 
 
 class BatchRun:
-    """Clips of one run, made by a server.
+    """Run whose clips a server makes.
 
     Args:
         connection: Connection to the server.
-        model: Its model.
-        reader: Reader of the lines, for errors.
-        folder: Folder of the clips.
+        model: Model of the server.
+        reader: Reader of the jobs file's lines, which names lines and fields in errors.
+        folder: Output folder of the clips.
         clips: Clips to make.
-        say: Function that gets remarks.
+        say: Function that prints a message for the user.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class BatchRun:
 
     @property
     def batch_ids(self) -> list[str]:
-        """Ids of the batches that the server has."""
+        """Ids of the batches that the server has accepted."""
         return [part.batch for part in self._state.parts if part.batch is not None]
 
     @property
@@ -159,14 +159,14 @@ class BatchRun:
         return self._folder / STATE_FILE
 
     def adopt(self, earlier: ServerState) -> None:
-        """Go on with the batches of an earlier run.
+        """Continue with the batches of an earlier run.
 
         Args:
-            earlier: What it has sent.
+            earlier: State of the earlier run.
 
         Raises:
-            RequestError: It was another server, or one of another model.
-            SvdppError: The server refuses a request, or was away for too long.
+            RequestError: The earlier run used another server, or the server had another model.
+            SvdppError: The server rejects a request, or did not respond for too long.
         """
         for name in ("server", "model"):
             before, now = getattr(earlier, name), getattr(self._state, name)
@@ -187,8 +187,8 @@ class BatchRun:
                 self._say(f"going on with {part.batch}")
 
     def _find(self, part: Part) -> bool:
-        """Find what has become of an earlier batch, and keep the clips that it still makes."""
-        if part.batch is None:  # the answer was lost
+        """Query a batch of an earlier run; leave out its clips that ended without a video."""
+        if part.batch is None:  # the response was lost
             page = self._connection.get("/v1/batches", limit=_PAGE)
             found = [
                 each for each in page["data"] if (each["metadata"] or {}).get("run") == part.key
@@ -200,7 +200,7 @@ class BatchRun:
             batch = None
         if batch is None or batch["status"] == "failed":
             return False
-        # What has ended without a clip is asked for once more.
+        # Jobs that ended without a clip are sent again in a new batch.
         stem = f"/v1/files/file_{batch['id'].removeprefix('batch_')}"
         gone = set(self._custom_ids(f"{stem}_error/content"))
         if batch["status"] in _FINAL:
@@ -218,12 +218,12 @@ class BatchRun:
     # --- sending ----------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """Send the clips of which no batch is known, in as few batches as the server takes.
+        """Send the clips that are in no batch yet, in as few batches as the server accepts.
 
         Raises:
-            RequestError: The server refuses lines.
-            SvdppError: The server refuses a request, or was away for too long.
-            OutputError: The state cannot be written.
+            RequestError: The server rejects lines.
+            SvdppError: The server rejects a request, or did not respond for too long.
+            OutputError: `server.json` cannot be written.
         """
         known = {name for part in self._state.parts for name in part.clips}
         left = [clip for name, clip in self._pending.items() if name not in known]
@@ -239,7 +239,7 @@ class BatchRun:
                 self._state.write(self._state_path)
 
     def _write_lines(self, clips: Sequence[ServerClip], file: IO[bytes]) -> int:
-        """Write the lines of the first clips, as many as a batch may have; return their number."""
+        """Write the lines for the first clips, up to the limits of a batch; return their number."""
         size = 0
         for index, clip in enumerate(clips):
             line = {
@@ -250,7 +250,7 @@ class BatchRun:
             }
             text = json.dumps(line).encode() + b"\n"
             is_full = index == self._model.max_batch_lines
-            # A form has a head besides the lines.
+            # The body of the request has a form's header besides the lines.
             if is_full or (index and size + len(text) > self._model.max_batch_bytes - 2**16):
                 return index
             file.write(text)
@@ -258,7 +258,7 @@ class BatchRun:
         return len(clips)
 
     def _send(self, part: Part, clips: Sequence[ServerClip], file: IO[bytes]) -> None:
-        """Send a batch; the server knows it again if the request is repeated."""
+        """Send a batch. If the request is repeated, the server returns the same batch."""
         boundary = f"svdpp-{part.key}"
         metadata = json.dumps({"run": part.key})
         head = (
@@ -295,7 +295,7 @@ class BatchRun:
     def _raise_faults(
         self, faults: Sequence[Mapping[str, Any]], clips: Sequence[ServerClip]
     ) -> None:
-        """Raise faults that the server has found as those of lines of the jobs file."""
+        """Raise the faults that the server found, as errors of the jobs file's lines."""
         lines = {clip.name: clip.job.line or 0 for clip in clips}
         errors: list[SvdppError] = []
         for fault in faults:
@@ -310,14 +310,14 @@ class BatchRun:
     # --- following --------------------------------------------------------------------------------
 
     def follow(self, watchers: Watchers) -> None:
-        """Download each clip once it is finished, until all have ended.
+        """Download each clip once it is finished, until all clips have ended.
 
         Args:
-            watchers: Functions that are told what becomes of the clips.
+            watchers: Callbacks for the progress and the outcomes of clips.
 
         Raises:
-            RequestError: The server has refused images of a batch.
-            SvdppError: The server refuses a request, or was away for too long.
+            RequestError: The server has rejected images of a batch.
+            SvdppError: The server rejects a request, or did not respond for too long.
             OutputError: A clip cannot be written.
         """
         wait = _FIRST_POLL_SECONDS
@@ -332,9 +332,9 @@ class BatchRun:
             time.sleep(wait)
 
     def _follow_part(self, part: Part, watchers: Watchers) -> bool:
-        """Look at a batch once; return whether a clip has ended."""
+        """Query a batch once, and download finished clips; return whether a clip has ended."""
         assert part.batch is not None
-        batch = self._batch(part.batch)  # before the videos: what is final then, is listed
+        batch = self._batch(part.batch)  # first, so that the list of videos is not older
         if batch["status"] == "failed":
             clips = [self._pending[name] for name in part.clips if name in self._pending]
             self._state.parts.remove(part)
@@ -359,9 +359,9 @@ class BatchRun:
         )
 
     def _videos(self, batch: str) -> Iterator[dict[str, Any]]:
-        """Yield videos of a batch, from the first one on that had not ended at the look before.
+        """Yield the videos of a batch, from the first video that had not ended at the last query.
 
-        Those of which a whole page waits, and the ones after it, are left for later.
+        After a page on which all videos are queued, no further pages are queried.
         """
         after = self._cursors.get(batch)
         is_first = True
@@ -384,7 +384,7 @@ class BatchRun:
             after = page["last_id"]
 
     def _take(self, part: Part, view: Mapping[str, Any], watchers: Watchers) -> None:
-        """Take what has become of one video."""
+        """Handle the outcome of one video: download it, or report its error."""
         name = str(view["custom_id"])
         if view["status"] != "queued":
             watchers.on_started()
@@ -400,7 +400,7 @@ class BatchRun:
             watchers.on_lost(clip, error_to_dict(_lost_error(view)))
 
     def _download(self, clip: ServerClip, id: str) -> dict[str, Any]:
-        """Write the clip and its JSON under their names in the folder; return the JSON."""
+        """Download a clip and its JSON into the output folder; return the JSON."""
         metadata = self._connection.get(f"/v1/videos/{id}/metadata")
         path = self._folder / clip.output
         made_from = clip.job.made_from
@@ -445,7 +445,7 @@ def _lost_error(view: Mapping[str, Any]) -> ServerError:
 
 
 def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:
-    """Whether a clip is finished and as its job asks.
+    """Whether the output folder has a clip, unchanged and with its job's inputs and parameters.
 
     Args:
         folder: Folder of the clips.

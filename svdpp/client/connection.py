@@ -1,4 +1,4 @@
-"""Connection to a server: requests that outlive its restarts, and its errors by their types."""
+"""Connection to a server: repeats requests while the server restarts, and raises typed errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import httpx2
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, ServerError, SvdppError, first_line, redact
 
-#: Environment variable that has the API key; its name makes `redact` remove the value everywhere.
+#: Environment variable with the API key. `redact` removes values of variables with such names.
 KEY_VARIABLE = "SVDPP_API_KEY"
 
-# Statuses of a server that is full, restarts, or is away behind a proxy.
+# HTTP statuses after which a request is repeated: the server is full or restarts, or a proxy cannot
+# reach it.
 _RETRIED = frozenset({429, 502, 503, 504})
 _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.5, 15.0
 _TIMEOUT = httpx2.Timeout(120.0, connect=10.0)
@@ -24,20 +25,21 @@ _T = TypeVar("_T")
 
 
 class NotThereError(ServerError):
-    """The server has nothing of that id, or not any more."""
+    """Error for an id that the server does not have, or has no more."""
 
 
 class Connection:
-    """Requests to one server, repeated while it is away. A context manager.
+    """Connection to one server, a context manager. Requests are repeated until the server responds.
 
     Args:
         url: URL of the server, such as `http://127.0.0.1:8000`.
-        key: API key; None: the server needs none.
-        patience_seconds: Time for which the server may be away, or full, in a row.
-        say: Function that is told once that the client waits, and once that the server is back.
+        key: API key; None: the server needs no key.
+        patience_seconds: Seconds without success after which a repeated request fails.
+        say: Function that prints a message when the client begins to wait for the server, and when
+            the server responds again.
 
     Raises:
-        RequestError: The URL is none of HTTP, or has a password.
+        RequestError: The URL is not an HTTP URL, or contains a password.
     """
 
     def __init__(
@@ -71,14 +73,14 @@ class Connection:
         self._client.close()
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
-        """Return the JSON object that the server answers.
+        """Send a GET request, and return the JSON object in the response.
 
         Args:
             path: Path of the route.
-            params: Parameters of the query; those that are None are left out.
+            params: Query parameters; parameters that are None are left out.
 
         Raises:
-            SvdppError: The server refuses the request, or was away for too long.
+            SvdppError: The server rejects the request, or did not respond for too long.
         """
         given = {name: value for name, value in params.items() if value is not None}
         found: dict[str, Any] = self._repeat(
@@ -92,15 +94,15 @@ class Connection:
         content: Callable[[], Iterator[bytes]] = lambda: iter(()),
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Return the JSON object that the server answers to a request, which may be repeated.
+        """Send a POST request, perhaps repeatedly, and return the JSON object in the response.
 
         Args:
             path: Path of the route.
-            content: Function that returns the body, anew for each attempt.
+            content: Function that returns the body. It is called for each attempt.
             headers: Headers of the request.
 
         Raises:
-            SvdppError: The server refuses the request, or was away for too long.
+            SvdppError: The server rejects the request, or did not respond for too long.
         """
 
         def send() -> dict[str, Any]:
@@ -111,25 +113,25 @@ class Connection:
         return self._repeat(send)
 
     def lines(self, path: str) -> list[str]:
-        """Return the lines of a file.
+        """Download a text file, and return its lines.
 
         Args:
             path: Path of the route.
 
         Raises:
-            SvdppError: The server refuses the request, or was away for too long.
+            SvdppError: The server rejects the request, or did not respond for too long.
         """
         return self._repeat(lambda: self._answer(self._client.get(path)).text.splitlines())
 
     def download(self, path: str, write: Callable[[Iterator[bytes]], None]) -> None:
-        """Pass the content of a file to `write`, from its beginning in each attempt.
+        """Download a file. Each attempt starts from the beginning of the file.
 
         Args:
             path: Path of the route.
-            write: Function that writes the parts of the content.
+            write: Function that writes the content, given an iterator of its parts.
 
         Raises:
-            SvdppError: The server refuses the request, or was away for too long.
+            SvdppError: The server rejects the request, or did not respond for too long.
         """
 
         def fetch() -> None:
@@ -141,7 +143,7 @@ class Connection:
         self._repeat(fetch)
 
     def _repeat(self, attempt: Callable[[], _T]) -> _T:
-        """Call `attempt` until the server answers it."""
+        """Call a function that sends a request until the server responds."""
         failed_at: float | None = None
         wait = _FIRST_WAIT_SECONDS
         while True:
@@ -178,10 +180,10 @@ class Connection:
         )
 
     def _answer(self, answer: httpx2.Response) -> httpx2.Response:
-        """Return an answer that is none of an error.
+        """Return a response if its status is not an error.
 
         Raises:
-            SvdppError: It is one of an error.
+            SvdppError: The status is an error.
         """
         if answer.is_success:
             return answer
@@ -203,7 +205,7 @@ class Connection:
 
 
 class _BusyError(Exception):
-    """Answer of a server that may take the same request later."""
+    """Error response of a server that may accept the same request later."""
 
     def __init__(self, message: str, retry_after: str) -> None:
         super().__init__(message)
@@ -211,7 +213,7 @@ class _BusyError(Exception):
 
 
 def _error_in(answer: httpx2.Response) -> dict[str, Any]:
-    """Return the error of an answer, also if it is not one of svdpp, but of a proxy."""
+    """Return the error in a response from svdpp or from a proxy, as a JSON object of svdpp."""
     error: Any = None
     try:
         error = answer.json()["error"]
@@ -226,18 +228,19 @@ def _error_in(answer: httpx2.Response) -> dict[str, Any]:
 def connected(
     url: str, key: str | None, patience_seconds: float, say: Callable[[str], None]
 ) -> Iterator[Connection]:
-    """Yield a connection to a server that is there now.
+    """Check that a server responds, and yield a connection to the server.
 
     Args:
         url: URL of the server.
-        key: API key; None: the server needs none.
-        patience_seconds: Time for which it may be away later, in seconds.
-        say: Function that gets remarks.
+        key: API key; None: the server needs no key.
+        patience_seconds: Seconds without success after which a later request fails.
+        say: Function that prints a message for the user.
 
     Raises:
-        SvdppError: The URL is wrong, or the server does not answer.
+        SvdppError: The URL is wrong, or the server does not respond.
     """
-    # A wrong URL is told at once; a server that restarts at this moment is waited for.
+    # The first request waits at most 5 s, long enough for a server that restarts at this moment, so
+    # that a wrong URL is reported soon.
     with Connection(url, key, patience_seconds=min(5.0, patience_seconds)) as first:
         first.get("/v1/models")
     with Connection(url, key, patience_seconds=patience_seconds, say=say) as connection:

@@ -1,4 +1,4 @@
-"""A server's model as lines of a jobs file see it, and lines as requests of that server."""
+"""Model of a server: defaults and checks for lines of a jobs file, and requests from lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from svdpp.errors import InputError, RequestError, ServerError, nearest
 from svdpp.media.inputs import MediaFile
 
 _IMAGE_FIELD = "input_reference"
-# Of a line without its files: prompts, parameters, names.
+# Bytes of a line's prompts, parameters and names, besides its files.
 _LINE_OVERHEAD_BYTES = 256 * 2**10
 
 
@@ -36,19 +36,19 @@ class ServerModel:
 
     @property
     def max_batch_bytes(self) -> int:
-        """Bytes that the lines of one batch may have."""
+        """Maximum bytes of the lines of one batch."""
         return int(self.description["limits"]["max_batch_bytes"])
 
     @property
     def max_batch_lines(self) -> int:
-        """Lines that one batch may have."""
+        """Maximum number of lines of one batch."""
         return int(self.description["limits"]["max_batch_lines"])
 
     def defaults(self, values: Mapping[str, Any], **more: Any) -> LineDefaults:
-        """Return what lines have that they do not say.
+        """Return the values for fields that lines do not set.
 
         Args:
-            values: Sampling parameters that options set, by their names.
+            values: Sampling parameters from the command line's options, by name.
             more: Further values of `LineDefaults`.
 
         Raises:
@@ -83,13 +83,13 @@ class ServerModel:
         return replace(sampling, **values)
 
     def check(self, job: RunJob) -> None:
-        """Check what the server says that it does not make, before anything is sent.
+        """Check a job against the limits in the server's description, before anything is sent.
 
         Args:
             job: Job of a line.
 
         Raises:
-            RequestError: The server makes no such clip.
+            RequestError: The server does not make such clips.
         """
         assert job.sampling is not None
         size, sizes = f"{job.sampling.width}x{job.sampling.height}", self.description["sizes"]
@@ -112,7 +112,7 @@ class ServerModel:
             )
 
     def _check_loras(self, job: RunJob) -> None:
-        """Check that the server has the LoRAs of a job, and that local files are the same."""
+        """Check that the server has the LoRAs of a job, with equal content as any local files."""
         listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
         for lora in job.made_from.loras:
             name, path = Path(lora.name).stem, Path(lora.name)
@@ -129,7 +129,7 @@ class ServerModel:
                 )
 
     def body(self, job: RunJob) -> dict[str, Any]:
-        """Return the request of a job, with all its parameters, and its files in base64.
+        """Return the body of a request for a job, with all parameters, and files in base64.
 
         Args:
             job: Job of a line, checked.
@@ -164,10 +164,10 @@ class ServerModel:
 
 
 def server_model(answer: Mapping[str, Any]) -> ServerModel:
-    """Return the model of a server's answer to `/v1/models`.
+    """Return the model in a server's response to `/v1/models`.
 
     Raises:
-        ServerError: The server is none of svdpp, or one of another version.
+        ServerError: The server is not an svdpp server, or has another version.
     """
     try:
         (model,) = answer["data"]
@@ -182,7 +182,7 @@ def server_model(answer: Mapping[str, Any]) -> ServerModel:
 
 
 def _files(job: RunJob) -> list[tuple[str, MediaFile]]:
-    """Return the files of a job by the fields of a request."""
+    """Return the files of a job, each after the name of its field in a request."""
     made_from = job.made_from
     files = [(_IMAGE_FIELD, made_from.media_file), ("last_image", made_from.last_image)]
     return [(name, file) for name, file in files if file is not None] + [*made_from.videos]

@@ -1,12 +1,12 @@
 """Transport of packets between ranks, point to point, by links with background threads.
 
-Each rank has a link for each neighbour and direction, with a thread, so that transfers overlap with
-denoising. Header and metadata are separate messages between CPUs. The payload goes from device to
-device under NCCL. Under gloo, which does not send CUDA tensors point to point, it goes through
-pinned host memory.
+Each rank has a link for each neighbour and direction. Each link has a thread, so that transfers
+overlap with denoising. Header and metadata are separate messages between CPUs. Under NCCL the
+payload goes from device to device. Under gloo, which does not send CUDA tensors point to point, the
+payload goes through pinned host memory.
 
-The receiver states which tensors it expects before the packet comes, and checks the metadata before
-it reads the payload. A difference is a `MismatchError`, which names the rank that has sent.
+The receiver knows the expected tensors before the packet arrives, and checks the metadata before it
+reads the payload. A difference raises a `MismatchError`, which names the sender.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _Result = TypeVar("_Result")
 #: close the connection to a rank that computes for longer.
 GROUP_TIMEOUT = timedelta(days=7)
 
-# Clip index of the packet that opens a link, which no clip has.
+# Clip index in the packet that opens a link. No real clip has this index.
 _HELLO_CLIP = 2**64 - 1
 
 # Matches, for example: Cuda failure 2 'out of memory'
@@ -72,7 +72,7 @@ _Ends = tuple[Direction, int, int, int]
 
 
 class Transfer(NamedTuple):
-    """Transfer of one packet, as one of its two ranks saw it."""
+    """Transfer of one packet, as its sender or its receiver measured it."""
 
     direction: Direction
     clip: int
@@ -99,7 +99,7 @@ class Transport:
         device: Device on which received tensors are put.
         backend: Backend of the process group that the rank has joined, `gloo` or `nccl`.
         on_transfer: Callback for each finished transfer of a clip; called from the links' threads.
-        checksum: Whether payloads have a CRC-32, which the receiver compares.
+        checksum: Whether the sender computes a CRC-32 of each payload, and the receiver checks it.
         monotonic_ahead: Seconds by which this host's monotonic clock is ahead of rank 0's. Times in
             packets are on rank 0's clock.
     """
@@ -182,8 +182,8 @@ class Transport:
             next_step: Number of steps done that the packet must have.
             peer: Rank that sends the packet.
             channel: Channel of the link.
-            known: Specs of tensors that the packet must have, among others, which are compared
-                before the payload is read. None: only `PendingPacket.wait` compares tensors.
+            known: Specs of some tensors that the packet must have, which are compared before the
+                payload is read. None: only `PendingPacket.wait` compares tensors.
         """
         link = self._link("from", peer, channel)
         ends: _Ends = "recv", clip, next_step, peer
@@ -330,9 +330,9 @@ class PendingPacket:
         """Wait for the packet. May be called once.
 
         Args:
-            whole: Function that returns the specs which the packet's tensors must have, given the
-                tensors, one of which names the others. It is not called for a tombstone. None: only
-                the `known` tensors of `post_receive` are compared.
+            whole: Function that gets the packet's tensors, one of which names the others, and
+                returns the specs that all tensors must have. It is not called for a tombstone.
+                None: only the `known` tensors of `post_receive` are compared.
 
         Returns:
             Packet, whose tensors the current stream may use.
@@ -414,8 +414,8 @@ def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
 def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Turn a RuntimeError of the backend into an error that names the failed transfer.
 
-    A lack of memory and errors of the GPU concern this rank. For a `BrokenLinkError` the parent may
-    find the cause in another rank.
+    A lack of memory or an error of the GPU is a failure of this rank. For a `BrokenLinkError`, the
+    parent may find the cause in another rank.
 
     Args:
         attempt: Description of the transfer, after "could not".

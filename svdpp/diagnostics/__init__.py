@@ -1,1 +1,1 @@
-"""Doctor, environment report, cost profiling, run reports and trace files."""
+"""Diagnostics: `svdpp doctor`, `env` and `profile`, reports on runs, and trace files."""

@@ -49,12 +49,11 @@ class TraceFile:
         self._error: OSError | None = None
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Write the spans that `event` completes. `close` reports a full disk; the run goes on."""
+        """Write the spans that an event completes. A write error is only raised by `close`."""
         if self._error is not None:
             return
         self._unwritten += self._events(rank, event)
-        # Events before the first work, such as names and memory while models load, are kept until
-        # then.
+        # Events before the first action, such as names and memory, are kept in memory until then.
         if self._unwritten and (self._file is not None or isinstance(event, ActionDone)):
             try:
                 self._write()
@@ -81,7 +80,7 @@ class TraceFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file, before = self._path.open("w"), "[\n"
         self._file.write(before + ",\n".join(map(json.dumps, self._unwritten)))
-        self._file.flush()  # what is written stays, even if this process is killed
+        self._file.flush()  # written events stay even if this process is killed
         self._unwritten.clear()
 
     def _events(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
@@ -117,7 +116,7 @@ class TraceFile:
                 yield from self._transfer(placed)
 
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
-        """Yield a transfer as one rank sees it, and this end of the arrow between the two ranks."""
+        """Yield one rank's slice for a transfer, and its end of the arrow between the two ranks."""
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
         if link not in self._tracks:  # transfers of one link never overlap
@@ -140,13 +139,13 @@ class TraceFile:
     def _slice(
         self, rank: int, track: int, name: str, category: str, start: float, end: float, **args: int
     ) -> _TraceEvent:
-        """Return a complete event; both ends are rounded before the subtraction, so slices nest."""
+        """Return an event with start and duration. Both ends are rounded first, so slices nest."""
         ts = self._microseconds(start)
         duration = self._microseconds(end) - ts
         return _event("X", rank, track, name, cat=category, ts=ts, dur=duration, args=args)
 
     def _microseconds(self, when: float) -> int:
-        """Return whole microseconds: sums of fractions would be rounded to overlapping slices."""
+        """Return whole microseconds: with fractions, rounded sums would make slices overlap."""
         return round((when - self._begin) * 1e6)
 
 

@@ -93,7 +93,7 @@ def environment() -> dict[str, Any]:
     return dict(redact_all(facts))
 
 
-#: Fields that nvidia-smi is queried for. It lists all GPUs, whatever CUDA_VISIBLE_DEVICES says.
+#: Fields to query by nvidia-smi. It ignores CUDA_VISIBLE_DEVICES and lists all GPUs.
 _CLOCKS = (
     *("index", "name", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
     *("power.limit", "power.default_limit", "persistence_mode"),
@@ -218,7 +218,7 @@ class Check:
 
 
 class _Skipped(Exception):
-    """Check that does not apply, or depends on a failed one; the text gives the reason."""
+    """Exception of a check that does not apply, or depends on a failed check; its text says why."""
 
 
 def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
@@ -383,12 +383,12 @@ def profile(
 ) -> CostModel:
     """Measure the times of a run's parts on the devices of `config`, all ranks working at once.
 
-    CPU ranks share cores and memory bandwidth, so that a single rank would be faster than in a run.
-    Memory is not measured but estimated from the model's configs.
+    All ranks work, because CPU ranks share cores and memory bandwidth, and a single rank would be
+    faster than in a run. Memory is not measured but estimated from the model's configs.
 
     Args:
         config: Resolved or unresolved configuration; its layout is not used.
-        repeats: Number of measured clips that pass each rank, after one that warms up.
+        repeats: Number of clips that are measured at each rank, after a clip that warms up.
         log: Function that gets a line for each part that is measured.
         open_observer: Function that opens the progress display.
         prompt: Prompt of the clips; None: an example, if the model takes prompts.

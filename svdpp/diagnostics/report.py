@@ -47,7 +47,7 @@ _OPTION_FORMAT = "--{} {}"
 
 
 class Advice(NamedTuple):
-    """Layout that finishes the same clips first on the same ranks, by forecast."""
+    """Advice: layout that would finish the same clips on the same ranks soonest, by forecast."""
 
     text: str
     """Layout and gain, for the user."""
@@ -77,9 +77,10 @@ class RunAnalysis:
 
     @property
     def forecast_error(self) -> float | None:
-        """Relative error of the forecast by all measured costs: 0.1 if the run took a tenth longer.
+        """Relative error of the forecast: 0.1 if the run took a tenth longer than forecast.
 
-        None if the run has too few clips, because the first one warms up, or no forecast.
+        The forecast uses the measured costs. None: there is no forecast, or the run has too few
+        clips, because the first clip warms up.
         """
         metrics, seconds = self.metrics, self.metrics.forecast_seconds
         is_long = metrics.clips > metrics.world_size
@@ -97,10 +98,10 @@ class RunAnalysis:
 
 
 def _find_limits(metrics: RunMetrics) -> list[Finding]:
-    """Return the causes that limit the run, the costliest first; `balanced` if no cause does.
+    """Return the causes that limit the run, the costliest first; `balanced` if there is none.
 
-    The busiest rank sets the pace of a full pipeline. A cause is why this rank is busier than the
-    mean of all ranks, or what it waits for.
+    The busiest rank sets the pace of a full pipeline. A cause is a reason why this rank is busier
+    than the mean of all ranks, or a resource that this rank waits for.
     """
     least = _WORTH_NAMING * (metrics.makespan + metrics.write_tail)
     causes = [*_imbalance(metrics), *_waits(metrics)]
@@ -116,7 +117,7 @@ def _busiest(metrics: RunMetrics) -> RankRunMetrics:
 
 
 def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield why the busiest rank is busier than the others."""
+    """Yield the cause for which the busiest rank is busier than the other ranks."""
     limit = _busiest(metrics)
     others = [rank for rank in metrics.ranks if rank is not limit]
     excess = limit.compute - statistics.fmean(rank.compute for rank in metrics.ranks)
@@ -187,9 +188,10 @@ def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> R
 
 
 def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | None:
-    """Return the layout with the best forecast, if it gains enough over the current one.
+    """Return the layout with the best forecast, if it is enough faster than the run's layout.
 
-    The forecasts of both are compared, because a measurement includes times that no forecast has.
+    The forecasts of both layouts are compared, because measured times include parts that no
+    forecast includes.
     """
     if metrics.costs is None or not metrics.forecast_seconds:
         return None

@@ -188,8 +188,7 @@ def largest_sampling(jobs: Sequence[RunJob], sampling: SamplingConfig) -> Sampli
 
 
 def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
-    """Return a sort key that is largest for clips that need more parts of the model, then more
-    memory."""
+    """Return a sort key for clips: by the parts of the model that are needed, then by memory."""
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
     branches, steps = sampling.uses_guidance, sampling.num_inference_steps

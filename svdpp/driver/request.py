@@ -255,8 +255,7 @@ class PipelineRequest:
 
     @cached_property
     def _checkpoint_and_sampling(self) -> tuple[Checkpoint | None, SamplingConfig]:
-        """Checkpoint and sampling parameters with the model's values; for SVD None and unchanged
-        parameters."""
+        """Checkpoint and resolved sampling parameters; for SVD, None and unresolved parameters."""
         if self.sampling.family == "svd":
             return None, self.sampling
         return self._read_checkpoint, self._read_checkpoint.resolve_sampling(self.sampling)
@@ -318,8 +317,7 @@ class PipelineRequest:
 
     @property
     def _uses_all_devices(self) -> bool:
-        """Whether all devices are used, because neither user nor launcher gives a number of
-        ranks."""
+        """Whether all devices are used: neither user nor launcher gives a number of ranks."""
         return self.launched is None and self.num_ranks is None
 
     @cached_property

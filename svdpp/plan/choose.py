@@ -20,9 +20,9 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
-# Size of the longest replicas that are tried: longer ones take long to forecast and gain nothing.
+# Maximum size of replicas to try. A longer replica takes long to forecast and is not faster.
 _MAX_REPLICA_SIZE = 64
-# Ratio of times up to which they count as equal, so that the simplest layout is chosen.
+# Ratio up to which two times count as equal. Of equally fast layouts, the simplest is chosen.
 _EQUAL = 1.001
 # Throughput kept, as a fraction of the best, when latency is minimised.
 _RATE_KEPT = 0.9
@@ -53,11 +53,11 @@ def choose_layout(
     Args:
         num_clips: Number of clips of the forecasts.
         memory_gib: Memory of each of the W ranks, in GiB; empty: unknown, and every layout fits.
-        pairs: Whether layouts of pairs are candidates too.
-        fixed: Fields of a layout, of which only is chosen whether its ranks are pairs. None: all
-            layouts are candidates.
-        minimize_latency: Whether to choose the layout with the least latency of a clip, among those
-            with at least 0.9 of the best throughput.
+        pairs: Whether layouts with pairs of ranks are candidates too.
+        fixed: Fields of the only layout. Then only the use of pairs is chosen. None: all layouts
+            are candidates.
+        minimize_latency: Whether to choose the layout with the least latency of a clip, among the
+            layouts with at least 0.9 of the best throughput.
         counts: Other fields of all layouts, such as `num_steps`, `world_size` and `costs`.
 
     Raises:
@@ -122,7 +122,7 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Yield layouts that fit, and in which a rank of a longer replica holds both experts."""
+        """Yield layouts that fit in memory, and where a rank of a long replica has both experts."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:
@@ -255,9 +255,9 @@ class LayoutForecast(NamedTuple):
 
     name: str
     layout: Layout | None = None
-    """Layout; None if it is impossible."""
+    """Layout of the row; None if the layout is impossible."""
     forecast: Forecast | None = None
-    """Forecast; None if it is impossible."""
+    """Forecast of the layout; None if the layout is impossible."""
     seconds_per_clip: float = 0.0
     """Mean seconds between finished clips in a long queue."""
     note: str = ""

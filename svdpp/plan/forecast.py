@@ -1,4 +1,4 @@
-"""Forecast of a run, by a simulation of the action lists or by a faster recurrence."""
+"""Forecast of a run's times, by a simulation of the action lists or by a faster recurrence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
-#: Most visits (of a clip at a rank) that a forecast computes, which takes about two seconds.
-#: Further clips are assumed to continue at the same rate.
+#: Maximum number of visits that a forecast computes, in about two seconds. A visit is the work of
+#: one rank on one clip. Further clips are assumed to continue at the same rate.
 MAX_VISITS = 2**21
 
-# Number of clips for each rank with which a queue is long enough for a constant rate.
+# Number of clips for each rank after which clips finish at a constant rate.
 _QUEUED_PER_RANK = 16
-# Most clips of each layout that a choice between layouts computes.
+# Maximum number of clips for each layout in a comparison of layouts.
 _LARGE_SAMPLE = 65_536
 
 #: Ranks that a clip visits, each with the seconds of work there.
@@ -59,11 +59,11 @@ class Forecast:
     in data parallel, clips finish in groups of G, and the mean covers whole groups.
     """
     jitter: float
-    """Standard deviation of the times between these clips."""
+    """Standard deviation of the times between finished clips."""
     latency: float
-    """Mean seconds from a clip's arrival, or else its first action, to its end."""
+    """Mean seconds from a clip's arrival to its end. Without arrivals: from its first action."""
     bubble: float
-    """Fraction of the time of all ranks in which they are idle, 0 to 1."""
+    """Fraction of the ranks' total time in which ranks are idle, 0 to 1."""
     computed_clips: int
     """Number of clips that were computed; further clips are assumed to follow at that rate."""
 
@@ -89,12 +89,13 @@ class Forecast:
 
 
 class DeadlockError(ValueError):
-    """Schedule that cannot be performed, because ranks wait for each other."""
+    """Error for a schedule that cannot be performed, because ranks wait for each other."""
 
 
-#: Sender and receiver of a link, and whether it is for a decode by several ranks.
+#: Sender and receiver of a link, and whether the link is for clips that several ranks decode.
 _LinkId = tuple[int, int, bool]
-#: Link, and the number of earlier transfers on it; below -1 for the DENOISE of a pair.
+#: Link, and the number of earlier transfers on the link. For a DENOISE of a pair, the number is
+#: -2 minus the clip's index.
 _TransferId = tuple[_LinkId, int]
 
 
@@ -130,7 +131,7 @@ class _Simulation:
         return self.spans
 
     def _perform(self, rank: int) -> Iterator[_TransferId]:
-        """Perform a rank's actions, and yield each transfer that the rank has to wait for."""
+        """Simulate a rank's actions, and yield the id of each transfer that the rank waits for."""
         clock = 0.0
         arrivals: dict[tuple[int, int], _TransferId] = {}  # by clip, and sender of frames
         for action in self.schedule[rank]:
@@ -155,7 +156,7 @@ class _Simulation:
                         yield before
                     clock = max(clock, self.ends[before])
                 self._begin("send", action, link[:2], clock)
-            elif action.kind not in (Kind.FINISH, Kind.FREE):  # in the background, or negligible
+            elif action.kind not in (Kind.FINISH, Kind.FREE):  # these take no time of the rank
                 if action.kind is Kind.DENOISE and action.peer >= 0:
                     first, second = sorted((rank, action.peer))
                     meeting = (first, second, False), -2 - action.clip
@@ -213,12 +214,12 @@ class _Simulation:
 def simulate_schedule(
     schedule: Schedule, costs: CostModel, sizes: Sequence[float] = ()
 ) -> list[Span]:
-    """Return the times of each rank's work, by a simulation of the action lists.
+    """Simulate the action lists of all ranks; return the time of each action.
 
     Args:
         schedule: Action list of each rank.
         costs: Seconds of each kind of work.
-        sizes: Work of each clip relative to one of the costs, by index; empty: all are equal.
+        sizes: Factor of the costs for each clip, by index; empty: 1 for all clips.
 
     Returns:
         Spans of all actions except transfers, in no particular order.
@@ -230,7 +231,7 @@ def simulate_schedule(
     return _Simulation(schedule, costs, sizes).run()
 
 
-#: Former name, kept until the next version.
+#: Former name of `simulate_schedule`, kept until the next version.
 replay = simulate_schedule
 
 
@@ -244,7 +245,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     Raises:
         ValueError: `spans` is empty.
     """
-    # A span without duration is sorted behind the one at whose end it starts.
+    # A span without duration is sorted after the span that ends at the same time.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
         raise ValueError("no spans to sum up")
@@ -339,7 +340,7 @@ def _most_clips(layout: Layout) -> int:
 
 
 def _forecast(layout: Layout, num_clips: int) -> Forecast:
-    """Forecast all clips, without a limit of their number."""
+    """Forecast all clips, without a limit on their number."""
     if layout.decode_parallel_size > layout.cfg_parallel_size:
         return summarise(
             simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size
@@ -428,7 +429,7 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 
 
 def _seconds_to_decode(route: Route, costs: CostModel) -> float:
-    """Return the seconds until the last rank has all frames, which it gathers rank by rank."""
+    """Return the seconds until the last rank has gathered the decoded frames of all ranks."""
     writer = route.ranges[-1].rank
     gathered, *others = _decode_seconds(route, costs)
     for (rank, _), seconds in zip(route.shares[1:], others, strict=True):
@@ -459,10 +460,10 @@ def clip_times(
 ) -> Iterator[tuple[float, float]]:
     """Yield the start and end of each clip, in seconds.
 
-    A visit waits only for earlier clips, or for its own clip at the previous rank, so that clips
-    can be computed one after the other. A transfer waits for its receive, which the target posts at
-    the start of its previous visit, and for the previous transfer on its link, for which its sender
-    waits too.
+    A visit (the work of one rank on one clip) waits only for earlier clips, or for its clip at the
+    previous rank. So the times of clips can be computed one after the other. The receiver posts the
+    receive of a transfer at the start of its previous visit. A transfer starts after this, and
+    after the previous transfer on the same link. The sender also waits for the previous transfer.
 
     Args:
         clips: Stage times of each clip, in order.
@@ -510,8 +511,8 @@ def draw_grid(
     Args:
         spans: Work of all ranks, forecast or measured.
         world_size: Number of ranks W.
-        width: Largest number of columns; fewer are drawn if the run is shorter than as many steps.
-        marks: Remarks at the end of lines, by rank, such as `died here`; None: none.
+        width: Maximum number of columns. A run with fewer steps has fewer columns.
+        marks: Texts for the ends of lines, by rank, such as `died here`; None: no texts.
     """
     begin = min((span.start for span in spans), default=0.0)
     total = max((span.end for span in spans), default=0.0) - begin
@@ -526,7 +527,7 @@ def draw_grid(
 
 
 def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
-    """Return the number of columns: one for each step, or each two, three, ..., up to `width`."""
+    """Return the number of columns, at most `width`: one for each step, or for two, three, ..."""
     steps = (
         (span.end - span.start) / (span.action.end - span.action.start)
         for span in spans

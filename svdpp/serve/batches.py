@@ -401,7 +401,7 @@ class Batches:
     def _lines(
         self, source: BinaryIO, owner: Owner, seed_key: str, faults: _Faults
     ) -> Iterator[_CheckedLine]:
-        """Yield the lines of a file that have valid fields; add the other lines' faults to `faults`.
+        """Yield the lines of a file that have valid fields; add faults of others to `faults`.
 
         Raises:
             ApiError: The file has no lines, or too many lines.
@@ -557,8 +557,7 @@ class Batches:
         decoded: DecodedImages,
         faults: _Faults,
     ) -> Iterator[Job]:
-        """Yield the job of each line after storing the line's files; `uploads` can remove the
-        files."""
+        """Store the files of lines, and yield each line's job; `uploads` can remove the files."""
         now = self._queue.now()
         for index, line in enumerate(lines, start=batch.stored):
             try:

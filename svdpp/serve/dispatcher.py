@@ -115,7 +115,7 @@ class Dispatcher:
                 self.request_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
-        """Read a job from the queue, pass it to `on_changed`, and return it; None: it was removed."""
+        """Read a job from the queue, pass it to `on_changed`, and return it; None if removed."""
         job = self._queue.get(job_id)
         if job is not None:
             if job.state.is_final:
@@ -341,7 +341,7 @@ class Dispatcher:
             self._requeue(job)
             self._check_storage()
         elif isinstance(error, InputError | OutputError) and job.id not in self._retried_files:
-            # The input could be read when it was uploaded, so the disk may have failed for a moment.
+            # The input was readable at its upload, so the disk may have failed for a moment.
             logger.warning("{} starts again: {}", job.id, error)
             self._retried_files.append(job.id)
             self._requeue(job)

@@ -171,18 +171,18 @@ WHERE id = ? AND callback_attempts = ? RETURNING id
 
 
 class QueueFullError(SvdppError):
-    """Error for a job that is rejected because the queue, or an owner's share of the queue, is full.
+    """Error for a job that is rejected because the queue, or an owner's share of it, is full.
 
     Its `details` are `open` and `limit`, and `owner` if the limit is that of an owner.
     """
 
 
 class _IncompatibleJobError(Exception):
-    """Error for a job that this server's ranks cannot make; its argument is the row's `sampling`."""
+    """Error for a job that this server's ranks cannot make, with the row's `sampling`."""
 
 
 class JobQueue:
-    """Queue of jobs. Any thread may call any method; each change is durable when its method returns.
+    """Queue of jobs. Any thread may call any method. Each change is durable before it returns.
 
     Every method except `close` raises OutputError if the queue cannot be used. If the database does
     not answer, the error is the subclass BackendUnavailableError, and it is unknown whether the
@@ -191,7 +191,7 @@ class JobQueue:
     The jobs of one owner are ordered by `created_at - priority * AGEING_SECONDS`.
 
     Args:
-        folder: Data folder. It has the queue unless `url` is given, and the files unless `store` is.
+        folder: Data folder, with the queue unless `url` is given, and the files unless `store` is.
         adopts: Whether to use a folder or database even if its files belong to another queue.
         url: URL of a PostgreSQL database that servers share. None: a SQLite file in the folder.
         store: Store of the files. None: the files are in the folder.
@@ -457,7 +457,7 @@ class JobQueue:
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
-        """Set a claimed job to COMPLETED with the clip's JSON; return whether the claim was valid."""
+        """Set a claimed job to COMPLETED with the clip's JSON; return if the claim was valid."""
         return self._finish(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
     def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
@@ -491,13 +491,13 @@ class JobQueue:
         return self._ids(f"remove_asked AND {_FINAL} ORDER BY seq")
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
-        """Set a job that the ranks dropped to CANCELLED; return whether the claim was still valid."""
+        """Set a job that the ranks dropped to CANCELLED; return whether the claim was valid."""
         return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
         self, id: str, proof: VerificationStatus, reason: str | None = None
     ) -> bool:
-        """Set a completed job's verification status, with a reason; return whether the job exists."""
+        """Set a completed job's verification status and reason; return whether the job exists."""
         return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
     @contextlib.contextmanager
@@ -526,7 +526,7 @@ class JobQueue:
             self._locked_clips.discard(id)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Store the ETA in seconds that was promised to the client; return whether the job exists."""
+        """Store the ETA in seconds that the client was given; return whether the job exists."""
         return self._update(id, JobState, promised_seconds=seconds)
 
     def claim_callback(self, seconds: float) -> Job | None:
@@ -641,8 +641,7 @@ class JobQueue:
         )
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return each server's description, with its `id` and `seen_seconds`, the age of the
-        description."""
+        """Return each server's description, with its `id`, and its age as `seen_seconds`."""
         rows = self.backend.fetch_all(
             "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"
         )
@@ -719,11 +718,11 @@ class JobQueue:
         return [id for (id,) in self.backend.fetch_all(query, owner, limit)]
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
-        """Return the id and sampling parameters of each job that this server may claim, in order."""
+        """Return id and sampling parameters of each job that this server may claim, in order."""
         runnable, values = self._runnable
         waiting = []
         for id, text in self.backend.fetch_all(_ROUND_ROBIN.format(runnable), *values):
-            with contextlib.suppress(ValueError, TypeError, LookupError):  # `claim` counts unreadable rows
+            with contextlib.suppress(ValueError, TypeError, LookupError):  # `claim` counts it
                 waiting.append((id, sampling_of(text)))
         return waiting
 
@@ -760,7 +759,7 @@ class JobQueue:
         return int(self.backend.fetch_all(query, *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
-        """Return the unix time of the oldest request that this server may claim; None: none waits."""
+        """Return the unix time of the oldest request that this server may claim; None: none."""
         runnable, values = self._runnable
         query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {runnable}"
         ((oldest,),) = self.backend.fetch_all(query, *values)

@@ -106,8 +106,8 @@ def remove_orphans(
     Servers that were killed leave such files: images of requests without a job, clips from an
     earlier claim than the job's last one, and unfinished files. A file that has not changed since
     the previous search, `ORPHAN_SCAN_SECONDS` ago, does not belong to a request or rank that is
-    still at work. So no clocks need be compared. With a store, local copies that were not used since
-    the previous search are removed too.
+    still at work. So no clocks need be compared. With a store, local copies that were not used
+    since the previous search are removed too.
 
     Args:
         queue: Queue with the rows and files of the jobs.
@@ -115,7 +115,7 @@ def remove_orphans(
         in_use: Ids of jobs whose local copies stay, because this server works on them.
 
     Returns:
-        Unneeded files that were not removed yet, for the next call.
+        Unneeded files that this call found, as `before` of the next call.
     """
     store = queue.store
     # Files are listed before the queue is read. So the list has no files of jobs that the queue's
@@ -163,8 +163,7 @@ def _is_orphan(
     *,
     is_copy: bool = False,
 ) -> bool:
-    """Whether no job needs a file. Latent checkpoints written after `oldest` always count as
-    needed."""
+    """Whether no job needs a file. Latent checkpoints from after `oldest` count as needed."""
     name, (_, written_at) = file
     match = FILE_NAME.fullmatch(name)
     if match is None or (_LATENT.match(name) and written_at > oldest):
@@ -182,9 +181,9 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     """Move images and clips without a job to the folder `lost+found`, and log it.
 
     A server calls this at its start. A row is removed after its clip, so a clip without a row means
-    that a part of the queue was lost: its file, a part of its log, or changes since a backup. Images
-    without a row belong to requests that ended before the row was stored. If the queue is not
-    shared, only this server writes to the folder, and all such files are moved. If the queue is
+    that a part of the queue was lost: its file, a part of its log, or changes since a backup. An
+    image without a row belongs to a request that ended before the row was stored. If the queue is
+    not shared, only this server writes to the folder, and all such files are moved. If the queue is
     shared, files of the last hour stay, because they may belong to another server's request. Only
     regular files with names as servers give them are moved.
 

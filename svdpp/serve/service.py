@@ -334,7 +334,7 @@ class Service:
         )
 
     def _find_stored(self, job: Job) -> Job | None:
-        """Return the job as the queue has stored it; None if the queue lacks it or does not answer."""
+        """Return the stored job; None if the queue lacks the job or does not answer."""
         with contextlib.suppress(OutputError):
             return self.queue.get(job.id)
         return None

@@ -64,11 +64,11 @@ class PrepareImage(_Message):
 
 
 class Stop(_Message):
-    """Command to stop: after the first no work follows, after the second the rank may end."""
+    """Command to stop. After the first one no work follows; after the second the rank may end."""
 
 
 class Cancel(_Message):
-    """Command to skip the rest of a clip."""
+    """Command to skip the remaining work on a cancelled clip."""
 
     clip: int
 
@@ -88,7 +88,7 @@ class Started(Event):
 
 
 class Heartbeat(Event):
-    """Sign of life, which a separate thread sends every second."""
+    """Sign of life of a rank, sent every second by a separate thread."""
 
     action: ActionField | None = None
     """Current action; None between actions."""
@@ -107,7 +107,7 @@ class Heartbeat(Event):
 
 
 class RankStats(Event):
-    """Sample for monitoring, which a separate thread sends every second; no sign of progress."""
+    """Sample for monitoring, sent every second by a separate thread. It does not show progress."""
 
     sent_bytes: int
     """Bytes of tensors sent to other ranks since the links are open: packets of clips, predictions
@@ -213,7 +213,7 @@ class StoredTensor(Event):
 
 
 class ImageReady(Event):
-    """Report that the image of a clip that is submitted later is prepared."""
+    """Report that a rank has prepared the image of a clip that will be submitted later."""
 
     image: str | None
     """Path of the image; None if the clip has none."""
@@ -222,20 +222,20 @@ class ImageReady(Event):
 
 
 class ClipFailed(Event):
-    """Report of the error for which a clip is lost; the rank goes on with other clips."""
+    """Report of an error that loses one clip. The rank goes on with other clips."""
 
     clip: int
     error: dict[str, Any]
 
 
 class ClipDropped(Event):
-    """Report of the last rank that all ranks have dropped a lost or cancelled clip."""
+    """Report from the last rank that all ranks have dropped a lost or cancelled clip."""
 
     clip: int
 
 
 class Failed(Event):
-    """Report of the error by which a rank ends."""
+    """Report of the error that ends a rank."""
 
     error: dict[str, Any]
     traceback: str
@@ -254,7 +254,7 @@ class Finished(Event):
     allocated_bytes: int | None = None
     """Peak bytes in tensors; see `worker.device.peak_bytes`."""
     reserved_bytes: int | None = None
-    """Peak bytes of all memory; see `worker.device.peak_bytes`."""
+    """Peak bytes of the rank's memory; see `worker.device.peak_bytes`."""
 
 
 _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base.__subclasses__()}

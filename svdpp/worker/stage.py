@@ -1,4 +1,4 @@
-"""Execution of a rank's actions, with its model and its transport."""
+"""Execution of a rank's actions (encode, denoise, decode, send, receive) by model and transport."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from svdpp.worker.messages import (
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
 
 _FRAMES = "frames"
-# Number of model objects, one for each set of sampling parameters, which share the components.
+# Maximum number of model objects: one for each set of sampling parameters, with shared components.
 _MODELS_KEPT = 8
-# Number of kinds of packets for which the tensors of the first one are remembered.
+# Maximum number of kinds of packets whose first packet's tensor specs are remembered.
 _KINDS_KEPT = 256
 # Prefix of tensors that the encode recorded, whose sizes may depend on prompt or image.
 _RECORD = "record."
 
 
 class PipelineStage:
-    """Stage of the pipeline on one rank: performs its actions.
+    """Stage of the pipeline on one rank. It performs the rank's actions.
 
     Args:
         context: Context of the rank.
@@ -64,10 +64,10 @@ class PipelineStage:
         self._transport, self._reporter = context.transport, context.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
-        # Sends of the actions since the rank was last idle, which are compared with
+        # Sends that the actions required since the rank was last idle. `idle` compares these with
         # `Transport.sent`.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # Tensors of the first packet, by kind of request and step.
+        # Specs of the first packet's tensors, by kind of request and step.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
         # Clips that this rank will help to decode.
         self._helps: set[int] = set()
@@ -93,7 +93,7 @@ class PipelineStage:
         }
 
     def enqueue(self, actions: Sequence[Action], jobs: Iterable[ClipJob]) -> None:
-        """Prepare for actions that `run` will get later: keep their jobs, begin to read images.
+        """Prepare for later calls of `run`: keep the actions' jobs, and begin to read images.
 
         Args:
             actions: Actions of this rank for further clips.
@@ -120,7 +120,8 @@ class PipelineStage:
     def run(self, action: Action) -> None:
         """Run one action.
 
-        An error of one clip is reported, and the clip's packet becomes a tombstone.
+        An error that concerns one clip is reported. The clip's packet becomes a tombstone, which
+        tells later ranks to drop the clip.
 
         Raises:
             MismatchError: A packet is not the expected one.
@@ -207,16 +208,16 @@ class PipelineStage:
         self._pending[action.clip] = self._transport.post_receive(*ends, expected)
 
     def _expected_latent(self, action: Action) -> TensorSpec:
-        """Return the spec that the clip's latent must have before the action, by the model."""
+        """Return the spec that the clip's latent must have before an action, from the model."""
         spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
         return TensorSpec(spec.shape, DTYPES[spec.dtype])
 
     def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
         """Return the specs of the tensors that the packet of an action must have.
 
-        The model gives the spec of the latent. The others depend on what the encode recorded: the
-        packet's structure names them, and all packets of one kind of request must have the same as
-        the first one.
+        The model gives the spec of the latent. The other tensors are results that the encode
+        recorded, and the packet's structure names them. All packets of one kind of request must
+        have the same tensors as the first packet.
         """
         request, sampling = self._jobs[action.clip].request, self._sampling_of(action)
         try:
@@ -284,7 +285,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            packet.compute_seconds = 0.0  # the other rank counts the earlier seconds
+            packet.compute_seconds = 0.0  # the sender counts the earlier seconds
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
@@ -333,7 +334,7 @@ class PipelineStage:
         self._free(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """Wait for the packet of the action's clip; return it, a tombstone if it is cancelled."""
+        """Wait for the packet of the action's clip; return a tombstone if the clip is cancelled."""
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
@@ -382,7 +383,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report the time of a compute action and the waits before it; add it to the clip."""
+        """Report the seconds of a compute action and of the waits before; add them to the clip."""
         start = time.monotonic()
         yield
         end, waited = time.monotonic(), sum(self._waits.values())
@@ -403,10 +404,11 @@ class PipelineStage:
 
 @contextmanager
 def _failures_of_clip(action: Action) -> Iterator[None]:
-    """Turn an exception of an encode into an `InputError`, by which only its clip is lost.
+    """Turn an exception of an encode into an `InputError`, so that only this clip is lost.
 
-    For a prompt or an image that they cannot process, diffusers and transformers raise any type,
-    and the rank can go on. Errors of CUDA, or of a lack of memory, pass unchanged and end the rank.
+    diffusers and transformers raise exceptions of any type for an image or prompt that they cannot
+    process. The rank can then go on. Errors of CUDA or a lack of memory pass unchanged, and end the
+    rank.
     """
     try:
         yield

@@ -239,8 +239,7 @@ class RangeCall:
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the latent of a step; after the last phantom step, give the pipeline the received
-        latent."""
+        """Keep a step's latent; after the last phantom step, return the received latent instead."""
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
             return {}
@@ -250,7 +249,7 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Replace the pipeline's progress bar: `update` ends a step, and the block's end a chunk."""
+        """Replace the pipeline's progress bar: `update` ends a step, the block's end a chunk."""
         yield self
         self.update()
         if self.end is not None:
