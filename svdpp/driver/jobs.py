@@ -122,10 +122,7 @@ class OutputPolicy:
 
     @property
     def recorded_names(self) -> dict[str, list[str]]:
-        """Return the names that an earlier run gave to its clips, by the key of the job.
-
-        The result is empty unless finished clips are kept.
-        """
+        """Names that an earlier run gave to its clips, by job key; empty unless clips are kept."""
         return read_names(self.clip_table) if self.keeps_finished else {}
 
 

@@ -312,7 +312,7 @@ class JobQueue:
 
     @property
     def _runnable(self) -> tuple[str, list[str]]:
-        """Return the SQL condition for jobs that this server can make, and the condition's values.
+        """SQL condition for jobs that this server can make, and the condition's values.
 
         Other jobs stay in the queue until a server claims them that can make them.
         """
@@ -323,7 +323,7 @@ class JobQueue:
 
     @property
     def _open(self) -> tuple[str, list[str]]:
-        """Return the SQL condition for jobs in progress or waiting for this server, with values."""
+        """SQL condition for jobs in progress or waiting for this server, and its values."""
         runnable, values = self._runnable
         return f"(state = 'in_progress' OR state = 'queued' AND {runnable})", values
 
@@ -783,7 +783,7 @@ class JobQueue:
 
     @property
     def _verifiable(self) -> tuple[str, list[str]]:
-        """Return the SQL condition for jobs that this server can verify, with its values."""
+        """SQL condition for jobs that this server can verify, and the condition's values."""
         if not self.is_shared or self.model_key is None:
             return "true", []
         return f"{_MODEL_KEY} = ?", [self.model_key]

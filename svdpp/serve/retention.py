@@ -1,8 +1,8 @@
 """Retention: removes jobs by age and total size, and files that no job needs.
 
 The files of a job are removed before the row. If the server is killed in between, the row remains,
-and the job is removed again later. So a clip without a row is never a half removed one. A missing
-row means that a part of the queue was lost, and the clip is kept.
+and the job is removed again later. So a clip without a row was not removed by this server: a part
+of the queue was lost, and the clip is kept.
 """
 
 from __future__ import annotations
