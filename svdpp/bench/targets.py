@@ -41,10 +41,11 @@ class Bound(BaseModel):
 
     @model_validator(mode="after")
     def _bounds_something(self) -> Self:
+        """Check that there is a bound, and that `min` is not above `max`."""
         if self.min is None and self.max is None:
             raise ValueError("needs min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"has min {self.min:g} above max {self.max:g}")
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}")
         return self
 
     def __str__(self) -> str:

@@ -370,7 +370,7 @@ class BatchRun:
                 page = self._page(batch, after, _PAGE, "asc")
             except NotThereError:
                 if after is None:
-                    return  # the batch itself
+                    return  # the batch itself was removed
                 after = self._cursors[batch] = None  # the video was removed
                 continue
             for each in page["data"]:

@@ -124,7 +124,7 @@ class Dispatcher:
         return job
 
     def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Handle an event of a rank: note if the event is that an image is prepared."""
+        """Handle an event of a rank; `ImageReady` tells that the rank has prepared an image."""
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1

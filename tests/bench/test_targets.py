@@ -65,7 +65,7 @@ def _finished(folder: Path, *overrides: str) -> tuple[Path, dict[str, Any], Benc
         ("targets.one_gpu.bubble.max=0.2", "targets: no metric 'one_gpu.bubble'"),
         ("targets.bubble={}", "targets.bubble is refused: needs min, max or both"),
         ("targets.bubble.most=1", "no field 'targets.bubble.most'"),
-        ("targets.bubble={min: 2, max: 1}", "has min 2 above max 1"),
+        ("targets.bubble={min: 2, max: 1}", "min 2 is above max 1"),
         ("targets.bubble.max=fast", "targets.bubble.max must be a valid number, "),
         ("targets.bubble.max=.nan", "targets.bubble.max must be a finite number"),
         ("measure.peak_tflops=0", "measure.peak_tflops must be above 0.0, got 0"),
