@@ -152,7 +152,12 @@ class AsyncFlag:
         self._at = time.monotonic()
 
     def wait(self) -> bool:
-        """Wait until the device has reached this point; return the flag, or True if it has none."""
+        """Wait until the device has reached this point.
+
+        Returns:
+            The flag that the device computed, such as whether all values are finite; True if none
+            was recorded.
+        """
         if self._event is not None:
             self._event.synchronize()
         return self._host is None or bool(self._host)

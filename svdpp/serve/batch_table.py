@@ -355,7 +355,7 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return the counts of batches, by the batches' ids; removed clips do not count."""
+        """Return the numbers of each batch's jobs by state, by id; removed clips do not count."""
         marks = ", ".join("?" for _ in ids)
         query = (
             "SELECT batch_id, state, count(*), max(finished_at) FROM jobs "

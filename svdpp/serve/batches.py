@@ -557,7 +557,11 @@ class Batches:
         decoded: DecodedImages,
         faults: _Faults,
     ) -> Iterator[Job]:
-        """Store the files of lines, and yield each line's job; `uploads` can remove the files."""
+        """Store the files of lines, and yield each line's job.
+
+        `uploads` gets a callback for each stored file, which removes the file if storing the jobs
+        fails.
+        """
         now = self._queue.now()
         for index, line in enumerate(lines, start=batch.stored):
             try:

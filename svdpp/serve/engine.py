@@ -297,7 +297,7 @@ class RankMonitor:
             self._ranks = [_RankState() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
-        """Take one event."""
+        """Update what is known of a rank by one event of it."""
         with self._lock:
             state = self._ranks[rank]
             match event:

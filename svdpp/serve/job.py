@@ -138,7 +138,10 @@ class Job:
         return folder / CLIPS_FOLDER / name
 
     def input_path(self, folder: Path) -> Path | None:
-        """Return the image's file in a data folder, which may not exist; None: from text alone."""
+        """Return the path of the image in a data folder; None if the clip is made from text.
+
+        The file may be missing.
+        """
         return folder / UPLOADS_FOLDER / self.input_file if self.input_file else None
 
     def further_paths(self, folder: Path) -> dict[str, Path]:

@@ -228,7 +228,7 @@ class Server:
 
 class _HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
-        # Its records go where all others go, not to a format of its own.
+        # python_multipart would print each malformed form; the response to the client says so.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
         config = uvicorn.Config(
             app,

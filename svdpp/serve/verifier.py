@@ -76,7 +76,12 @@ class Verifier:
         """The thread, which also answers the requests to earlier servers."""
 
     def request(self, id: str) -> bool:
-        """Have a completed clip verified once the ranks are idle; return whether it has files."""
+        """Have a completed clip verified once the ranks are idle.
+
+        Returns:
+            Whether it will be verified. False for a clip that is not completed, or whose video was
+            not written.
+        """
         job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
             return False

@@ -40,7 +40,8 @@ MAX_CONCURRENT = 16
 
 _FIRST_RETRY_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 6 * 3600.0
-# Seconds after which an attempt has ended, or its server has.
+# Seconds after which an attempt has ended, unless the server that made it has died. Another
+# attempt may then be made.
 _ATTEMPT_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
 _POLL_SECONDS = 10.0
 # Lookups of one name at the same time: a resolver that is down keeps each thread for long.

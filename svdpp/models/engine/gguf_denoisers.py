@@ -129,7 +129,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _is_read(module: Any, name: str) -> bool:
-    """Whether diffusers can read a tensor that is quantised, such as a weight of a linear layer."""
+    """Whether diffusers reads this tensor in a quantised type: linear weights, and fp32 modules."""
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
     path, _, kind = name.rpartition(".")
