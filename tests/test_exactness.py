@@ -57,17 +57,21 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
         ({}, {}),
         ({}, {"width": 96, "height": 64, "fps": 23.976, "motion_bucket_id": 200}),
         pytest.param({}, {"num_frames": 3, "decode_chunk_size": 2}, marks=pytest.mark.slow),
-        ({}, {"noise_aug_strength": 0.5, "min_guidance_scale": 2.0, "max_guidance_scale": 1.5}),
+        pytest.param(
+            {},
+            {"noise_aug_strength": 0.5, "min_guidance_scale": 2.0, "max_guidance_scale": 1.5},
+            marks=pytest.mark.slow,
+        ),
         ({}, {"max_guidance_scale": 1.0}),
         pytest.param(
             {}, {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5}, marks=pytest.mark.slow
         ),
         ({}, {"num_inference_steps": 1}),
-        ({}, {"num_frames": 1, "max_guidance_scale": 1.0}),
+        pytest.param({}, {"num_frames": 1, "max_guidance_scale": 1.0}, marks=pytest.mark.slow),
         ({}, {"fit": "crop", "width": 128}),
         pytest.param({}, {"fit": "pad", "width": 128}, marks=pytest.mark.slow),
         pytest.param({"memory_opt": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
-        ({"channels_last": True}, {"decode_chunk_size": 2}),
+        pytest.param({"channels_last": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
         # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
         *(
             pytest.param(

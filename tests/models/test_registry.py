@@ -46,25 +46,12 @@ TinyModels = Callable[[str], TinyModel]
 
 EULER = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
 
-#: Families of which another case is cut in `make test`.
-AGAIN = {
-    *(
-        "ltx2",
-        "framepack-chunks",
-        "hunyuan-video-1.5-image",
-        "skyreels-v2",
-        "cogvideox",
-        "wan-vace",
-    ),
-    *("ltx-condition", "kandinsky5", "hunyuan-video", "wan-order-3"),
-}
-
 
 def _takes_prompt(name: str) -> bool:
     return FAMILY_SPECS[CASES[name].family].takes_prompt
 
 
-@pytest.mark.parametrize("name", chosen([name for name in CASES if name not in AGAIN], CASES))
+@pytest.mark.parametrize("name", chosen(FIRST.values(), CASES))
 def test_every_cut_gives_the_bits_of_the_whole_call(tiny_models: TinyModels, name: str) -> None:
     tiny_model, case = tiny_models(name), CASES[name]
     request = tiny_model.request(negative_prompt=case.negative)

@@ -101,6 +101,7 @@ def test_one_job_is_removed_on_request_and_none_while_it_is_verified(
     assert enforce_retention(store, 1e9, 1.0, 1) == [other]
 
 
+@pytest.mark.slow
 def test_a_clip_that_is_removed_by_its_age_is_not_verified(store: JobQueue, folder: Path) -> None:
     id = finished(store, folder, 1.0)
     verifier = Verifier(store, lambda: True, when_idle=True)

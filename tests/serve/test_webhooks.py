@@ -240,6 +240,7 @@ def test_a_webhook_is_tried_once_at_a_time_and_again_after_its_lease(each_store:
     assert store.claim_callback(0) is None
 
 
+@pytest.mark.slow
 def test_a_slow_receiver_holds_back_no_other(
     store: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +379,7 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
         assert os.fsencode(OLD) not in (tmp_path / "data/queue.sqlite3").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resolver_that_does_not_answer_delays_only_its_own_host(
     store: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
