@@ -202,6 +202,7 @@ def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
     server.kill()
     server.wait()
     wait_until(lambda: not is_there(process), HANG_SECONDS, "it goes on")
+    assert not [*map(str, temporary.rglob("*"))]
     temporary.rmdir()
 
 
