@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from svdpp.cli.clip_results import print_clips, raise_lost
 from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.files import (
@@ -28,9 +29,7 @@ from svdpp.errors import (
     OutputError,
     RankError,
     SvdppError,
-    error_from_dict,
     recorded_path,
-    worst_of,
 )
 from svdpp.launch.world import World, is_secondary_rank
 
@@ -503,34 +502,13 @@ class RunCommand:
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, report if limits else "")
         skipped = [each for each in clips.skipped if each["output"] not in missing]
-        folder = str(policy.folder)
-        console.json({"schema_version": 1, "folder": folder, "clips": [*skipped, *made, *lost]})
-        self._print(skipped, made, lost)
-        if lost:
-            num_clips = pluralize(len(skipped) + len(made) + len(lost), "clip")
-            errors = [error_from_dict(clip["error"]) for clip in lost]
-            error = worst_of(errors, f"{len(lost)} of {num_clips} lost")
-            error.details |= {
-                "lost": len(lost),
-                "clips": len(clips.skipped) + len(made) + len(lost),
-            }
-            raise error
+        print_clips(console, policy.folder, skipped, made, lost)
+        self._print_remarks(made)
+        raise_lost(lost, len(skipped) + len(made) + len(lost))
 
-    def _print(
-        self,
-        skipped: list[dict[str, Any]],
-        made: list[dict[str, Any]],
-        lost: list[dict[str, Any]],
-    ) -> None:
-        """Print a line for each clip, which says whether it was finished before, or is lost."""
+    def _print_remarks(self, made: list[dict[str, Any]]) -> None:
+        """Print what the metadata of the made clips say of their bits, and how to prove one."""
         console, out = self.console, self.policy.folder
-        for metadata in skipped:
-            console.result(f"{out / metadata['output']}  (was finished)")
-        for metadata in made:
-            console.result(f"{out / metadata['output']}")
-        for clip in lost:
-            name = out / clip["output"] if clip["output"] else "(no clip)"
-            console.result(f"{name}  (lost: {clip['error']['message']})")
         if any(metadata.get("memory_pressure") for metadata in made):
             console.info(
                 "warning: GPU memory ran short, so cuDNN may have used another kernel and the bits "

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from svdpp.cli.clip_results import print_clips, raise_lost
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.declare import LAYOUT, RECOVERY, option
 from svdpp.cli.options.files import InputOptions, LogOptions, OutputOptions, PromptOptions
@@ -23,7 +24,6 @@ from svdpp.errors import (
     RequestError,
     SvdppError,
     error_from_dict,
-    worst_of,
 )
 from svdpp.launch.world import World
 
@@ -285,20 +285,8 @@ class _ServerRun:
                 pass
         skipped = [before[clip.name] for clip in finished]
         new = [made[clip.name] for clip in wanted if clip.name in made]
-        clips = [*skipped, *new, *lost]
-        console.json({"schema_version": 1, "folder": str(folder), "clips": clips})
-        for metadata in skipped:
-            console.result(f"{folder / metadata['output']}  (was finished)")
-        for metadata in new:
-            console.result(f"{folder / metadata['output']}")
-        for clip in lost:
-            name = folder / clip["output"] if clip["output"] else "(no clip)"
-            console.result(f"{name}  (lost: {clip['error']['message']})")
-        if lost:
-            errors = [error_from_dict(clip["error"]) for clip in lost]
-            error = worst_of(errors, f"{len(lost)} of {pluralize(len(clips), 'clip')} lost")
-            error.details |= {"lost": len(lost), "clips": len(clips)}
-            raise error
+        print_clips(console, folder, skipped, new, lost)
+        raise_lost(lost, len(skipped) + len(new) + len(lost))
 
     def _make(
         self,
