@@ -18,7 +18,8 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
 from svdpp.media.inputs import fit_image, read_image
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import load_engine_model, resize_for_clip, to_uint8
+from svdpp.models.engine.factory import load_engine_model
+from svdpp.models.engine.model import resize_for_clip, to_uint8
 from svdpp.plan.roles import Roles
 from svdpp.verification.reference import stack_frames
 from tests.support.allocations import allocated_peak

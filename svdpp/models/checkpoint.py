@@ -65,7 +65,7 @@ class Checkpoint:
     name: str
     """Name as the user typed it."""
     folder: Path
-    """Folder with `model_index.json`; for a hub model, its snapshot in the cache."""
+    """Folder with the checkpoint's index; for a hub model, its snapshot in the cache."""
     revision: str | None
     """Commit hash of a hub model; None for a folder."""
     fingerprint: str | None = None
@@ -467,6 +467,7 @@ class Configs:
         self.index = index
         self._folder = folder
         _refuse_code(folder)
+        _check_blocks(index, spec)
         #: Class of each component, by its name.
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
@@ -581,13 +582,17 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
 
 
 def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
-    """Read `model_index.json`; return it and the family of its pipeline.
+    """Read the index of a checkpoint; return it and the family of its pipeline.
 
-    Several families can run the pipeline: `asked` chooses among them; None means the main one.
+    As in diffusers, `modular_model_index.json` comes before `model_index.json`. Several families
+    can run the pipeline: `asked` chooses among them; None means the main one.
     """
-    if not (folder / _INDEX_FILE).is_file():
-        raise ModelError(f"{_INDEX_FILE} is missing", MODEL_HINT)
-    index = read_json(folder, _INDEX_FILE)
+    present = [name for name in _INDEX_FILES if (folder / name).is_file()]
+    if not present:
+        raise ModelError(f"{_INDEX_FILES[-1]} is missing", MODEL_HINT)
+    every = [read_json(folder, name) for name in present]
+    known = [each for each in every if each.values.get("_class_name") in FAMILY_OF_PIPELINE]
+    index = (known or every)[0]
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILY_OF_PIPELINE:
         raise index.error(
@@ -599,7 +604,7 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
         return index, asked or family
     others = [each for each, spec in FAMILY_SPECS.items() if name in spec.aliases]
     raise RequestError(
-        f"{_INDEX_FILE} names a {name}, which `family` {short_repr(asked)} does not run",
+        f"{index.label} names a {name}, which `family` {short_repr(asked)} does not run",
         f"`family` {' or '.join((family, *others))}",
     )
 
@@ -628,11 +633,41 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Return library and class of a component; the class is None if it is missing."""
+    """Return library and class of a component; the class is None if it is missing.
+
+    Raises:
+        ModelError: The entry of a modular index names another folder than the component's.
+    """
     entry = index.values.get(part)
     if isinstance(entry, list) and len(entry) == 2:
         return entry[0], entry[1]
-    return _LIBRARIES[0], entry
+    if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], Mapping)):
+        return _LIBRARIES[0], entry
+    library, name, where = entry
+    subfolder = where.get("subfolder")
+    if subfolder != part:
+        raise index.error(
+            f"the {part} is in the folder {short_repr(subfolder)}, and not in {part}",
+            UNSUPPORTED_HINT,
+            details={"component": part, "subfolder": short_repr(subfolder)},
+        )
+    hint = where.get("type_hint")
+    if name is None and isinstance(hint, list) and len(hint) == 2:
+        library, name = hint
+    return library, name
+
+
+def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
+    """Check that a modular index names a tree of blocks that is proven, or none."""
+    name = index.values.get("_blocks_class_name")
+    if spec.modular is None or name is None or name in spec.modular.blocks:
+        return
+    raise index.error(
+        f"the blocks {short_repr(name)} are not supported: this family is proven with "
+        f"{' and '.join(spec.modular.blocks)}",
+        UNSUPPORTED_HINT,
+        details={"blocks": short_repr(name), "supported": list(spec.modular.blocks)},
+    )
 
 
 def _refuse_code(folder: Path) -> None:
@@ -647,7 +682,7 @@ def _refuse_code(folder: Path) -> None:
 
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
-_INDEX_FILE = "model_index.json"
+_INDEX_FILES = ("modular_model_index.json", "model_index.json")
 _QUANTISED_HINT = (
     "use the checkpoint that it was made from; of many families the denoiser may be quantised: "
     "`denoisers` FILE.gguf"

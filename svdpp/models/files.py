@@ -39,7 +39,7 @@ MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo 
 
 #: Files without weights of all families, a few megabytes.
 _CONFIG_PATTERNS = (
-    *("model_index.json", "*/config.json", "*/scheduler_config.json"),
+    *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "guider/*"),
 )
 # Pickles and programs, which a tokenizer's folder may contain.

@@ -32,8 +32,9 @@ from svdpp.errors import ModelError, RequestError, SvdppError, first_line
 from svdpp.models.base import PreparedInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
+from svdpp.models.engine.factory import model_class
 from svdpp.models.engine.gguf_denoisers import quantise_fake
-from svdpp.models.engine.model import EngineModel, blank_input
+from svdpp.models.engine.model import blank_input
 from svdpp.models.engine.records import component_methods, patch_methods, tensors_in
 from svdpp.models.files import display_name, library_errors, read_safetensors_header
 from svdpp.models.gguf_files import find_denoisers
@@ -275,7 +276,8 @@ class _FakeModel:
         self._pipe = load.build_pipeline(
             checkpoint, sampling.from_image, parts, torch.device("cpu")
         )
-        self._model = EngineModel(self._pipe, checkpoint, sampling, model.dtype)
+        kind = model_class(checkpoint.spec)
+        self._model = kind(self._pipe, checkpoint, sampling, model.dtype)
 
     @property
     def num_steps(self) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import diffusers
@@ -20,12 +20,13 @@ from PIL import Image
 from svdpp.comm.streams import SideStream, record_event
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig
 from svdpp.config.families.spec import FamilySpec
+from svdpp.errors import ModelError
 from svdpp.media import video
 from svdpp.media.inputs import read_input
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.engine.call import step_callback
+from svdpp.models.engine.call import hooked_scheduler_class, step_callback
 from svdpp.models.engine.gguf_denoisers import load_denoiser
 from svdpp.models.engine.load import (
     apply_memory_options,
@@ -35,8 +36,14 @@ from svdpp.models.engine.load import (
     text_processors,
 )
 from svdpp.models.engine.loras import PipelineLoras
-from svdpp.models.engine.model import call_arguments, to_audio
-from svdpp.models.engine.records import Packer, patch_methods, scheduler_changes, scheduler_snapshot
+from svdpp.models.engine.model import audio_rate, call_arguments, to_audio
+from svdpp.models.engine.records import (
+    Packer,
+    patch_methods,
+    scheduler_changes,
+    scheduler_snapshot,
+    tensors_in,
+)
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.roles import Roles
@@ -192,28 +199,9 @@ class Reference:
         self, checkpoint: Checkpoint, model: ModelConfig, device: str, *, from_image: bool
     ) -> None:
         silence_libraries()
-        self._checkpoint, dtype = checkpoint, model.dtype
-        dtypes = {
-            part: component_dtype(checkpoint, part, dtype)
-            for part in checkpoint.spec.fp32_components
-        }
-        cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
-        classes, denoisers = dict(checkpoint.classes), {}
-        for file in checkpoint.denoisers:
-            kind = component_class(file.part, classes[file.part])
-            own = component_dtype(checkpoint, file.part, dtype)
-            with library_errors(file.part, checkpoint):
-                denoisers[file.part] = load_denoiser(checkpoint.folder, file, kind, own)
-        with library_errors("the pipeline"):
-            self.pipe: Any = cls.from_pretrained(
-                checkpoint.folder,
-                dtype={"default": component_dtype(checkpoint, "", dtype), **dtypes},
-                variant=checkpoint.variant,
-                use_safetensors=True,
-                local_files_only=True,
-                **text_processors(checkpoint),
-                **denoisers,
-            )
+        self._checkpoint = checkpoint
+        load = _load_pipeline if checkpoint.spec.modular is None else _load_modular_pipeline
+        self.pipe: Any = load(checkpoint, model, from_image)
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.to(device)
         self._loras = PipelineLoras(self.pipe, checkpoint, local_files_only=model.local_files_only)
@@ -249,13 +237,71 @@ class Reference:
         steps = _StepObserver(pipe, spec, before_steps, after_step)
         callback = step_callback(pipe, steps.end)
         with ExitStack() as patches:
-            if not callback:
+            if spec.modular is not None:
+                patches.enter_context(steps.hooked(pipe.scheduler))
+            elif not callback:
                 step = steps.scheduler_step(pipe.scheduler.step)
                 patches.enter_context(patch_methods(pipe.scheduler, step=step))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
             output = pipe(**arguments, **callback, output_type="pil")
-        return steps.latent, stack_frames(output.frames[0]), to_audio(pipe, output.get("audio"))
+        if spec.modular is None:
+            frames, audio = output.frames[0], output.get("audio")
+        else:
+            frames = output.values[spec.modular.videos][0]
+            audio = output.values.get(spec.modular.audio)
+        sound = to_audio(pipe, audio, rate=audio_rate(spec))
+        return steps.latent, stack_frames(frames), sound
+
+
+def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
+    """Load a pipeline with a `__call__` of its own, as a user of diffusers does."""
+    dtype = model.dtype
+    dtypes = {
+        part: component_dtype(checkpoint, part, dtype) for part in checkpoint.spec.fp32_components
+    }
+    cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
+    classes, denoisers = dict(checkpoint.classes), {}
+    for file in checkpoint.denoisers:
+        kind = component_class(file.part, classes[file.part])
+        own = component_dtype(checkpoint, file.part, dtype)
+        with library_errors(file.part, checkpoint):
+            denoisers[file.part] = load_denoiser(checkpoint.folder, file, kind, own)
+    with library_errors("the pipeline"):
+        return cls.from_pretrained(
+            checkpoint.folder,
+            dtype={"default": component_dtype(checkpoint, "", dtype), **dtypes},
+            variant=checkpoint.variant,
+            use_safetensors=True,
+            local_files_only=True,
+            **text_processors(checkpoint),
+            **denoisers,
+        )
+
+
+def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
+    """Load a modular pipeline, as a user of diffusers does.
+
+    Raises:
+        ModelError: A component was not loaded. diffusers only logs the reason.
+    """
+    cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
+    weighted = checkpoint.weighted_components
+    pipe = cls(pretrained_model_name_or_path=str(checkpoint.folder), local_files_only=True)
+    with library_errors("the pipeline"):
+        pipe.load_components(
+            dtype={part: component_dtype(checkpoint, part, model.dtype) for part in weighted},
+            variant={part: checkpoint.variant_of(part) for part in weighted},
+            use_safetensors=dict.fromkeys(weighted, True),
+            local_files_only=True,
+        )
+    pipe.update_components(**text_processors(checkpoint))
+    missing = sorted({*pipe.null_component_names} & {part for part, _ in checkpoint.classes})
+    if missing:
+        raise ModelError(
+            f"diffusers could not load {', '.join(missing)}", details={"components": missing}
+        )
+    return pipe
 
 
 class _StepObserver:
@@ -273,6 +319,7 @@ class _StepObserver:
         self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
         self._keeps = spec.branches == "calls"
         self._count = 0
+        self._has_evaluated = False
         self._state: dict[str, Any] = {}
         self._outputs: list[Any] = []
 
@@ -285,11 +332,34 @@ class _StepObserver:
                 self._state = scheduler_snapshot(self._pipe.scheduler)
                 self._before_steps()
             output = real(*args, **kwargs)
+            self._has_evaluated = True
             if self._keeps:
                 self._outputs.append(output)
             return output
 
         return forward
+
+    @contextmanager
+    def hooked(self, scheduler: Any) -> Iterator[None]:
+        """Observe the steps of a scheduler, and those of its copies, during the block."""
+        plain = scheduler.__class__
+        scheduler.__class__ = hooked_scheduler_class(plain)
+        scheduler._step_hook = self
+        try:
+            yield
+        finally:
+            del scheduler._step_hook
+            scheduler.__class__ = plain
+
+    def __deepcopy__(self, memo: Any) -> _StepObserver:
+        return self  # a pipeline may copy its scheduler
+
+    def step(self, _: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `scheduler.step`. The first call after those of the denoisers ends a step."""
+        result = real(*args, **kwargs)
+        if self._has_evaluated:
+            self.end(None, 0, None, {LATENTS: tensors_in(result)[0]})
+        return result
 
     def scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
@@ -306,6 +376,7 @@ class _StepObserver:
         for branch, output in enumerate(self._outputs):
             packer.pack(output, f"{PREDICTION}{branch}")
         self._outputs.clear()
+        self._has_evaluated = False
         self.latent = values[LATENTS]
         self._after_step(self._count, {**packer.tensors, LATENTS: self.latent})
         self._count += 1

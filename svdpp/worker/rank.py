@@ -235,9 +235,9 @@ def load_rank_model(
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         costs = config.costs if config.model.dummy_sleeps else None
         return DummyModel(latent, num_steps, torch.device(device), costs, rank)
-    from svdpp.models.engine import model  # imports diffusers, which the dummy does not need
+    from svdpp.models.engine import factory  # imports diffusers, which the dummy does not need
 
-    return model.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
+    return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
 # Number of actions by which a rank helps: RECV, DECODE and SEND_FRAMES of some frames of a clip.

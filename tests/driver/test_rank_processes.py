@@ -21,7 +21,7 @@ from svdpp.launch import worker_group
 from svdpp.media.inputs import read_input
 from svdpp.media.video import frames_sha256
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.model import load_engine_model
+from svdpp.models.engine.factory import load_engine_model
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import CostModel
 from svdpp.plan.roles import Roles

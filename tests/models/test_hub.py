@@ -28,7 +28,7 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
 from svdpp.models import files
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.models.engine.model import load_engine_model
+from svdpp.models.engine.factory import load_engine_model
 from tests.models.test_checkpoint import error_of
 from tests.support.gguf_writer import save_gguf
 from tests.support.shell import svdpp_here

@@ -23,7 +23,7 @@ from svdpp.config import ModelConfig, SvdSampling
 from svdpp.errors import ModelError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine import load
-from svdpp.models.engine.model import load_engine_model
+from svdpp.models.engine.factory import load_engine_model
 from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import _convolution_backend, _FakeModel, _FlopCounter, estimate
 from svdpp.plan.roles import Roles

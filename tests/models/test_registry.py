@@ -24,7 +24,8 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
-from svdpp.models.engine.model import EngineModel, load_engine_model
+from svdpp.models.engine.factory import load_engine_model
+from svdpp.models.engine.model import EngineModel
 from svdpp.plan.roles import Roles
 from svdpp.verification.reference import stack_frames
 from svdpp.worker.stage import expected_like

@@ -16,7 +16,8 @@ from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
-from svdpp.models.engine.model import EngineModel, load_engine_model
+from svdpp.models.engine.factory import load_engine_model
+from svdpp.models.engine.model import EngineModel
 from svdpp.plan.roles import Roles
 from svdpp.verification.reference import Reference
 

@@ -70,9 +70,19 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
         parts = {**make(image, **own), **changes}
         spec = FAMILY_SPECS[family]
         pipeline: Any = getattr(diffusers, spec.pipeline(image or spec.text_pipeline is None))
-        pipeline(**parts).save_pretrained(folder, safe_serialization=True, **options)
+        if spec.modular is None:
+            pipeline(**parts).save_pretrained(folder, safe_serialization=True, **options)
+        else:
+            _save_modular(pipeline(), parts, folder, **options)
     _name_published_classes(folder, family)
     return folder
+
+
+def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None:
+    """Saves a modular pipeline: components, and values of its config among `parts`."""
+    components = {name: part for name, part in parts.items() if name in pipe.component_names}
+    pipe.update_components(**{name: part for name, part in components.items() if part is not None})
+    pipe.save_pretrained(str(folder), overwrite_modular_index=True, **options)
 
 
 def _name_published_classes(folder: Path, family: str) -> None:
@@ -81,7 +91,7 @@ def _name_published_classes(folder: Path, family: str) -> None:
     Without torchvision, transformers has neither these image processors, whose place others take,
     nor Kandinsky's processor, which cannot be made here.
     """
-    path = folder / "model_index.json"
+    (path,) = folder.glob("*model_index.json")
     index = json.loads(path.read_text())
     for part, entry in index.items():
         if isinstance(entry, list) and str(entry[1]).endswith("ProcessorPil"):

@@ -86,6 +86,22 @@ def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModularSpec:
+    """How svdpp runs a family whose pipelines are modular: trees of blocks that share a state."""
+
+    blocks: tuple[str, ...]
+    """Class names of the trees of blocks that are proven; one of them is the pipeline's default."""
+    videos: str = "videos"
+    """Name of the decoded video in the final state."""
+    audio: str | None = None
+    """Name of the decoded sound in the final state; None: the pipeline makes no sound."""
+    audio_rate: Callable[[Any], int] = lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
+    """Returns the samples per second of the sound, from a loaded pipeline."""
+    guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
+    """Sampling parameter with the guidance scale of each guider, by the guider's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FamilySpec:
     """One family of models, and what the engine does otherwise for it."""
 
@@ -178,6 +194,8 @@ class FamilySpec:
     """Arguments of `__call__` that are not sampling parameters, from those that are."""
     generator_device: Callable[[CheckedCheckpoint, Any, str], str] = lambda *_: "cpu"
     """Device on which noise is drawn: the CPU where diffusers accepts it, for equal clips."""
+    modular: ModularSpec | None = None
+    """How the family's modular pipelines run; None: its pipelines are not modular."""
     resizes_early: bool = False
     """Whether an image is resized before the encode: see `models.engine.model`."""
 

@@ -12,6 +12,7 @@ from svdpp.config.families.spec import (
     CheckpointConfigs,
     CheckpointFacts,
     FamilySpec,
+    ModularSpec,
     two_images,
 )
 from svdpp.config.families.strength import STRENGTH, all_steps, check_strength
@@ -131,6 +132,13 @@ class WanReplaceSampling(WanSegmentSampling):
     family: Literal["wan_replace"] = "wan_replace"
 
 
+@dataclass(frozen=True, kw_only=True)
+class WanModularSampling(WanBaseSampling):
+    """The parameters of diffusers' `WanModularPipeline` and `WanImage2VideoModularPipeline`."""
+
+    family: Literal["wan_modular"] = "wan_modular"
+
+
 _TWO_IMAGES = "is for a first and a last image"
 
 
@@ -179,6 +187,16 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
         "unused_parameters": () if has_second else ("guidance_scale_2",),
         **image_projection(configs),
         **({"image_use": "optional"} if index.values.get("expand_timesteps") else {}),
+    }
+
+
+def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
+    return {
+        "size_multiple": (unit, unit),
+        "unused_parameters": ("guidance_scale_2",),
+        **image_projection(configs),
+        **last_image_facts(configs),
     }
 
 
@@ -309,4 +327,29 @@ WAN_REPLACE = replace(
     call_arguments=lambda _: {"mode": "replace"},
 )
 
-FAMILIES = (WAN, WAN_VACE, WAN_VACE_CONTROL, WAN_FROM_VIDEO, WAN_ANIMATE, WAN_REPLACE)
+WAN_MODULAR = replace(
+    WAN,
+    sampling=WanModularSampling,
+    title="Wan 2.1, modular",
+    example_remark="with `family` wan_modular",
+    gguf=False,
+    loras=False,
+    loras_as_wan=False,
+    denoisers=("transformer",),
+    text_pipeline="WanModularPipeline",
+    image_pipeline="WanImage2VideoModularPipeline",
+    branches=None,
+    latent_dtype="fp32",
+    modular=ModularSpec(blocks=("WanBlocks", "WanImage2VideoAutoBlocks")),
+    checkpoint_facts=_modular_facts,
+)
+
+FAMILIES = (
+    WAN,
+    WAN_VACE,
+    WAN_VACE_CONTROL,
+    WAN_FROM_VIDEO,
+    WAN_ANIMATE,
+    WAN_REPLACE,
+    WAN_MODULAR,
+)

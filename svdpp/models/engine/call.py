@@ -120,10 +120,10 @@ class RangeCall:
                 steps than requested.
         """
         callback = step_callback(self.pipe, self._on_step_end)
-        before, result, problem = _global_states(self._device), None, ""
+        before, result, problem = global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
-        if records.tensors_differ(before, _global_states(self._device)):
+        if records.tensors_differ(before, global_states(self._device)):
             problem = "draws random numbers from torch's global generator: no two runs are equal"
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it runs another number of steps than asked for"
@@ -319,12 +319,12 @@ class RangeCall:
                 if isinstance(value, VaeImageProcessor):
                     stack.enter_context(self._recording(part, value))
             scheduler = pipe.scheduler
-            scheduler.__class__ = _range_class(scheduler.__class__)
-            scheduler._range_call = self
+            scheduler.__class__ = hooked_scheduler_class(scheduler.__class__)
+            scheduler._step_hook = self
             try:
                 yield
             finally:
-                del scheduler._range_call  # frees the packet too
+                del scheduler._step_hook  # frees the packet too
 
     def _recording(self, part: str, component: Any) -> Any:
         methods = records.component_methods(component).items()
@@ -336,7 +336,7 @@ class RangeCall:
         return patch_methods(component, **recorded)
 
 
-def _global_states(device: torch.device) -> list[torch.Tensor]:
+def global_states(device: torch.device) -> list[torch.Tensor]:
     """Return the states of torch's global generators, as tensors in host memory."""
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
@@ -357,11 +357,14 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _range_class(real: Any) -> Any:
-    """Return a subclass of a scheduler class, whose `step` calls `RangeCall.step`."""
+def hooked_scheduler_class(real: Any) -> Any:
+    """Return a subclass of a scheduler class, whose `step` calls `self._step_hook.step`.
+
+    The hook gets the scheduler, the real method, and its arguments: see `RangeCall.step`.
+    """
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._range_call.step(self, functools.partial(real.step, self), args, kwargs)
+        return self._step_hook.step(self, functools.partial(real.step, self), args, kwargs)
 
     # Name and signature stay: pipelines inspect the signature of `step`, and diffusers writes the
     # class's name into the config.

@@ -115,7 +115,12 @@ def build_pipeline(
     cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
     own = {**parts, "scheduler": checkpoint.build_scheduler(None)}
     with library_errors("the pipeline", checkpoint):
-        pipe = cls.from_pretrained(checkpoint.folder, local_files_only=True, **own)
+        if checkpoint.spec.modular is None:
+            pipe = cls.from_pretrained(checkpoint.folder, local_files_only=True, **own)
+        else:
+            pipe = cls(pretrained_model_name_or_path=str(checkpoint.folder), local_files_only=True)
+            known = own.keys() & {*pipe.component_names}
+            pipe.register_components(**{name: own[name] for name in known})
     pipe.set_progress_bar_config(disable=True)
     pipe.__class__ = _on_device(cls, str(device))
     return pipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from PIL import Image
 from torch.nn import functional
 from transformers.processing_utils import ProcessorMixin
 
-from svdpp.config import ClipRequest, LatentSpec, Lora, ModelConfig, SamplingConfig
+from svdpp.config import ClipRequest, LatentSpec, Lora, SamplingConfig
 from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import IMAGE, LAST_IMAGE, Dtype
 from svdpp.errors import NotFiniteError
@@ -29,11 +29,10 @@ from svdpp.models.base import (
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.call import GuidanceBranches, RangeCall
 from svdpp.models.engine.latents import latent_spec
-from svdpp.models.engine.load import build_pipeline, load_pipeline
+from svdpp.models.engine.load import build_pipeline
 from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.records import Node, named_tensors, patch_methods, read_structure
 from svdpp.plan.actions import FrameRange
-from svdpp.plan.roles import Roles
 
 
 class EngineModel:
@@ -65,7 +64,7 @@ class EngineModel:
         if sampling.from_image != self._sampling.from_image:
             assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
             pipe = build_pipeline(self._checkpoint, False, pipe.components, self.device)
-        return EngineModel(pipe, self._checkpoint, sampling, self._dtype, self._loras)
+        return type(self)(pipe, self._checkpoint, sampling, self._dtype, self._loras)
 
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
         """Activate a clip's LoRAs for later steps, besides the model's LoRAs; load them if needed.
@@ -201,7 +200,7 @@ class EngineModel:
             )
         with patch_methods(self._pipe, **own):
             video, *audio = self.decode_with(tensors, check_and_postprocess)
-        self.audio = to_audio(self._pipe, *audio)
+        self.audio = to_audio(self._pipe, *audio, rate=audio_rate(self._spec))
         return to_uint8(video[0])  # from (F, 3, H, W), 0 to 1
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
@@ -256,27 +255,6 @@ class EngineModel:
         return self._call(request, blank_input(self._sampling), **of_call)
 
 
-def load_engine_model(
-    checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, device: str, roles: Roles
-) -> EngineModel:
-    """Load the components that one rank needs.
-
-    Args:
-        checkpoint: Checked checkpoint, with weights.
-        model: Model of the checkpoint.
-        sampling: Resolved sampling parameters.
-        device: Device of the rank, such as `cuda:1`.
-        roles: Roles of the rank.
-
-    Raises:
-        ModelError: The files do not fit together.
-        OutOfMemoryError: A component does not fit on the device.
-    """
-    pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
-    loras = PipelineLoras(pipe, checkpoint, local_files_only=model.local_files_only)
-    return EngineModel(pipe, checkpoint, sampling, model.dtype, loras)
-
-
 def call_arguments(
     pipe: Any,
     checkpoint: Checkpoint,
@@ -298,21 +276,32 @@ def call_arguments(
     """
     spec = checkpoint.spec
     pipe.scheduler = checkpoint.build_scheduler(sampling)
-    if (guider := getattr(pipe, "guider", None)) is not None:
-        scale = {"guidance_scale": sampling.guidance_scale}
-        pipe.guider = type(guider).from_config({**guider.config, **scale})
+    guiders = {"guider": "guidance_scale"} if spec.modular is None else spec.modular.guiders
+    for name, parameter in guiders.items():
+        if (guider := getattr(pipe, name, None)) is not None:
+            scale = {"guidance_scale": getattr(sampling, parameter)}
+            setattr(pipe, name, type(guider).from_config({**guider.config, **scale}))
     device = spec.generator_device(checkpoint, sampling, str(pipe.device))
     if isinstance(source, Image.Image) and spec.size_from_image:
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
-    accepted = inspect.signature(type(pipe).__call__).parameters
     given = {
-        **{name: vars(sampling).get(spec.renamed_arguments.get(name, name)) for name in accepted},
+        **{
+            name: vars(sampling).get(spec.renamed_arguments.get(name, name))
+            for name in _accepted_arguments(pipe, spec)
+        },
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
         **_input_arguments(spec, source, sampling),
         "generator": torch.Generator(device).manual_seed(request.seed),
     }
     known = {name: value for name, value in given.items() if value is not None}
     return {**known, **spec.call_arguments(sampling)}
+
+
+def _accepted_arguments(pipe: Any, spec: FamilySpec) -> Iterable[str]:
+    """Return the names of the arguments that a call of the pipeline takes."""
+    if spec.modular is not None:
+        return {*pipe.default_call_parameters} - {None}
+    return inspect.signature(type(pipe).__call__).parameters
 
 
 def _input_arguments(
@@ -360,12 +349,22 @@ def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
     return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def to_audio(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
+def audio_rate(spec: FamilySpec) -> Callable[[Any], int]:
+    """Return a function that reads the samples per second of the sound from a loaded pipeline."""
+    if spec.modular is not None:
+        return spec.modular.audio_rate
+    return lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
+
+
+def to_audio(
+    pipe: Any, audio: torch.Tensor | None = None, *, rate: Callable[[Any], int]
+) -> Audio | None:
     """Convert a clip's sound to integers, as diffusers does for files; return None without sound.
 
     Args:
         pipe: Pipeline whose vocoder made the sound.
         audio: Sound, (1, channels, N), from -1 to 1; None: the pipeline makes no sound.
+        rate: Function that returns the samples per second of a loaded pipeline's sound.
 
     Raises:
         NotFiniteError: The vocoder returned NaN or infinity.
@@ -375,7 +374,7 @@ def to_audio(pipe: Any, audio: torch.Tensor | None = None) -> Audio | None:
     if not bool(torch.isfinite(audio).all()):
         raise NotFiniteError("the vocoder returned values that are not finite")
     samples = (audio[0].float().clamp(-1.0, 1.0) * 32767.0).to(torch.int16)
-    return Audio(samples.T.contiguous(), pipe.vocoder.config.output_sampling_rate)
+    return Audio(samples.T.contiguous(), rate(pipe))
 
 
 # --- SVD's image, resized before the encode ------------------------------------------------------

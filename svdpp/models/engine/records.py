@@ -32,7 +32,7 @@ from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 Node = dict[str, Any]
 
 # Attributes that the engine and diffusers add to a scheduler.
-_NOT_STATE = ("_range_call", "_internal_dict")
+_NOT_STATE = ("_step_hook", "_internal_dict")
 
 # Method whose record has the latent before the first step as its first tensor.
 _NOISE_RECORD = "prepare_latents"

@@ -125,6 +125,10 @@ def _wan_animate(_: bool) -> Parts:
     return like_wan(transformer) | clip_vision(transformers.CLIPVisionModel, 16)
 
 
+def _wan_modular(image: bool) -> Parts:
+    return _wan(image, image_encoder=image)
+
+
 def _case(
     changes: dict[str, Any], more: dict[str, Any] | None = None, side: int = 32, **options: Any
 ) -> Case:
@@ -138,6 +142,7 @@ PARTS = {
     "wan_vace_control": _wan_vace,
     "wan_animate": _wan_animate,
     "wan_replace": _wan_animate,
+    "wan_modular": _wan_modular,
 }
 
 CASES = {
@@ -196,4 +201,6 @@ CASES = {
         "wan_animate", size(32, 48, 9, guidance_scale=4.0), image=True, negative="blurred"
     ),
     "wan-replace": Case("wan_replace", size(32, 32, 9), image=True),
+    "wan-modular": Case("wan_modular", size(32, 32, 5), negative="blurred"),
+    "wan-modular-image": Case("wan_modular", size(32, 32, 5), image=True),
 }

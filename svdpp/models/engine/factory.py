@@ -1,0 +1,38 @@
+"""Models of ranks: the class for a family, and the loader of its components."""
+
+from __future__ import annotations
+
+from svdpp.config import ModelConfig, SamplingConfig
+from svdpp.config.families.spec import FamilySpec
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.load import load_pipeline
+from svdpp.models.engine.loras import PipelineLoras
+from svdpp.models.engine.model import EngineModel
+from svdpp.models.engine.modular_model import ModularModel
+from svdpp.plan.roles import Roles
+
+
+def model_class(spec: FamilySpec) -> type[EngineModel]:
+    """Return the class of the models of a family's ranks."""
+    return EngineModel if spec.modular is None else ModularModel
+
+
+def load_engine_model(
+    checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, device: str, roles: Roles
+) -> EngineModel:
+    """Load the components that one rank needs.
+
+    Args:
+        checkpoint: Checked checkpoint, with weights.
+        model: Model of the checkpoint.
+        sampling: Resolved sampling parameters.
+        device: Device of the rank, such as `cuda:1`.
+        roles: Roles of the rank.
+
+    Raises:
+        ModelError: The files do not fit together.
+        OutOfMemoryError: A component does not fit on the device.
+    """
+    pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
+    loras = PipelineLoras(pipe, checkpoint, local_files_only=model.local_files_only)
+    return model_class(checkpoint.spec)(pipe, checkpoint, sampling, model.dtype, loras)

@@ -1,0 +1,728 @@
+"""Call of a modular pipeline that runs only the encode, a range of the denoising steps, or the end.
+
+diffusers' modular pipelines are trees of blocks. Blocks share one `PipelineState`; the denoising
+loop is a block whose sub-blocks share a `BlockState` in each iteration. Every rank calls the whole
+unmodified pipeline. Hooks at the blocks skip what other ranks do:
+
+  call          blocks before   denoising loop                                     blocks after
+                the loop        iteration 0  iteration 1  iteration 2  iteration 3  the loop
+  encode        run             -
+  steps [0, 2)  skipped         runs         runs         -
+  steps [2, 4)  skipped         skipped      skipped      runs         runs -
+  decode        skipped         skipped      skipped      skipped      skipped      run
+
+`-` marks where the call ends. Skipped blocks cost nothing: the packet has the values that later
+blocks declare as inputs, and the BlockState. It also has what steps change elsewhere: attributes of
+schedulers, guiders and denoisers, random generators, and the branches of conditional blocks.
+
+A step is one or more calls of denoisers, ended by the first `scheduler.step`. Some pipelines make a
+clip in chunks: an iteration makes one chunk, and one of its sub-blocks runs all steps of the chunk
+in a loop of its own. A call that begins inside such a sub-block runs it from its start with phantom
+steps: until the first step of the call, denoisers return zeros, and `scheduler.step` returns the
+last result of the earlier rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.modular_pipelines.modular_pipeline import (
+    BlockState,
+    ConditionalPipelineBlocks,
+    LoopSequentialPipelineBlocks,
+    SequentialPipelineBlocks,
+)
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+from svdpp.config.families.spec import FamilySpec
+from svdpp.errors import ModelError
+from svdpp.models.base import LATENTS, AfterStep, Tensors
+from svdpp.models.engine.call import global_states
+from svdpp.models.engine.modular_state import NOT_STATE, StatePacker, StateUnpacker
+from svdpp.models.engine.records import Node, patch_methods, tensors_differ, tensors_in
+
+
+class _Stop(BaseException):
+    """Exception that ends the call of the pipeline.
+
+    It is no `Exception`, because diffusers logs those with their tracebacks.
+    """
+
+
+#: Attributes of a component or of its modules: name of the module (empty: the component itself),
+#: then name of the attribute.
+_Attributes = dict[str, dict[str, Any]]
+
+
+@dataclass(kw_only=True, eq=False)
+class ModularCall:
+    """Call of a modular pipeline, from the state in a packet to before the step `end`."""
+
+    pipe: Any
+    """Modular pipeline of diffusers. While the call lasts, its blocks and components are hooked."""
+    spec: FamilySpec
+    given: Node | None
+    """Structure of the received packet; None: this call encodes."""
+    received: Tensors
+    """Tensors of the received packet."""
+    end: int | None
+    """Step before which the call ends; None: the call runs to the end of the pipeline."""
+    after_step: AfterStep | None = None
+    """Callback after each step of the call; an exception from it ends the call."""
+
+    def __post_init__(self) -> None:
+        self._device = self.pipe._execution_device
+        self._structure: Node = {}
+        self._packer = StatePacker({})
+        self._steps: int = self.given["steps"] if self.given else 0
+        self._evaluations = 0  # calls of denoisers in the current step
+        self._latents: torch.Tensor | None = None
+        # Branches of conditional blocks outside of loops, in the order in which they were chosen.
+        self._selected: list[Any] = list(self.given["selected"]) if self.given else []
+        self._num_selects = 0
+        # Top-level blocks: how many have begun, and the current one.
+        self._num_begun = 0
+        self._block: Any = None
+        self._state: Any = None
+        # The denoising loop: its block, its BlockState, and the number of iterations begun.
+        self._loop: Any = None
+        self._block_state: Any = None
+        self._iteration = 0
+        self._first_uses: dict[str, str] = {}
+        # The current iteration: number of sub-blocks begun, and number of those to skip.
+        self._sub_block = 0
+        self._skipped = 0
+        self._resume: Node | None = None
+        # The current sub-block: steps done inside, phantom steps left, results of its denoisers in
+        # this step, and the last result of each series of steps.
+        self._inner_steps = 0
+        self._phantom_steps = 0
+        self._outputs: list[Node | None] = []
+        self._series: list[Any] = []
+        self._ran_step = False
+        self._entry: _Entry | None = None
+
+    def packet(self, inputs: Node | None = None) -> Tensors:
+        """Return the packet for the next rank.
+
+        Args:
+            inputs: Facts about the clip that later calls need, if this call encodes; None: the
+                facts in the received packet.
+        """
+        known = self.given["given"] if self.given else inputs
+        return self._packer.packet({**self._structure, "given": known})
+
+    def __deepcopy__(self, memo: Any) -> ModularCall:
+        return self  # a pipeline may copy its scheduler: the copy is hooked as well
+
+    @torch.no_grad()
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the pipeline.
+
+        Args:
+            arguments: Inputs of the pipeline; empty if this call begins at a packet.
+
+        Returns:
+            `PipelineState` at the end of the pipeline; None if the call ends before a step.
+
+        Raises:
+            ModelError: The pipeline draws from torch's global generator, runs another number of
+                steps than requested, or has a value that no packet carries.
+        """
+        before, result, problem = global_states(self._device), None, ""
+        with self._hooked(), suppress(_Stop):
+            result = self.pipe(**arguments)
+        if tensors_differ(before, global_states(self._device)):
+            problem = "draws random numbers from torch's global generator: no two runs are equal"
+        elif self.end is not None and not self._structure:
+            problem = f"ends before step {self.end}: it runs another number of steps than asked for"
+        if problem:
+            raise self._error(problem)
+        return result
+
+    def _error(self, problem: str) -> ModelError:
+        name = type(self.pipe).__name__
+        return ModelError(f"{name} {problem}", details={"pipeline": name, "step": self.end})
+
+    # 1. Top-level blocks.
+
+    def select(self, _: Any, real: Callable[..., Any], **inputs: Any) -> Any:
+        """Choose a branch of a conditional block; before the cut, as the earlier rank chose.
+
+        Args:
+            real: Method `select_block` of the conditional block.
+            inputs: Values by which it chooses.
+        """
+        if self._loop is not None:
+            return real(**inputs)
+        self._num_selects += 1
+        if self._num_selects > len(self._selected):
+            self._selected.append(real(**inputs))
+        return self._selected[self._num_selects - 1]
+
+    def run_block(
+        self, block: Any, real: Callable[..., Any], components: Any, state: Any, **kwargs: Any
+    ) -> Any:
+        """Run a block without branches, or skip it if it is before the cut.
+
+        Args:
+            block: Top-level block, or sub-block of the denoising loop.
+            real: Its method `__call__`.
+            components: The pipeline.
+            state: `PipelineState` of a top-level block, `BlockState` of a sub-block.
+            kwargs: Further arguments of a sub-block.
+        """
+        if isinstance(state, BlockState):
+            return self._run_sub_block(real, components, state, **kwargs)
+        index, self._num_begun = self._num_begun, self._num_begun + 1
+        self._resume = None
+        if self.given is not None and index <= self.given["block"]:
+            self._set_state(state)  # before each skipped block, because containers set values, too
+            if index < self.given["block"]:
+                return components, state
+            self._resume = self.given["loop"]
+        self._block, self._state, self._iteration = block, state, 0
+        if _is_loop(block, self._denoisers):
+            self._loop = block
+            if self._steps == self.end and self._resume is None:
+                self._latents = state.values.get(LATENTS)
+                self._pack(None)
+        result = real(components, state)
+        self._loop = None
+        return result
+
+    def _set_state(self, state: Any) -> None:
+        assert self.given is not None
+        state.values.clear()
+        state.values.update(self._values)
+        state.kwargs_mapping.clear()
+        state.kwargs_mapping.update(copy.deepcopy(self.given["kwargs_mapping"]))
+
+    # 2. The denoising loop.
+
+    def run_iteration(
+        self, _: Any, real: Callable[..., Any], components: Any, block_state: Any, **kwargs: Any
+    ) -> Any:
+        """Run an iteration of the denoising loop, or skip it if it is before the cut.
+
+        Args:
+            real: Method `loop_step` of the loop.
+            components: The pipeline.
+            block_state: `BlockState` of the loop.
+            kwargs: Further arguments of the sub-blocks.
+        """
+        index, self._iteration = self._iteration, self._iteration + 1
+        self._sub_block, self._skipped, self._block_state = 0, 0, block_state
+        if self._resume is not None:
+            values = _values_of(block_state)
+            values.clear()  # also after the last iteration
+            values.update(self._received_block_state)
+            if index < self._resume["iteration"]:
+                return components, block_state
+            self._skipped, self._resume = self._resume["sub_block"], None
+        self._first_uses = {}
+        block_state.__class__ = _traced_class(self._first_uses)
+        result = real(components, block_state, **kwargs)
+        block_state.__class__ = BlockState
+        return result
+
+    def _run_sub_block(
+        self, real: Callable[..., Any], components: Any, block_state: Any, **kwargs: Any
+    ) -> Any:
+        index, self._sub_block = self._sub_block, self._sub_block + 1
+        if index < self._skipped:
+            return components, block_state
+        self._series, self._inner_steps, self._outputs = [], 0, []
+        if self.given is not None and self.given["inner"] and not self._ran_step:
+            self._phantom_steps = self.given["inner"]["steps"]
+            self._set_generators(self.given["inner"]["generators"])
+        self._entry = _Entry(_values_of(block_state))
+        result = real(components, block_state, **kwargs)
+        if self._loop is not None and self.end is not None and self._steps == self.end:
+            self._pack({"iteration": self._iteration - 1, "sub_block": self._sub_block})
+        return result
+
+    # 3. A step.
+
+    def evaluate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a denoiser; in a phantom step, return zeros of the shape of its earlier result.
+
+        Args:
+            real: Method `forward` of the denoiser.
+            args: Positional arguments of the pipeline's call.
+            kwargs: Keyword arguments of the pipeline's call.
+
+        Raises:
+            ModelError: A block calls the denoiser outside of a loop of blocks, or in a step that
+                the clip does not have.
+        """
+        if self._phantom_steps:
+            known = self._received_series()["outputs"]
+            self._outputs.append(None)
+            node = known[min(len(self._outputs), len(known)) - 1]
+            return self._zeros.get(node)
+        if self._loop is None:
+            block = type(self._block).__name__
+            raise self._error(f"calls a denoiser in {block}, which is not a loop of blocks")
+        if self.end is None:
+            raise self._error(f"has more than {self._steps} steps: more than asked for")
+        if self._steps == self.end:
+            self._pack(
+                {"iteration": self._iteration - 1, "sub_block": self._sub_block - 1},
+                is_inside=True,
+            )
+        self._evaluations += 1
+        result = real(*args, **kwargs)
+        self._outputs.append(self._packer.describe(result))
+        return result
+
+    def set_timesteps(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `scheduler.set_timesteps`, which begins a new series of steps in a sub-block."""
+        if self._loop is not None:
+            self._series.append(None)
+        return real(*args, **kwargs)
+
+    def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `scheduler.step`; in a phantom step, return the result in the packet instead.
+
+        Args:
+            real: Method `step` of a scheduler.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        is_phantom = self._phantom_steps > 0
+        if is_phantom:
+            series = self._received_series()
+            self._phantom_steps -= 1
+            result = self._unpacker.get(series["result"])
+            self._set_generators(series["generators"])
+            if self._phantom_steps == 0:
+                self._set_attributes()
+            outputs = series["outputs"]
+        else:
+            result = real(*args, **kwargs)
+            outputs = self._outputs
+        # A step may have several schedulers. The first call after the denoiser's ends the step.
+        if self._evaluations or (is_phantom and self._outputs):
+            states = [each.get_state() for each in _generators_in(_values_of(self._block_state))]
+            made = {"result": result, "outputs": outputs, "generators": states}
+            self._series[-1:] = [made]
+            self._inner_steps += 1
+            self._outputs = []
+        if self._evaluations:
+            self._end_step(result)
+        return result
+
+    def _end_step(self, result: Any) -> None:
+        self._latents = tensors_in(result)[0]
+        self._ran_step = True
+        self._evaluations = 0
+        self._steps += 1
+        if self.after_step is not None:
+            self.after_step(self._steps - 1, self._latents)
+
+    def _received_series(self) -> Node:
+        """Return the last results of the current series of steps, which the packet has."""
+        assert self.given is not None
+        series: list[Node] = self.given["inner"]["series"]
+        return series[max(len(self._series) - 1, 0)]
+
+    # 4. The packet.
+
+    def _pack(self, place: Node | None, *, is_inside: bool = False) -> None:
+        """Pack the state of the pipeline, and end the call.
+
+        Args:
+            place: Iteration of the loop, and number of its sub-blocks before the cut; None: the cut
+                is before the loop.
+            is_inside: Whether the cut is inside the next sub-block, which begins again with the
+                BlockState that it began with.
+        """
+        packer = self._packer = StatePacker(self.pipe.components)
+        if self._latents is not None:
+            packer.pack(self._latents, LATENTS)
+        values: dict[str, Any] = {}
+        if place is not None:
+            values = _values_of(self._block_state)
+            if is_inside:
+                assert self._entry is not None
+                values = self._entry.values
+                if name := self._entry.changed_in_place():
+                    raise self._error(f"changes {name} in place in a block with steps inside")
+        # Values that an iteration writes before it reads them need not travel.
+        whole = values and not is_inside and not self._skipped
+        written = (
+            {name for name, use in self._first_uses.items() if use == "written"}
+            if whole and self._sub_block == len(self._loop.sub_blocks)
+            else set()
+        )
+        block_state = [
+            [name, packer.describe(value)]
+            if name in written and isinstance(value, torch.Tensor)
+            else [name, packer.pack(value, f"block.{name}")]
+            for name, value in values.items()
+        ]
+        self._structure = {
+            "steps": self._steps,
+            "block": self._num_begun - 1,
+            "selected": self._selected[: self._num_selects],
+            "state": self._packed_state(values),
+            "kwargs_mapping": {
+                kind: list(dict.fromkeys(names))
+                for kind, names in self._state.kwargs_mapping.items()
+            },
+            "loop": None if place is None else {**place, "block_state": block_state},
+            "attributes": self._packed_attributes(),
+            "inner": self._packed_inner() if is_inside else None,
+        }
+        raise _Stop
+
+    def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
+        """Return name and structure of each value that later blocks read.
+
+        Of a tensor that the loop replaces, only the shape is packed.
+        """
+        packer, packed = self._packer, []
+        replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}
+        for name, value in self._state.values.items():
+            if name not in self._names_read():
+                continue
+            is_replaced = name in replaced & block_state.keys() and block_state[name] is not value
+            if is_replaced and isinstance(value, torch.Tensor):
+                packed.append([name, packer.describe(value)])
+            else:
+                packed.append([name, packer.pack(value, f"state.{name}", may_be_absent=True)])
+        return packed
+
+    def _names_read(self) -> set[str]:
+        """Return the names of all values that the current block and later ones declare to read."""
+        every = _leaf_blocks(self.pipe._blocks)
+        at = next(place for place, (leaf, _) in enumerate(every) if leaf is self._block)
+        repeating = [each for each in every[at][1] if _repeats(each)]
+        for place, (_, around) in enumerate(every):
+            if any(each in repeating for each in around):
+                at = min(at, place)
+        names: set[str] = set()
+        for leaf, around in every[at:]:
+            for block in (leaf, *around):
+                names.update(filter(None, getattr(block, "block_trigger_inputs", ())))
+                if block is not leaf and block not in repeating:
+                    continue
+                for value in block.inputs:
+                    names.update(filter(None, (value.name,)))
+                    names.update(self._state.kwargs_mapping.get(value.kwargs_type, ()))
+        return names
+
+    def _packed_attributes(self) -> dict[str, Any]:
+        """Return the structure of the attributes of components that steps have changed."""
+        packed: dict[str, Any] = {}
+        for part, component in self._parts.items():
+            is_denoiser = part in self._denoisers
+            modules = {}
+            for module, attributes in _attributes_of(component).items():
+                before = self._before[part].get(module, {})
+                changed = {
+                    name: value
+                    for name, value in attributes.items()
+                    if name not in before or not _is_same(value, before[name])
+                }
+                nodes = {}
+                for name, value in changed.items():
+                    # An attribute of a denoiser that no packet carries is a memo, which it makes
+                    # again. If it were state, the test of every cut would show it.
+                    if is_denoiser and not self._is_packable(value):
+                        continue
+                    label = ".".join(filter(None, (part, module, name)))
+                    nodes[name] = self._packer.pack(value, label)
+                if nodes:
+                    modules[module] = nodes
+            if modules:
+                packed[part] = modules
+        return packed
+
+    def _is_packable(self, value: Any) -> bool:
+        try:
+            self._packer.describe(value)
+        except ModelError:
+            return False
+        return True
+
+    def _packed_inner(self) -> Node:
+        """Return the structure of the steps inside the current sub-block."""
+        assert self._entry is not None
+        packer = self._packer
+        series = [
+            {
+                "result": packer.pack(each["result"], f"result.{place}"),
+                "outputs": each["outputs"],
+                "generators": packer.pack(each["generators"], f"generators.{place}"),
+            }
+            for place, each in enumerate(filter(None, self._series))
+        ]
+        generators = packer.pack(self._entry.generators, "generators")
+        return {"steps": self._inner_steps, "generators": generators, "series": series}
+
+    def _restore(self) -> None:
+        """Unpack the received packet."""
+        assert self.given is not None
+        components = self.pipe.components
+        self._unpacker = StateUnpacker(self.received, components, self._device)
+        self._zeros = StateUnpacker({}, components, self._device, zeros=True)
+        loop, get = self.given["loop"], self._unpacker.get
+        self._received_block_state = {
+            name: get(node) for name, node in (loop["block_state"] if loop else ())
+        }
+        self._values = {name: get(node) for name, node in self.given["state"]}
+        for value in (*self._values.values(), *self._received_block_state.values()):
+            if isinstance(value, SchedulerMixin):
+                self._hook(value)
+        self._set_attributes()
+
+    def _set_attributes(self) -> None:
+        assert self.given is not None
+        for part, modules in self.given["attributes"].items():
+            known = _modules_of(self._parts[part])
+            for module, attributes in modules.items():
+                values = {name: self._unpacker.get(node) for name, node in attributes.items()}
+                vars(known[module]).update(values)
+
+    def _set_generators(self, node: Node) -> None:
+        for generator, state in zip(
+            self._unpacker.generators, self._unpacker.get(node), strict=True
+        ):
+            generator.set_state(state)
+
+    # 5. The pipeline, its blocks and its components, while the call lasts.
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        pipe = self.pipe
+        blocks, components = pipe._blocks, dict(pipe.components)
+        own = {
+            name: each
+            for name, each in components.items()
+            if each is not None
+            and (
+                name in self.spec.denoisers
+                or (isinstance(each, ConfigMixin) and not isinstance(each, torch.nn.Module))
+            )
+        }
+        self._denoisers = {name: own[name] for name in self.spec.denoisers if name in own}
+        # Schedulers and guiders of this clip. Denoisers are not copied: their attributes are set
+        # back.
+        self._parts = {
+            name: each if name in self._denoisers else copy.deepcopy(each)
+            for name, each in own.items()
+        }
+        self._before = {name: _attributes_of(each) for name, each in self._parts.items()}
+        with ExitStack() as stack:
+            for name, part in self._parts.items():
+                setattr(pipe, name, part)
+                stack.callback(setattr, pipe, name, own[name])
+                if isinstance(part, SchedulerMixin):
+                    self._hook(part)
+            for name, denoiser in self._denoisers.items():
+                stack.callback(_set_back, denoiser, self._before[name])
+                forward = self._denoiser(name, denoiser)
+                stack.enter_context(patch_methods(denoiser, forward=forward))
+            pipe._blocks = copy.deepcopy(blocks)  # all pipelines of a process may share blocks
+            stack.callback(setattr, pipe, "_blocks", blocks)
+            self._hook_tree(pipe._blocks)
+            if self.given is not None:
+                self._restore()
+            yield
+
+    def _denoiser(self, name: str, module: Any) -> Callable[..., Any]:
+        real = module.forward
+
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if getattr(module, "is_skeleton", False) and not (
+                self._phantom_steps or self._steps == self.end
+            ):
+                raise ValueError(f"step {self._steps} needs {name}, which is not loaded")
+            return self.evaluate(real, *args, **kwargs)
+
+        return forward
+
+    def _hook_tree(self, block: Any) -> None:
+        if isinstance(block, LoopSequentialPipelineBlocks):
+            block.set_progress_bar_config(disable=True)
+        if _is_leaf(block) or isinstance(block, ConditionalPipelineBlocks):
+            self._hook(block)
+        for each in block.sub_blocks.values():
+            self._hook_tree(each)
+
+    def _hook(self, thing: Any) -> None:
+        if not hasattr(thing, "_modular_call"):
+            real: Any = type(thing)
+            thing.__class__ = _hooked_class(real)
+        thing._modular_call = self
+
+
+class _Entry:
+    """State in which a sub-block begins, for a cut inside it."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = dict(values)
+        self.generators = [each.get_state() for each in _generators_in(values)]
+        self._versions = {
+            name: each._version for name, each in values.items() if isinstance(each, torch.Tensor)
+        }
+
+    def changed_in_place(self) -> str | None:
+        """Return the name of the first tensor that was changed in place; None: no tensor was."""
+        changed = (
+            name
+            for name, version in self._versions.items()
+            if self.values[name]._version != version
+        )
+        return next(changed, None)
+
+
+@functools.cache
+def _hooked_class(real: Any) -> Any:
+    """Return a subclass of a block's or scheduler's class whose methods call a `ModularCall`."""
+    # Name and signatures stay: pipelines inspect them, and diffusers writes the class's name into
+    # the config.
+    names = {"__module__": real.__module__, "__qualname__": real.__qualname__}
+    methods: dict[str, Any] = {**names}
+
+    def hook(name: str, handler: str) -> None:
+        method = getattr(real, name)
+
+        @functools.wraps(method)
+        def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            handle = getattr(self._modular_call, handler)
+            return handle(self, functools.partial(method, self), *args, **kwargs)
+
+        methods[name] = hooked
+
+    if issubclass(real, SchedulerMixin):
+        hook("step", "step")
+        hook("set_timesteps", "set_timesteps")
+    elif issubclass(real, ConditionalPipelineBlocks):
+        hook("select_block", "select")
+    else:
+        hook("__call__", "run_block")
+    if issubclass(real, LoopSequentialPipelineBlocks):
+        hook("loop_step", "run_iteration")
+    return type(real.__name__, (real,), methods)
+
+
+def _traced_class(first_uses: dict[str, str]) -> Any:
+    """Return a subclass of `BlockState` that notes how each attribute is used first.
+
+    Args:
+        first_uses: Dict that gets "read" or "written" for each name.
+    """
+
+    class Traced(BlockState):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__dict__":  # as in `as_dict`, which reads all values
+                for each in object.__getattribute__(self, name):
+                    first_uses.setdefault(each, "read")
+            elif not name.startswith("__"):
+                first_uses.setdefault(name, "read")
+            return object.__getattribute__(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            first_uses.setdefault(name, "written")
+            object.__setattr__(self, name, value)
+
+    return Traced
+
+
+def _values_of(block_state: Any) -> dict[str, Any]:
+    """Return the values of a `BlockState` without noting a use of them."""
+    values: dict[str, Any] = object.__getattribute__(block_state, "__dict__")
+    return values
+
+
+def _is_leaf(block: Any) -> bool:
+    """Whether a block does work itself, and is no container of top-level blocks."""
+    return isinstance(block, LoopSequentialPipelineBlocks) or not block.sub_blocks
+
+
+def _leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return the top-level blocks of all branches, each with the containers around it."""
+    if _is_leaf(block):
+        return [(block, around)]
+    containers = (*around, block)
+    return [leaf for each in block.sub_blocks.values() for leaf in _leaf_blocks(each, containers)]
+
+
+def _repeats(block: Any) -> bool:
+    """Whether a container runs its blocks in its own way, perhaps several times."""
+    own = type(block).__call__ is not SequentialPipelineBlocks.__call__
+    return isinstance(block, SequentialPipelineBlocks) and own
+
+
+def _is_loop(block: Any, denoisers: Mapping[str, Any]) -> bool:
+    is_loop = isinstance(block, LoopSequentialPipelineBlocks)
+    return is_loop and any(name in denoisers for name in block.component_names)
+
+
+def _modules_of(component: Any) -> dict[str, Any]:
+    is_module = isinstance(component, torch.nn.Module)
+    return dict(component.named_modules()) if is_module else {"": component}
+
+
+def _attributes_of(component: Any) -> _Attributes:
+    """Return the attributes of a component that steps may change, besides its weights.
+
+    Raises:
+        ModelError: The component has a hook of diffusers, which may have a state.
+    """
+    modules = _modules_of(component)
+    for module in modules.values():
+        if getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
+            hook = next(iter(module._diffusers_hook.hooks))
+            raise ModelError(
+                f"{type(component).__name__} has the hook {hook}, whose state no packet carries",
+                details={"component": type(component).__name__, "hook": hook},
+            )
+    return {
+        name: {
+            key: copy.copy(value) if isinstance(value, (list, dict)) else value
+            for key, value in vars(module).items()
+            if key not in NOT_STATE and not key.endswith("_hooks")
+        }
+        for name, module in modules.items()
+    }
+
+
+def _set_back(component: Any, before: _Attributes) -> None:
+    """Give a component the attributes that it had, and remove those that steps have added."""
+    modules = _modules_of(component)
+    for name, attributes in _attributes_of(component).items():
+        for added in attributes.keys() - before[name].keys():
+            object.__delattr__(modules[name], added)
+        vars(modules[name]).update(before[name])
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return one is other or (isinstance(one, (int, float, str)) and one == other)
+
+
+def _generators_in(values: Mapping[str, Any]) -> list[torch.Generator]:
+    """Return the random generators in the values of a state, each once."""
+    found = {}
+    for value in values.values():
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Generator):
+                found[id(each)] = each
+    return list(found.values())

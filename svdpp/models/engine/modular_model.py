@@ -1,0 +1,81 @@
+"""Model of one rank of a modular pipeline: encode, steps and decode are partial calls of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from svdpp.config import ClipRequest
+from svdpp.config.families.spec import ModularSpec
+from svdpp.models.base import AfterStep, Partner, PreparedInput, Tensors
+from svdpp.models.engine.model import EngineModel, call_arguments
+from svdpp.models.engine.modular_call import ModularCall
+from svdpp.models.engine.records import patch_methods, read_structure
+from svdpp.plan.actions import FrameRange
+
+
+class ModularModel(EngineModel):
+    """Model of one rank, of any family whose pipelines are modular."""
+
+    @property
+    def _modular(self) -> ModularSpec:
+        assert self._spec.modular is not None
+        return self._spec.modular
+
+    def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:
+        """Encode a clip's prompts and image, and draw its noise; see `EngineModel.encode`."""
+        assert bool(prepared) == self._sampling.from_image
+        source: Any = prepared or None
+        inputs = call_arguments(self._pipe, self._checkpoint, self._sampling, request, source)
+        call = ModularCall(pipe=self._pipe, spec=self._spec, given=None, received={}, end=0)
+        call.run({**inputs, "output_type": "pt"})
+        return call.packet({"negative_prompt": request.negative_prompt is not None})
+
+    def denoise(
+        self,
+        tensors: Tensors,
+        start: int,
+        end: int,
+        after_step: AfterStep,
+        partner: Partner | None = None,
+    ) -> Tensors:
+        """Run steps `start` to `end` (exclusive); see `EngineModel.denoise`."""
+        assert start < end
+        assert partner is None, "two ranks share no step of a modular pipeline"
+        call = self._later_modular_call(tensors, end, after_step)
+        call.run({})
+        return call.packet()
+
+    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
+        """Decode the packet after the last step; see `EngineModel.decode`."""
+        assert frames is None, "the frames of a modular pipeline are decoded by one rank"
+        return super().decode(tensors)
+
+    def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
+        """Decode a packet with another postprocessing; return video and sound, a tuple.
+
+        Args:
+            tensors: Tensors of the packet after the last step.
+            postprocess: Function of the video, (1, 3, F, H, W), in place of the pipeline's
+                postprocessing.
+        """
+        with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
+            state = self._later_modular_call(tensors, None).run({})
+        names = (self._modular.videos, self._modular.audio)
+        return tuple(state.values[name] for name in names if name is not None)
+
+    def _later_modular_call(
+        self, tensors: Tensors, end: int | None, after_step: AfterStep | None = None
+    ) -> ModularCall:
+        # The scheduler and the guiders are those of the clip's parameters, as in the encode.
+        call_arguments(self._pipe, self._checkpoint, self._sampling, ClipRequest(seed=0), None)
+        return ModularCall(
+            pipe=self._pipe,
+            spec=self._spec,
+            given=read_structure(tensors),
+            received=tensors,
+            end=end,
+            after_step=after_step,
+        )

@@ -1,0 +1,302 @@
+"""Values of a modular pipeline's state as named tensors and a structure, for packets.
+
+The state of a modular pipeline holds more kinds of values than the results that `records` packs:
+random generators, dtypes, NumPy arrays, schedulers, and objects of diffusers and transformers.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from svdpp.errors import ModelError
+from svdpp.models.base import Tensors
+from svdpp.models.engine.records import Node, Packer
+
+# Packages whose classes a packet may name.
+_LIBRARIES = ("diffusers", "transformers")
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
+_MAKERS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "size": torch.Size,
+}
+
+
+class AbsentValue:
+    """Stand-in for a value that no packet can carry, such as an image that was already encoded.
+
+    The stand-in is not None, so that conditional blocks choose the branch that they would choose
+    with the value. Every use of it raises `ModelError`.
+
+    Args:
+        description: Name and class of the value.
+    """
+
+    def __init__(self, description: str) -> None:
+        object.__setattr__(self, "description", description)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        description = object.__getattribute__(self, "description")
+        raise ModelError(
+            f"a step or the decode reads {description}, which no packet carries",
+            details={"value": description},
+        )
+
+    __getattr__ = __len__ = __iter__ = __getitem__ = __call__ = _refuse
+    __bool__ = __add__ = __eq__ = _refuse
+    __hash__ = object.__hash__
+
+    def __deepcopy__(self, memo: Any) -> AbsentValue:
+        return self
+
+
+class StatePacker(Packer):
+    """Packer of all kinds of values that a modular pipeline's state holds.
+
+    An object that occurs several times is packed once and stays one object.
+
+    Args:
+        components: Components of the pipeline by name; a packet only names them.
+        keeps: Whether tensors are kept. Otherwise the structure alone is of use.
+    """
+
+    def __init__(self, components: dict[str, Any], *, keeps: bool = True) -> None:
+        super().__init__(keeps=keeps)
+        named = {name: each for name, each in components.items() if each is not None}
+        self._components = {id(each): name for name, each in named.items()}
+        # Numbers of packed objects by their ids. The objects are kept, so that ids stay unique.
+        self._numbers: dict[int, int] = {}
+        self._objects: list[Any] = []
+
+    def pack(self, value: Any, name: str, *, may_be_absent: bool = False) -> Node:
+        """Return the structure of a value, and keep its tensors for `packet`.
+
+        Args:
+            value: Value of the pipeline's state, or of a component's `__dict__`.
+            name: Prefix for the names of the tensors.
+            may_be_absent: Whether an object that no packet can carry becomes an `AbsentValue`.
+
+        Raises:
+            ModelError: No packet can carry the value.
+        """
+
+        def part(value: Any, key: object) -> Node:
+            return self.pack(value, f"{name}.{key}", may_be_absent=may_be_absent)
+
+        if id(value) in self._components:
+            return {"kind": "component", "name": self._components[id(value)]}
+        if type(value) is AbsentValue:
+            return _absent(object.__getattribute__(value, "description"))
+        if value is None or type(value) in (bool, int, float, str):
+            return {"kind": "plain", "value": value}
+        if isinstance(value, torch.Tensor):
+            return self._pack_tensor(value, name)
+        if isinstance(value, torch.dtype):
+            return {"kind": "dtype", "value": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"kind": "device", "is_host": value.type == "cpu"}
+        if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "fiub":
+            array = part(torch.from_numpy(np.array(value)), "array")
+            return {"kind": "array", "is_scalar": isinstance(value, np.generic), "array": array}
+        if isinstance(value, enum.Enum) and _is_known(type(value)):
+            return {"kind": "enum", "class": _path(type(value)), "value": value.value}
+        if type(value) in (tuple, set, torch.Size):
+            items = [part(each, place) for place, each in enumerate(value)]
+            return {"kind": _SEQUENCES[type(value)], "items": items}
+        if (make := self._structure_of(value, part)) is not None:
+            return self._pack_once(value, make)
+        if may_be_absent:
+            return _absent(f"{name}, a {type(value).__name__},")
+        raise ModelError(
+            f"no packet carries {name}, a {type(value).__name__}",
+            details={"name": name, "type": type(value).__name__},
+        )
+
+    def describe(self, value: Any) -> Node:
+        """Return the structure of a value without keeping its tensors."""
+        return StatePacker({}, keeps=False).pack(value, "value")
+
+    def _structure_of(
+        self, value: Any, part: Callable[[Any, object], Node]
+    ) -> Callable[[], Node] | None:
+        """Return a function that packs an object with an identity; None: no packet carries it."""
+        kind = type(value)
+        if isinstance(value, torch.Generator):
+            is_host = value.device.type == "cpu"
+            return lambda: {
+                "kind": "generator",
+                "is_host": is_host,
+                "state": part(value.get_state(), "state"),
+            }
+        if kind is list:
+            return lambda: {
+                "kind": "list",
+                "items": [part(each, place) for place, each in enumerate(value)],
+            }
+        if isinstance(value, dict) and (kind is dict or _is_known(kind)):
+            return lambda: {
+                "kind": "dict",
+                "class": None if kind is dict else _path(kind),
+                "items": [[part(key, "key"), part(each, key)] for key, each in value.items()],
+            }
+        if _is_known(kind) and hasattr(value, "__dict__") and not _computes(value):
+            return lambda: {
+                "kind": "object",
+                "class": _path(kind),
+                "items": [
+                    [key, part(each, key)]
+                    for key, each in vars(value).items()
+                    if key not in NOT_STATE
+                ],
+            }
+        return None
+
+    def _pack_once(self, value: Any, make: Callable[[], Node]) -> Node:
+        if id(value) in self._numbers:
+            return {"kind": "same", "id": self._numbers[id(value)]}
+        number = self._numbers[id(value)] = len(self._numbers)
+        self._objects.append(value)
+        return {**make(), "id": number}
+
+
+#: Attributes that the engine, torch or diffusers add to objects, and that are no state.
+NOT_STATE = frozenset(
+    {"_parameters", "_modules", "_modular_call", "_internal_dict", "forward", "_diffusers_hook"}
+)
+
+
+class StateUnpacker:
+    """Unpacker of the structures that `StatePacker` returns.
+
+    Args:
+        tensors: Tensors of the packet, by name.
+        components: Components of this rank's pipeline, by name.
+        device: Device of this rank.
+        zeros: Whether tensors that the packet lacks become zeros; otherwise they become NaN
+            everywhere (0 for integers), and take no memory.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        components: dict[str, Any],
+        device: torch.device,
+        *,
+        zeros: bool = False,
+    ) -> None:
+        self._tensors, self._components, self._device = tensors, components, device
+        self._zeros = zeros
+        self._made: dict[str, torch.Tensor] = {}
+        self._objects: dict[int, Any] = {}
+        #: Generators in the order in which they were unpacked.
+        self.generators: list[torch.Generator] = []
+
+    def get(self, node: Node) -> Any:
+        """Return the value of a structure, with copies of the packet's tensors.
+
+        Raises:
+            ValueError: The structure names a class of another library.
+        """
+        match node["kind"]:
+            case "plain":
+                return node["value"]
+            case "tensor":
+                return self._tensor(node)
+            case "component":
+                return self._components[node["name"]]
+            case "same":
+                return self._objects[node["id"]]
+            case "absent":
+                return AbsentValue(node["description"])
+            case "dtype":
+                return getattr(torch, node["value"])
+            case "device":
+                return torch.device("cpu") if node["is_host"] else self._device
+            case "array":
+                array = self.get(node["array"]).numpy()
+                return array[()] if node["is_scalar"] else array
+            case "enum":
+                return _class_of(node["class"])(node["value"])
+            case "tuple" | "set" | "size" as kind:
+                return _MAKERS[kind]([self.get(each) for each in node["items"]])
+        return self._object(node)
+
+    def _object(self, node: Node) -> Any:
+        """Return a value that other parts of the structure may name by its id."""
+        value: Any
+        if node["kind"] == "generator":
+            value = torch.Generator("cpu" if node["is_host"] else self._device)
+            value.set_state(self.get(node["state"]))
+            self.generators.append(value)
+        elif node["kind"] == "list":
+            # Known before its items, which may contain it.
+            value = self._objects[node["id"]] = []
+            value.extend(self.get(each) for each in node["items"])
+        elif node["kind"] == "dict":
+            items = {self.get(key): self.get(each) for key, each in node["items"]}
+            kind = dict if node["class"] is None else _class_of(node["class"])
+            value = kind(**items) if is_dataclass(kind) else kind(items)
+        else:
+            kind = _class_of(node["class"])
+            value = self._objects[node["id"]] = kind.__new__(kind)
+            for key, each in node["items"]:
+                object.__setattr__(value, key, self.get(each))
+        self._objects[node["id"]] = value
+        return value
+
+    def _tensor(self, node: Node) -> torch.Tensor:
+        name, shape, dtype = node["name"], node["shape"], getattr(torch, node["dtype"])
+        if name is None:
+            number = 0 if self._zeros or not dtype.is_floating_point else torch.nan
+            filled = torch.full((), number, dtype=dtype, device=self._device).expand(shape)
+            return filled.clone() if self._zeros else filled
+        if name not in self._made:  # a copy, because blocks write into tensors
+            source = self._tensors[name]
+            if node["stride"] is None:
+                self._made[name] = source.clone()
+            else:
+                empty = source.new_empty_strided(shape, node["stride"])
+                self._made[name] = empty.copy_(source)
+        return self._made[name]
+
+
+def _absent(description: str) -> Node:
+    return {"kind": "absent", "description": description}
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in _LIBRARIES
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _computes(value: Any) -> bool:
+    """Whether a value is a module or a component that computes, which no packet carries."""
+    return isinstance(value, torch.nn.Module) or callable(getattr(value, "forward", None))
+
+
+def _class_of(path: str) -> Any:
+    """Return a class of diffusers or transformers by its path; reject other classes.
+
+    Raises:
+        ValueError: The path names no class of these libraries.
+    """
+    module, _, name = path.partition(":")
+    found: Any = None
+    if module.split(".")[0] in _LIBRARIES:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    if not isinstance(found, type):
+        raise ValueError(f"a packet names the class {path}")
+    return found
