@@ -283,11 +283,13 @@ class _FakeModel:
     def num_steps(self) -> int:
         """Number of measured steps: the second holds more than the first.
 
-        All of them if the experts differ, as one of them may have quantised layers.
+        All of them if the experts differ, as one of them may have quantised layers, and for modular
+        pipelines, whose decode needs the packet after the last step.
         """
         steps = self._sampling.num_inference_steps
         differ = bool(self._files) and self._checkpoint.num_experts == 2
-        return steps if differ else min(2, steps)
+        is_modular = self._checkpoint.spec.modular is not None
+        return steps if differ or is_modular else min(2, steps)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
         source = blank_input(self._sampling, whole=True)

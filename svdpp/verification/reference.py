@@ -32,6 +32,7 @@ from svdpp.models.engine.load import (
     apply_memory_options,
     component_class,
     component_dtype,
+    load_processor,
     silence_libraries,
     text_processors,
 )
@@ -290,13 +291,21 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
     pipe = cls(pretrained_model_name_or_path=str(checkpoint.folder), local_files_only=True)
     with library_errors("the pipeline"):
         pipe.load_components(
+            names=[*weighted],
             dtype={part: component_dtype(checkpoint, part, model.dtype) for part in weighted},
             variant={part: checkpoint.variant_of(part) for part in weighted},
             use_safetensors=dict.fromkeys(weighted, True),
             local_files_only=True,
         )
-    pipe.update_components(**text_processors(checkpoint))
-    missing = sorted({*pipe.null_component_names} & {part for part, _ in checkpoint.classes})
+    # As in `text_processors`, and because transformers lacks some of these classes without
+    # torchvision.
+    processors = {
+        part: load_processor(checkpoint, part, component_class(part, name))
+        for part, name in checkpoint.classes
+        if part not in weighted
+    }
+    pipe.update_components(**processors)
+    missing = sorted({*pipe.null_component_names} & {*weighted})
     if missing:
         raise ModelError(
             f"diffusers could not load {', '.join(missing)}", details={"components": missing}

@@ -126,10 +126,23 @@ def test_the_scheduler_of_another_pipeline_of_the_model_is_refused_by_name(tmp_p
 # Negative controls: damage to any part of a packet shows in the clip. A part whose damage shows
 # nowhere need not travel, so these tests also find what a spec should drop.
 
+#: Names of the states of random generators in packets, and another state.
+_GENERATORS = re.compile(r"(^|\.)generators?(\.|$)")
+_OTHER_GENERATOR = torch.Generator().manual_seed(9).get_state()
+
 SIGN = 'the sea, and a sign: "a cat"'  # HunyuanVideo-1.5 encodes the quoted text by itself
 #: Parts of a packet that nothing reads, and why they travel; `Case.unread` has those of one case.
 UNREAD = {
     "timestep_list": "UniPC keeps timesteps of which only another solver reads more than one",
+}
+
+#: The same in packets of modular pipelines, by their whole names.
+UNREAD_OF_MODULAR = {
+    **dict.fromkeys(
+        ("guider._timestep", "_step", "_num_inference_steps", "_count_prepared"),
+        "the pipeline gives these to the guider before each step",
+    ),
+    "num_inference_steps": "the scheduler gets it with its timesteps, and no step reads it",
 }
 
 #: Those that differ from another case in weights or guidance alone.
@@ -164,20 +177,19 @@ def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, 
             return True
 
     assert not shows(dict(packet))
-    states = _structure(packet)["step"]["states"]
-    assert any(state["items"] for state in states) != case.is_stateless
-    tensors = [each for each in packet if not each.startswith((STRUCTURE, GENERATOR))]
+    assert any(_numbers(_structure(packet))) != case.is_stateless
+    tensors = [each for each in packet if each != STRUCTURE and not _GENERATORS.search(each)]
     damaged = [*((each, _damaged(packet, each)) for each in tensors), *_other_states(packet)]
     unseen = [
         part
         for part, other in damaged
-        if part not in case.unread
+        if part not in {*case.unread, *(UNREAD_OF_MODULAR if tiny_model.is_modular else ())}
         and not any(known in part for known in UNREAD)
         and not shows(other)
     ]
     assert unseen == []
-    generator = torch.Generator().manual_seed(9).get_state()
-    assert shows({**packet, f"{GENERATOR}.0": generator}) == case.draws
+    states = dict.fromkeys(filter(_GENERATORS.search, packet), _OTHER_GENERATOR)
+    assert shows({**packet, **states}) == case.draws
 
 
 def _last(tiny_model: TinyModel, packet: Tensors) -> Tensors:
@@ -193,15 +205,26 @@ def _damaged(packet: Tensors, name: str) -> Tensors:
 
 def _other_states(packet: Tensors) -> Iterator[tuple[str, Tensors]]:
     """For each number in the state of the schedulers, the packet with another one."""
-    for index, state in enumerate(_structure(packet)["step"]["states"]):
-        for key, node in state["items"].items():
-            value = node.get("value")
-            # Only the first step reads `_begin_index`.
-            if isinstance(value, int) and key != "_begin_index":
-                structure = _structure(packet)
-                structure["step"]["states"][index]["items"][key]["value"] = value - 1
-                data = bytearray(json.dumps(structure).encode())
-                yield key, {**packet, STRUCTURE: torch.frombuffer(data, dtype=torch.uint8)}
+    for place, (key, _) in enumerate(_numbers(_structure(packet))):
+        if key == "_begin_index":  # only the first step reads it
+            continue
+        structure = _structure(packet)
+        [*_numbers(structure)][place][1]["value"] -= 1
+        data = bytearray(json.dumps(structure).encode())
+        yield key, {**packet, STRUCTURE: torch.frombuffer(data, dtype=torch.uint8)}
+
+
+def _numbers(structure: Any) -> Iterator[tuple[str, Any]]:
+    """Name and node of each number in the state of schedulers, guiders and denoisers."""
+    if "attributes" in structure:
+        parts = structure["attributes"].values()
+        states = [attributes for modules in parts for attributes in modules.values()]
+    else:
+        states = [state["items"] for state in structure["step"]["states"]]
+    for attributes in states:
+        for key, node in attributes.items():
+            if isinstance(node.get("value"), int):
+                yield key, node
 
 
 def _structure(packet: Tensors) -> Any:

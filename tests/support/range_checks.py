@@ -111,6 +111,10 @@ class TinyModel:
         return ranks(self.checkpoint, self.sampling, model=self.model)
 
     @property
+    def is_modular(self) -> bool:
+        return self.checkpoint.spec.modular is not None
+
+    @property
     def steps(self) -> int:
         return int(self.sampling.num_inference_steps)
 

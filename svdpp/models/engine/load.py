@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 import threading
 from itertools import chain
@@ -47,6 +48,8 @@ def silence_libraries() -> None:
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+    # Modular pipelines log every exception of a block with its traceback before they raise it.
+    logging.getLogger("diffusers.modular_pipelines.modular_pipeline").setLevel(logging.CRITICAL)
     # tqdm's default lock has a semaphore. A rank that a signal ends would leave the semaphore
     # behind.
     tqdm.tqdm.set_lock(threading.RLock())
