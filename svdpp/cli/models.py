@@ -90,11 +90,12 @@ def describe(family: str) -> dict[str, Any]:
     Returns:
         Plain values, one entry of the list in `svdpp models --json`.
     """
-    from svdpp.config.families.registry import FAMILY_SPECS
+    from svdpp.config.families.registry import FAMILY_OF_PIPELINE, FAMILY_SPECS
 
     spec, sampling = FAMILY_SPECS[family], SAMPLING_CLASSES[family]()
     # `--family` is needed only if the checkpoint's own pipeline belongs to another family.
-    as_family = f" --family {family}" if spec.aliases else ""
+    is_borrowed = any(FAMILY_OF_PIPELINE[alias] != family for alias in spec.aliases)
+    as_family = f" --family {family}" if is_borrowed else ""
     remark = f", {spec.example_remark}" if spec.example_remark else ""
     classes = {"text": spec.text_pipeline, _visual(sampling): spec.image_pipeline}
     return {

@@ -555,7 +555,8 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     spec = FAMILY_SPECS[family]
     unit = spec.sampling.side_unit
     configs = Configs(folder, index, spec)
-    from_image = index.values["_class_name"] in (spec.image_pipeline, *spec.aliases)
+    image_pipelines = {spec.image_pipeline, *spec.aliases} - {*spec.text_aliases}
+    from_image = index.values["_class_name"] in image_pipelines
     facts: CheckpointFacts = {
         "image_use": "optional" if spec.text_and_image else "needed" if from_image else "refused",
         "last_image_use": "refused" if spec.last_image_arguments is None else "optional",
@@ -591,8 +592,9 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
     if not present:
         raise ModelError(f"{_INDEX_FILES[-1]} is missing", MODEL_HINT)
     every = [read_json(folder, name) for name in present]
-    known = [each for each in every if each.values.get("_class_name") in FAMILY_OF_PIPELINE]
-    index = (known or every)[0]
+    known = [each for each in every if str(each.values.get("_class_name")) in FAMILY_OF_PIPELINE]
+    wanted = [each for each in known if asked in _families_of(each.values["_class_name"])]
+    index = (wanted or known or every)[0]
     name = index.values.get("_class_name")
     if not isinstance(name, str) or name not in FAMILY_OF_PIPELINE:
         raise index.error(
@@ -600,13 +602,20 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
             "svdpp models lists those that it runs",
         )
     family = FAMILY_OF_PIPELINE[name]
-    if asked in (None, family) or (asked in FAMILY_SPECS and name in FAMILY_SPECS[asked].aliases):
+    families = _families_of(name)
+    if asked is None or asked in families:
         return index, asked or family
-    others = [each for each, spec in FAMILY_SPECS.items() if name in spec.aliases]
     raise RequestError(
         f"{index.label} names a {name}, which `family` {short_repr(asked)} does not run",
-        f"`family` {' or '.join((family, *others))}",
+        f"`family` {' or '.join(families)}",
     )
+
+
+def _families_of(pipeline: str) -> list[str]:
+    """Return the families that run a pipeline's checkpoints; the main one is first."""
+    main = FAMILY_OF_PIPELINE[pipeline]
+    others = [name for name, spec in FAMILY_SPECS.items() if pipeline in spec.aliases]
+    return [main, *(name for name in others if name != main)]
 
 
 def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:

@@ -33,6 +33,7 @@ from svdpp.models.engine.load import (
     component_class,
     component_dtype,
     load_processor,
+    silence_blocks,
     silence_libraries,
     text_processors,
 )
@@ -289,6 +290,7 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
     cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
     weighted = checkpoint.weighted_components
     pipe = cls(pretrained_model_name_or_path=str(checkpoint.folder), local_files_only=True)
+    silence_blocks(pipe._blocks)
     with library_errors("the pipeline"):
         pipe.load_components(
             names=[*weighted],

@@ -21,7 +21,7 @@ from svdpp.comm.packet import TensorSpec, check_tensors
 from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
-from svdpp.models.base import GENERATOR, LATENTS, STRUCTURE, Tensors
+from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.factory import load_engine_model

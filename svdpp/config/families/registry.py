@@ -47,12 +47,15 @@ _SPECS: tuple[FamilySpec, ...] = (
 FAMILY_SPECS: Mapping[str, FamilySpec] = {spec.name: spec for spec in _SPECS}
 
 #: Name of the family of each pipeline.
-FAMILY_OF_PIPELINE: Mapping[str, str] = {
+FAMILY_OF_PIPELINE: dict[str, str] = {
     pipeline: family
     for family, spec in FAMILY_SPECS.items()
     for pipeline in (spec.text_pipeline, spec.image_pipeline)
     if pipeline is not None and pipeline not in spec.aliases
 }
+for _family, _spec in FAMILY_SPECS.items():
+    for _alias in _spec.aliases:
+        FAMILY_OF_PIPELINE.setdefault(_alias, _family)
 
 #: Class of each family's sampling parameters, by name.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {spec.name: spec.sampling for spec in _SPECS}

@@ -127,7 +127,10 @@ class FamilySpec:
     """Returns the arguments of `__call__` for a first and a last image, from both and the sampling
     parameters; None: the pipeline takes no last image."""
     aliases: tuple[str, ...] = ()
-    """Other pipelines whose checkpoints the family runs if it is asked for by name."""
+    """Other pipelines whose checkpoints the family runs, too. If a pipeline belongs to another
+    family, the user has to ask for this one by name."""
+    text_aliases: tuple[str, ...] = ()
+    """Those of `aliases` whose checkpoints make clips from text; the others need an image."""
     size_from_image: bool = False
     """Whether the image's shape sets the clip's size; the image is then resized to it first."""
     text_and_image: bool = False

@@ -191,12 +191,12 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    configs.of("transformer").refuse("pos_embed_seq_len", _TWO_IMAGES)
     unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
     return {
         "size_multiple": (unit, unit),
         "unused_parameters": ("guidance_scale_2",),
         **image_projection(configs),
-        **last_image_facts(configs),
     }
 
 
@@ -331,7 +331,10 @@ WAN_MODULAR = replace(
     WAN,
     sampling=WanModularSampling,
     title="Wan 2.1, modular",
-    example_remark="with `family` wan_modular",
+    aliases=("WanPipeline", "WanImageToVideoPipeline"),
+    text_aliases=("WanPipeline",),
+    # With a last image, the pipeline needs torchvision.
+    last_image_arguments=None,
     gguf=False,
     loras=False,
     loras_as_wan=False,

@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 import math
+import sys
 import threading
 from itertools import chain
 from pathlib import Path
@@ -61,6 +62,22 @@ def preload(family: str) -> None:
     spec = FAMILY_SPECS[family]
     for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
         getattr(diffusers, name)
+
+
+def silence_blocks(block: Any) -> None:
+    """Turn off the progress bars of a modular pipeline's blocks in this process.
+
+    Args:
+        block: Tree of blocks.
+    """
+    if hasattr(block, "set_progress_bar_config"):
+        block.set_progress_bar_config(disable=True)
+    # Some blocks show a bar of their own, without a way to turn it off.
+    module = sys.modules[type(block).__module__]
+    if isinstance(getattr(module, "tqdm", None), type):
+        vars(module)["tqdm"] = functools.partial(vars(module)["tqdm"], disable=True)
+    for each in block.sub_blocks.values():
+        silence_blocks(each)
 
 
 # 1. A pipeline.
@@ -124,6 +141,7 @@ def build_pipeline(
             pipe = cls(pretrained_model_name_or_path=str(checkpoint.folder), local_files_only=True)
             known = own.keys() & {*pipe.component_names}
             pipe.register_components(**{name: own[name] for name in known})
+            silence_blocks(pipe._blocks)
     pipe.set_progress_bar_config(disable=True)
     pipe.__class__ = _on_device(cls, str(device))
     return pipe

@@ -553,8 +553,6 @@ class ModularCall:
         return forward
 
     def _hook_tree(self, block: Any) -> None:
-        if isinstance(block, LoopSequentialPipelineBlocks):
-            block.set_progress_bar_config(disable=True)
         if _is_leaf(block) or isinstance(block, ConditionalPipelineBlocks):
             self._hook(block)
         for each in block.sub_blocks.values():
