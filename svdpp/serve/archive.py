@@ -21,14 +21,14 @@ from svdpp.serve.files import clip_name
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
 
-#: Maximum number of clips in an archive. The zip's directory and the lines of `CLIPS_FILE` need
-#: memory until the end.
+#: Maximum number of clips in an archive. The zip's directory and the lines of `CLIPS_FILE` are kept
+#: in memory until the archive is complete.
 MAX_CLIPS = 10_000
 #: Name of the file in the archive with the metadata of each clip, one JSON object a line.
 CLIPS_FILE = "clips.jsonl"
 
 _READ_BYTES = 256 * 2**10
-#: Earliest and latest times that a zip can store.
+#: Earliest and latest modification times that the zip format can store.
 _EARLIEST, _LATEST = (1980, 1, 1, 0, 0, 0), (2107, 12, 31, 23, 59, 58)
 
 
@@ -50,20 +50,30 @@ class Member:
 
 
 class Archive(StreamingResponse):
-    """Response with a zip. After an error the connection is closed before the end of the zip."""
+    """HTTP response with a zip.
+
+    If an error occurs while the zip is sent, the connection is closed, so that the client notices
+    that the zip is incomplete.
+    """
 
     media_type = "application/zip"
 
     async def stream_response(self, send: Send) -> None:
-        """Send the zip; log an error of a file, because the status 200 has been sent."""
+        """Send the zip.
+
+        If a file cannot be read, log the error, because status 200 is already sent.
+        """
         try:
             await super().stream_response(send)
-        except OutputError as error:  # the status 200 has been sent
-            logger.warning("an archive is not finished: {}", redact(error.message))
+        except OutputError as error:  # status 200 is already sent, so the error is only logged
+            logger.warning("an archive could not be completed: {}", redact(error.message))
 
 
 class _Output:
-    """File object that cannot seek. `take` returns the bytes written since its last call."""
+    """Write-only file object that cannot seek.
+
+    `take` returns the bytes since the previous `take`.
+    """
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -124,7 +134,8 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            service.queue.store.check()  # in an unmounted folder every file is missing
+            # A missing file may mean that the data folder is not mounted.
+            service.queue.store.check()
         else:
             name = _unique(clip_name(job), names)
             with file:

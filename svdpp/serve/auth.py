@@ -1,4 +1,4 @@
-"""Files of API keys and of webhook secrets, and the hosts that are served without a key.
+"""API keys and webhook secrets, read from files; check of the host of a server without keys.
 
 A key has 256 random bits, so its plain SHA-256 is safe to store: no one can guess a key, and a slow
 hash, which protects passwords, would only delay each request.
@@ -30,34 +30,34 @@ _NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" makes one'
 
 @dataclass(frozen=True)
 class Owner:
-    """Owner of jobs: the name of an API key; empty without keys."""
+    """Owner of jobs, named like the API key; the name is empty if the server has no keys."""
 
     name: str = ""
     max_open: int | None = None
-    """Jobs that may be queued or in progress; None: no limit."""
+    """Maximum number of the owner's jobs that are queued or in progress. None: no limit."""
 
 
 class Keys(dict[str, Owner]):
-    """Owners of the keys that a server accepts, by the keys' SHA-256; an owner may have several."""
+    """Owners of the API keys that a server accepts, by each key's SHA-256."""
 
     def find_owner(self, key: str) -> Owner | None:
         """Return the owner of a client's key; None if the key is unknown.
 
-        The time that it takes does not depend on how much of a key is right.
+        The comparison takes the same time however many characters of the key are right.
         """
         presented, match = _hash(key), None
-        for sha256, owner in self.items():  # all of them, also after a match
+        for sha256, owner in self.items():  # no break after a match, so that the time is constant
             if hmac.compare_digest(sha256, presented):
                 match = owner
         return match
 
 
 def check_host(host: str, key_file: Path | None) -> Keys | None:
-    """Return the API keys; None if there are none, as only a loopback address may have it.
+    """Return the API keys for a server; None for a server without keys on a loopback address.
 
     Raises:
         RequestError: Other machines could reach the server without a key.
-        InputError: The file is not one of keys.
+        InputError: The file of keys cannot be read, or has another format.
     """
     if key_file is not None:
         return read_keys(key_file)
@@ -71,7 +71,7 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a name or an address of this machine alone."""
+    """Whether `host` is a loopback name or address, which only this machine can reach."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
@@ -81,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def new_key() -> tuple[str, str]:
-    """Return a new random key, and its SHA-256 for the file."""
+    """Return a new random key, and the key's SHA-256 for the file of keys."""
     key = f"svdpp_{secrets.token_urlsafe(32)}"
     return key, _hash(key)
 
@@ -91,10 +91,10 @@ def _hash(key: str) -> str:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Create a key, which is stored nowhere, and append its hash to the file of keys.
+    """Create a key, and append its hash to the file of keys. The key itself is not stored.
 
     Args:
-        path: File of keys; made, with its folder, if it does not exist.
+        path: File of keys. The file and its folder are created if they do not exist.
         name: Owner of the key, 1 to 64 letters, digits or `._@-`.
 
     Returns:
@@ -102,7 +102,7 @@ def add_key(path: Path, name: str) -> str:
 
     Raises:
         RequestError: The name has other characters or another length.
-        InputError: The existing file is no file of keys.
+        InputError: The existing file is not a file of keys.
         OutputError: The file cannot be written.
     """
     if _NAME.fullmatch(name) is None:
@@ -116,7 +116,7 @@ def add_key(path: Path, name: str) -> str:
     with output_files.disk_errors(f"cannot write {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o600)
-        # In one write, so that two commands at once add two lines.
+        # One unbuffered write, so that two commands at the same time append two whole lines.
         with open(path, "ab", buffering=0) as file:
             gap = b"" if path.read_bytes()[-1:] in (b"", b"\n") else b"\n"
             file.write(gap + f"{name} {sha256}\n".encode())
@@ -127,11 +127,11 @@ def add_key(path: Path, name: str) -> str:
 def read_keys(path: Path) -> Keys:
     """Read a file of keys: in each line a name, a hash and, optionally, `open=N`.
 
-    A name's limit need not be repeated in its further lines; the last one holds. No error shows a
-    line's text, because it may be a key.
+    The last limit `open=N` of a name applies to all keys of this name. Error messages do not quote
+    lines, because a line may contain a key.
 
     Raises:
-        InputError: The file cannot be read, a line has another form, or two names have one hash.
+        InputError: The file cannot be read, a line is malformed, or two names have the same hash.
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
     lines = [line.groups() for line in _read_lines(path, "API key file", _KEY_LINE, form)]
@@ -144,7 +144,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Read a file of secrets that sign webhooks: in each line `whsec_` and base64."""
+    """Read a file of secrets for signing webhooks. Each line is `whsec_` followed by base64."""
     form = "whsec_ and 24 to 65 bytes in base64"
     lines = _read_lines(path, "webhook secret file", _SECRET_LINE, form, _NEW_SECRET)
     return [base64.b64decode(line[1]) for line in lines]
@@ -153,7 +153,7 @@ def read_secrets(path: Path) -> list[bytes]:
 def _read_lines(
     path: Path, what: str, line: re.Pattern[str], form: str, hint: str = ""
 ) -> list[re.Match[str]]:
-    """The lines of a file that is closed to other users, without empty ones and `#`."""
+    """Return the lines of a file that other users cannot read, without empty lines and comments."""
     file = f"{what} {str(path)!r}"
     content = read_small_file(path, what)
     mode = path.stat().st_mode
@@ -169,7 +169,7 @@ def _read_lines(
             continue
         if (match := line.fullmatch(text.strip())) is None:
             details = {"path": str(path), "line": number, "format": form}
-            raise InputError(f"{file}, line {number}: it is not {form}", hint, details=details)
+            raise InputError(f"{file}, line {number} is not {form}", hint, details=details)
         lines.append(match)
     if not lines:
         raise InputError(f"{file} has no entries", hint, details={"path": str(path)})

@@ -49,12 +49,12 @@ _SPOOL_BYTES = 2**20
 
 
 def _parse_metadata(value: Any) -> Any:
-    """Parse `metadata` if it is text, because a form has it as JSON text."""
+    """Parse `metadata` if its value is text, because a form sends `metadata` as JSON text."""
     return parse_json(value.encode()) if isinstance(value, str) else value
 
 
 def _check_file(value: Any) -> Any:
-    """Check that a form's field has a file and not a text."""
+    """Check that the value of a form's field is a file, not text."""
     if not hasattr(value, "filename"):
         raise ValueError("send a file, as curl -F file=@FILE does")
     return value
@@ -119,7 +119,10 @@ _LINES_SCHEMA = {"type": "string", "format": "binary", "description": "One JSON 
 
 @routes.post("/v1/files", openapi_extra=_body(form=FileForm.model_json_schema()))
 async def create_file(request: Request, service: ServiceDep, owner: OwnerDep) -> FileView:
-    """Store a file with the lines of a batch. The lines are checked when the batch is requested."""
+    """Store a file of request lines.
+
+    The lines are checked when a batch with the file is created.
+    """
     async with _form(request) as fields:
         form = _validate(FileForm, fields)
         assert isinstance(form, FileForm)
@@ -131,7 +134,7 @@ async def create_file(request: Request, service: ServiceDep, owner: OwnerDep) ->
 
 @routes.get("/v1/files/{id}")
 def get_file(id: str, service: ServiceDep, owner: OwnerDep) -> FileView:
-    """Show a file with lines, or a file with the results of a batch."""
+    """Show a file of request lines, or a file with the results of a batch."""
     if (results := _find_results(service, id, owner)) is None:
         return _file_view(service, service.batches.file(id, owner))
     batch, errors = results
@@ -152,7 +155,7 @@ def get_file(id: str, service: ServiceDep, owner: OwnerDep) -> FileView:
     responses={200: {"content": {_LINES_TYPE: {"schema": _LINES_SCHEMA}}}},
 )
 def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
-    """Send a file with lines, or a file with the present results of a batch."""
+    """Send a file of request lines, or a file with the results that a batch has so far."""
     if (results := _find_results(service, id, owner)) is None:
         file = service.batches.file(id, owner)
         path = service.batches.content(file)
@@ -164,15 +167,15 @@ def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
 
 @routes.delete("/v1/files/{id}")
 def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
-    """Remove a file with lines. A file with results is removed with its videos."""
+    """Remove a file of request lines. A file with results is removed together with its videos."""
     service.batches.remove_file(id, owner)
     return DeletedFile(id=id)
 
 
 def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
-    """Return the batch of a file with results, and whether the file has the errors.
+    """Return the batch whose results are in a file, and whether the file is the batch's error file.
 
-    The result is None if the id is not that of a file with results.
+    Return None if no file with results has the id.
     """
     for end, errors in OUTPUT_FILES.items():
         if id.endswith(end):
@@ -211,7 +214,8 @@ async def create_batch(
 ) -> BatchView:
     """Request many clips by the lines in a stored file or in the body.
 
-    The fields of all lines are checked before the response. It names the faults of all lines.
+    The fields of all lines are checked before the response. If lines are faulty, the response names
+    the faults of all of them.
     """
     check_idempotency_key(key)
     kind = request.headers["content-type"].partition(";")[0].strip().lower()
@@ -264,7 +268,7 @@ def list_batches(
 
 @routes.get("/v1/batches/{id}")
 def get_batch(id: str, service: ServiceDep, owner: OwnerDep) -> BatchView:
-    """Show a batch with its status and the number of its lines that have ended."""
+    """Show a batch with its status, and the numbers of completed and failed lines."""
     return _view(service, service.batches.get(id, owner))
 
 
@@ -327,7 +331,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     try:
         fields = parse_json(body)
         if not isinstance(fields, dict):
-            raise ValueError("it is JSON, but no object")
+            raise ValueError("it is JSON, but not an object")
     except ValueError as error:
         text = f"the body must be a JSON object: {error}"
         raise ApiError(400, "invalid_json", text, reason=str(error)) from None

@@ -39,11 +39,11 @@ from svdpp.serve.uploads import MAX_DECODERS, DecodedImages, UploadStore, saniti
 
 #: Maximum number of lines of one batch.
 MAX_LINES = 10_000
-#: Maximum number of lines, over all batches, whose jobs have not ended.
+#: Maximum total number of lines of all batches whose jobs have not ended.
 MAX_OPEN_LINES = 20_000
 #: Maximum bytes of all files that one API key stores at the same time.
 MAX_FILE_BYTES_PER_KEY = 2**30
-#: Seconds after which a file that no batch reads is removed, and after which a failed batch is.
+#: Seconds after which a file that no batch reads is removed, and a failed batch too.
 RETENTION_SECONDS = 86400
 #: Maximum number of faults that a response lists. Further faults are only counted.
 MAX_FAULTS = 1000
@@ -70,7 +70,10 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class _CheckedLine:
-    """Line with valid fields. `request` has the line's files. `job` is not stored yet."""
+    """Line of a batch with valid fields. `request` contains the line's images.
+
+    `job` is not stored yet.
+    """
 
     number: int
     custom_id: str
@@ -80,7 +83,10 @@ class _CheckedLine:
 
 @dataclass
 class _Faults:
-    """Collection of faults of lines. It counts all faults, but keeps only the first ones."""
+    """Collection of the faults of a batch's lines.
+
+    All faults are counted; the first ones are kept.
+    """
 
     faults: list[dict[str, Any]] = field(default_factory=list)
     total: int = 0
@@ -134,9 +140,10 @@ class Batches:
             keep_seconds: Age in seconds at which clips are removed; None: clips are kept.
             check_accepts_jobs: Function that raises if the server accepts no jobs now.
             new_job: Function that checks the fields of a request, and returns the job.
-            check_uploads: Function that decodes the images and videos of a request.
+            check_uploads: Function that checks that the images and videos of a request can be
+                decoded.
             save_uploads: Function that stores the images and videos of a request, and returns the
-                fields of the job that name these.
+                job's fields with the names of the stored files.
             cancel_job: Function that cancels a job in progress.
             on_stored: Function that is called after lines have become jobs.
             on_cancelled: Function that gets the number of waiting jobs that were cancelled.
@@ -147,7 +154,7 @@ class Batches:
         self._capabilities = capabilities
         self._uploads = uploads
         self.keep_seconds = min(keep_seconds or RETENTION_SECONDS, RETENTION_SECONDS)
-        """Age in seconds at which a file that no batch reads is removed."""
+        """Age in seconds at which a batch's input file is removed if no batch reads the file."""
         self._check_accepts_jobs = check_accepts_jobs
         self._new_job = new_job
         self._check_uploads = check_uploads
@@ -157,7 +164,8 @@ class Batches:
         self._on_cancelled = on_cancelled
         self._clock = SteadyClock()
         self._tidy_at = 0.0
-        # Decoded images by batch. They are kept if the disk fails, to avoid a second decode.
+        # Results of decoding the images of each batch. They are kept if the disk fails, so that the
+        # images need not be decoded again.
         self._decoded: dict[str, DecodedImages] = {}
         self.thread = PeriodicThread(
             "batches", self._run_once, _LOOK_SECONDS, error_message="a batch waits"
@@ -288,7 +296,7 @@ class Batches:
             else None
         )
         if known is not None and known.input_file == input_file_id:
-            return known  # its file may have been removed since
+            return known  # the input file of the earlier request may no longer exist
         file = None if input_file_id is None else self.file(input_file_id, owner)
         with ExitStack() as opened:
             if file is not None:
@@ -401,7 +409,7 @@ class Batches:
     def _lines(
         self, source: BinaryIO, owner: Owner, seed_key: str, faults: _Faults
     ) -> Iterator[_CheckedLine]:
-        """Yield the lines of a file that have valid fields; add faults of others to `faults`.
+        """Yield the lines of a file that have valid fields; add faults of other lines to `faults`.
 
         Raises:
             ApiError: The file has no lines, or too many lines.
@@ -454,14 +462,14 @@ class Batches:
                     next(steps)
                 except StopIteration:
                     del at_work[id]
-                except Exception as error:  # does not stop the other batches
+                except Exception as error:  # an error of one batch must not stop the other batches
                     failure = error
                     del at_work[id]
         if failure is not None:
             raise failure
 
     def _store(self, id: str) -> Iterator[None]:
-        """Turn the lines of a batch into jobs, in steps, unless another server does it.
+        """Turn the lines of a batch into jobs, in steps, unless another server is doing so.
 
         Each `yield` lets another batch continue.
         """
@@ -538,7 +546,7 @@ class Batches:
                 try:
                     jobs = list(self._jobs(some, batch, uploads, decoded, faults))
                     if faults.total or not self.table.add_lines(batch, jobs, until=until):
-                        return  # cancelled, or another server has stored them
+                        return  # the batch was cancelled, or another server has stored the lines
                 except BackendUnavailableError:
                     uploads.pop_all()  # the database may have stored the jobs
                     raise
@@ -566,7 +574,8 @@ class Batches:
         for index, line in enumerate(lines, start=batch.stored):
             try:
                 values = self._save_uploads(line.request, line.job, uploads, decoded)
-            except SvdppError as error:  # images that an earlier process decoded
+            # An earlier server process checked the images, and one cannot be decoded now.
+            except SvdppError as error:
                 faults.add(line.number, line.custom_id, _fault_of(error))
                 return
             yield replace(
@@ -579,12 +588,12 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish the cancels of killed servers; remove old files, and batches without clips."""
+        """Finish cancellations of killed servers; remove old files and batches without clips."""
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
         before = -math.inf
         if self._clock.is_settled:
-            with suppress(ClockError):  # another thread reports the error
+            with suppress(ClockError):  # the fleet's thread logs clocks that differ
                 self._queue.check_clock()
                 before = self._queue.now() - self.keep_seconds
         for file in self.table.files_before(before):
@@ -593,7 +602,7 @@ class Batches:
 
 
 def _take(lines: Iterator[_CheckedLine], most: int) -> list[_CheckedLine]:
-    """Return the next lines: at most `most` lines, with at most `_SLICE_BYTES` plus one image."""
+    """Take the next lines: at most `most`, and none after their images exceed `_SLICE_BYTES`."""
     taken: list[_CheckedLine] = []
     size = 0
     for line in islice(lines, most):
@@ -609,7 +618,10 @@ def _is_validating(batch: Batch) -> bool:
 
 
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and bytes of each line that is not empty; too long a line is cut."""
+    """Yield number and bytes of each line that is not empty.
+
+    Lines that are too long are truncated.
+    """
     source.seek(0)
     number = 0
     while text := source.readline(MAX_JSON_BYTES + 1):
@@ -626,7 +638,7 @@ def _parse_line(text: bytes) -> _Line:
     """Parse a line, without a check of the request in its body.
 
     Raises:
-        ApiError: The line is too long, is not a JSON object, or has other keys.
+        ApiError: The line is too long, is not a JSON object, or has unknown or missing keys.
     """
     if len(text) > MAX_JSON_BYTES:
         limit = MAX_JSON_BYTES
@@ -635,7 +647,7 @@ def _parse_line(text: bytes) -> _Line:
     try:
         values = parse_json(text)
         if not isinstance(values, dict):
-            raise ValueError("it is JSON, but no object")
+            raise ValueError("it is JSON, but not an object")
     except (ValueError, RecursionError) as error:
         reason = str(error)
         message = f"it is no JSON object: {reason}"
@@ -662,7 +674,7 @@ def _custom_id_in(text: bytes) -> str | None:
 
 
 def _fault_of(error: SvdppError) -> ApiError:
-    """Convert an error to a fault of a line; raise it instead if it is an error of the server."""
+    """Convert an error to the fault of a line. Errors of the server itself are raised again."""
     fault = to_api_error(error)
     if fault.status >= 500:
         raise error

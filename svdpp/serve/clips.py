@@ -1,4 +1,4 @@
-"""Admission of clips before they are stored, and the requests that the ranks get for jobs."""
+"""Admission checks for requested clips, and conversion of queued jobs to requests for the ranks."""
 
 from __future__ import annotations
 
@@ -28,45 +28,50 @@ from svdpp.worker import tensor_files
 from svdpp.worker.routes import resolve_clip_config
 
 _MAX_SHAPES = 256
-# Seconds beyond the expected time, after which the ranks take the image as any other.
+# Seconds after the expected end of preparing a large image. If the image is not prepared by then,
+# its job is submitted like any other job.
 _PREPARE_SECONDS = 60.0
 
 
 class Admission:
-    """Check whether the ranks can make a clip. Any thread may call it.
+    """Checks whether the ranks can make a requested clip. Any thread may call any method.
 
-    A clip with the sampling parameters of `config`, which is resolved, passes.
+    Clips with the server's default sampling parameters always pass.
+
+    Args:
+        config: Resolved configuration of the pipeline.
+        checkpoint: Checkpoint of the model; None for the dummy model.
     """
 
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        # Read before the ranks start, because they take the memory.
+        # Free GPU memory is read before the ranks start, because the ranks allocate most of it.
         self._free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in visible_gpus()}
         self._memory_error = functools.lru_cache(_MAX_SHAPES)(self._find_memory_error)
         self._route_error = functools.lru_cache(_MAX_SHAPES)(self._find_route_error)
 
     def check(self, sampling: SamplingConfig) -> None:
-        """Check that a clip has a route through the ranks, and memory.
+        """Check that the ranks have a route and enough memory for a clip.
 
         Raises:
-            RequestError: no route of the ranks can make it.
-            OutOfMemoryError: it needs more memory than a device has.
+            RequestError: No route through the ranks can make the clip.
+            OutOfMemoryError: The clip needs more memory than a device has.
         """
         if (error := self._route_error(sampling)) is not None:
             raise RequestError(error.message, error.hint, details=error.details)
         self._check_memory(sampling)
 
     def no_route_reason(self, sampling: SamplingConfig) -> str | None:
-        """Return why the ranks cannot make another server's clip; None if they can.
+        """Return why this server's ranks have no route for a queued clip; None if they have one.
 
-        Memory does not count: what is free at the start of a server says little of later.
+        Memory is not checked, because the free memory at the server's start may be outdated.
         """
         error = self._route_error(sampling)
         return None if error is None else error.message
 
     def check_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Refuse a clip that lacks an input that the model needs, or has one that it ignores."""
+        """Check that a clip has all inputs that the model needs, and no others."""
         if self._checkpoint is not None:
             self._checkpoint.check_request(sampling, request)
 
@@ -95,7 +100,7 @@ class Admission:
             raise OutOfMemoryError(error.message, error.hint, details=error.details)
 
     def _find_memory_error(self, sampling: SamplingConfig) -> OutOfMemoryError | None:
-        """Return why a clip does not fit on the GPUs; None if it does."""
+        """Return the error that a clip does not fit in the GPUs' memory; None if the clip fits."""
         needs, has = memory_of_devices(
             self._config.model,
             sampling,
@@ -123,7 +128,8 @@ class Admission:
         return None
 
 
-#: Parameters that memory depends on, besides guidance.
+#: Sampling parameters that the memory of a clip depends on. The use of guidance is added
+#: separately.
 _SHAPE = (
     *("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length"),
     *("from_image", "has_last_image"),
@@ -131,7 +137,7 @@ _SHAPE = (
 
 
 def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
-    """Return only the parameters that memory depends on, so that few sizes are estimated."""
+    """Return the parameters that memory depends on, so that the cache of estimates has few keys."""
     names = {field.name for field in fields(sampling)}
     shape: dict[str, Any] = {name: getattr(sampling, name) for name in _SHAPE if name in names}
     scale = "guidance_scale" if "guidance_scale" in names else "max_guidance_scale"
@@ -141,45 +147,49 @@ def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
 
 @dataclass
 class RunningClip:
-    """Clip in the pipeline, or one whose large image the ranks prepare before."""
+    """Clip in the pipeline, or a clip whose large image the ranks are still preparing."""
 
     job: Job
     request: ClipRequest
-    """Request that the ranks get."""
+    """Request for the clip, as it is submitted to the pipeline."""
     metadata: dict[str, Any]
     handle: ClipHandle | None = None
     """Handle of the clip in the pipeline; None until the pipeline has it."""
     progressed_at: float = 0.0
-    """Monotonic time of the latest change of its progress."""
+    """Monotonic time at which the clip's progress last changed."""
     is_revoked: bool = False
-    """Whether another server may have the job by now."""
+    """Whether this server has lost its claim, so that another server may already make the clip."""
     ranks_left: int = 0
-    """Number of ranks that have not prepared its image yet."""
+    """Number of ranks that have not prepared the clip's large image yet."""
     prepared_at: float = 0.0
-    """Monotonic time at which its image will be prepared, estimated from the latest image."""
+    """Monotonic time at which the ranks should have prepared the clip's large image. It is
+    estimated from the time that the latest large image took."""
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the ranks get the job now."""
+        """Whether the clip can be submitted: its image is prepared, or preparing takes too long."""
         return self.ranks_left <= 0 or time.monotonic() > self.prepared_at + _PREPARE_SECONDS
 
     @property
     def progress(self) -> ClipProgress:
-        """Progress of the ranks; steps of an earlier run count."""
+        """Progress of the clip, including the steps of its latent checkpoint."""
         if self.handle is not None:
             return self.handle.progress
         return ClipProgress(self.request.done_steps, self.job.sampling.num_inference_steps)
 
     @property
     def has_started(self) -> bool:
-        """Whether a rank works on it or has done so; until then it waits."""
+        """Whether a rank has begun the clip."""
         return self.progress.rank is not None
 
 
 class RequestBuilder:
-    """Converter of jobs into requests. Any thread may call it.
+    """Converter of queued jobs into requests for the pipeline. Any thread may call any method.
 
-    The dummy model has no checkpoint and writes no files.
+    Args:
+        config: Resolved configuration of the pipeline.
+        checkpoint: Checkpoint of the model; None for the dummy model, which writes no files.
+        store: Files of the jobs.
     """
 
     def __init__(
@@ -191,13 +201,13 @@ class RequestBuilder:
         self._loras = LoraCatalog(checkpoint)
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS_FOLDER
-        # Latent checkpoints in the store, by key and step, that are of this server's clips.
+        # Key and step of each latent checkpoint in the store that belongs to a clip of this server.
         self._published_latents: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> RunningClip:
-        """Return the clip of `job` for the ranks; it continues from its latest latent checkpoint.
+        """Return the clip of a job, which continues from the latest latent checkpoint of the job.
 
-        Files that only the store has are fetched.
+        Input files that only the store has are fetched to the data folder.
         """
         for path in job.upload_paths(self.folder):
             self._store.fetch(path)
@@ -215,24 +225,29 @@ class RequestBuilder:
 
     def remove_latents(self, job: Job) -> None:
         """Remove the job's latent checkpoints."""
-        with contextlib.suppress(SvdppError):  # what the ranks cannot make has none
+        with contextlib.suppress(SvdppError):  # a job that the ranks cannot make has no checkpoints
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 
     def remove_all_latents(self) -> None:
-        """Remove all latent checkpoints; only if no job is unfinished."""
+        """Remove the latent checkpoints of all jobs. To be called only if no job is unfinished."""
         for key, _ in tensor_files.list_checkpoints(self.latents_folder):
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Make the store's latent checkpoints equal to the folder's, if the store answers."""
+        """Upload new latent checkpoints of the folder to the store, and delete removed ones there.
+
+        Raises:
+            StorageUnavailableError: The store does not answer.
+        """
         self._store.probe()
-        # A copy from before the listing, without what is fetched meanwhile.
+        # The set is copied before the folder is listed. A checkpoint that another thread fetches
+        # after the listing would otherwise be deleted from the store.
         published_latents = self._published_latents.copy()
         saved = tensor_files.list_checkpoints(self.latents_folder)
         for key, step in saved - self._published_latents:
             self._store.put(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.add((key, step))
-        # Only the objects: the files may exist again by now.
+        # Only objects of the store are deleted, because a rank may have saved the same file again.
         for key, step in published_latents - saved:
             self._store.remove_object(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.discard((key, step))
@@ -248,7 +263,7 @@ class RequestBuilder:
         steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
-        # After the fetch: `publish_latents` removes objects that the folder lacks.
+        # Added after the fetch, because `publish_latents` deletes objects that the folder lacks.
         self._published_latents |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:
@@ -272,7 +287,8 @@ class RequestBuilder:
     def _metadata_and_key(self, job: Job) -> tuple[dict[str, Any], str]:
         """Return the clip's metadata, and the key of its latent checkpoints.
 
-        The key holds the job's id: two jobs for the same clip must not remove each other's.
+        The key depends on the job's id, so that two jobs for the same clip have separate
+        checkpoints.
         """
         metadata: dict[str, Any] = {}
         identity = json.dumps([job.seed, asdict(job.sampling)], sort_keys=True)

@@ -1,7 +1,7 @@
-"""Clocks of a server: unix time without the machine's jumps, and how far two clocks may differ.
+"""Unix clock that ignores jumps of the machine's clock, and a check that two clocks agree.
 
-Ages decide what is deleted. So a clock that was set anew, or that is not the database's, must not
-make everything old at once.
+Files and jobs are deleted by their age. A machine's clock that jumps ahead, or that differs from
+the database's clock, would make all of them look old, and all of them would be deleted.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ import time
 
 from svdpp.errors import OutputError
 
-#: Seconds between two clocks beyond which nothing is deleted by its age.
+#: Maximum difference of two clocks in seconds. If the clocks differ more, nothing is deleted by
+#: age.
 MAX_SKEW = 60.0
-#: Seconds after a server's start in which nothing is deleted by its age: a machine that has just
-#: booted may have a wrong clock until NTP sets it, which `check_skew` then notices.
+#: Seconds after a server's start during which nothing is deleted by age. A machine that has just
+#: booted may have a wrong clock until NTP sets the clock; `check_skew` then reports the jump.
 SETTLING_SECONDS = 600.0
 
 
 class ClockError(OutputError):
     """Two clocks differ by more than `MAX_SKEW`, so ages are unknown and nothing is deleted.
 
-    Its details have `skew_seconds`, positive if this machine's clock is ahead.
+    The error's details have `skew_seconds`, positive if this machine's clock is ahead.
     """
 
 
 def uptime() -> float:
-    """Return the seconds since the machine's start, also those while it was suspended."""
+    """Return the seconds since the machine's boot, including time in suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class SteadyClock:
-    """Unix time of this machine that follows small corrections of its clock, but no jump.
+    """Unix clock that follows small corrections of the machine's clock, but ignores jumps.
 
-    Any thread may call it. After a jump it goes on as before, until the machine's clock is back or
-    the server starts again.
+    Any thread may call any method. After a jump of the machine's clock, this clock continues from
+    the time before the jump, until the machine's clock is corrected or the server restarts.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class SteadyClock:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the clock has been watched for `SETTLING_SECONDS`."""
+        """Whether `SETTLING_SECONDS` have passed, so that NTP has had time to set the clock."""
         return uptime() - self._created >= SETTLING_SECONDS
 
     def now(self) -> float:
@@ -53,16 +54,16 @@ class SteadyClock:
         return uptime() + self._start
 
     def skew(self) -> float:
-        """Return by how many seconds the machine's clock is ahead of this one."""
+        """Return the seconds by which the machine's clock is ahead of this `SteadyClock`."""
         return time.time() - uptime() - self._start
 
 
 def check_skew(seconds: float, other: str) -> None:
-    """Check that this machine's clock is near another one.
+    """Check that this machine's clock agrees with another clock.
 
     Args:
-        seconds: How far it is ahead.
-        other: Name of the other clock, for the message.
+        seconds: Seconds by which this machine's clock is ahead of the other clock.
+        other: Name of the other clock, for the error message.
 
     Raises:
         ClockError: The difference is larger than `MAX_SKEW`.

@@ -63,7 +63,8 @@ class Dispatcher:
         self._on_changed = on_changed
         self._changed = changed
         self._seconds_left = seconds_left
-        # One clip for each rank, and one more that waits at the first rank of each replica.
+        # Maximum number of clips in the pipeline: one for each rank, and one more that waits at the
+        # first rank of each replica.
         self._max_running = config.world_size + config.parallel.data_parallel_size
         self._max_waiting = 2 * config.parallel.data_parallel_size
         self._next_clip = 0
@@ -83,7 +84,8 @@ class Dispatcher:
         self.has_latents = True
         """Whether latent checkpoints may exist, perhaps of finished clips."""
         self.unavailable_reason = ""
-        """Reason why no clip is begun or accepted, such as a full disk; empty if there is none."""
+        """Reason why no clip is begun or accepted, such as a full disk; empty if clips can be
+        made."""
         self.num_completed = 0
         """Number of clips that the ranks have finished."""
 
@@ -111,7 +113,9 @@ class Dispatcher:
             clip = self.get(id)
             if clip is not None and clip.job.fencing_token == token:
                 clip.is_revoked = True
-                logger.warning("{} was not renewed in time: another server makes it", id)
+                logger.warning(
+                    "the claim of {} was not renewed in time: another server may make the clip", id
+                )
                 self.request_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
@@ -124,7 +128,10 @@ class Dispatcher:
         return job
 
     def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Handle an event of a rank; `ImageReady` tells that the rank has prepared an image."""
+        """Handle an event of a rank.
+
+        Only `ImageReady` has an effect: the rank has prepared an image.
+        """
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
@@ -143,7 +150,7 @@ class Dispatcher:
             return list(self._clips.values())
 
     def get(self, job_id: str) -> RunningClip | None:
-        """Return the clip of a job if the ranks have it or prepare its image; else None."""
+        """Return a job's clip if the ranks have the clip or prepare its image; else None."""
         preparing = self.preparing
         is_preparing = preparing is not None and preparing.job.id == job_id
         return preparing if is_preparing else self._clips.get(job_id)
@@ -180,7 +187,8 @@ class Dispatcher:
             and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
             and self.num_free_slots > 0
-            # Otherwise this server could claim a revoked job again, and make the clip twice.
+            # While a revoked clip still runs, this server could claim its job again and make it
+            # twice.
             and not any(clip.is_revoked for clip in self.clips())
         )
 
@@ -196,7 +204,8 @@ class Dispatcher:
         self._forward_cancellations()
         self._check_storage()
         while self._can_claim:
-            self._is_queue_empty = self._is_woken = False  # in this order, for `is_empty`
+            # Set before the queue is read, because `is_empty` runs in other threads.
+            self._is_queue_empty = self._is_woken = False
             if (clip := self.preparing) is not None and clip.is_prepared:
                 self.preparing = None
                 self._submit(pipeline, clip)
@@ -210,7 +219,8 @@ class Dispatcher:
             self.has_latents = True
             self._start(pipeline, job)
         if self.has_latents and self._is_queue_empty and not self._clips:
-            # A server that was killed soon after the end of a clip may have left a checkpoint.
+            # A server that was killed soon after the end of a clip may have left latent
+            # checkpoints.
             if not self._retry_while_unavailable(self._queue.has_unfinished):
                 self._request_builder.remove_all_latents()
             self.has_latents = False
@@ -219,19 +229,21 @@ class Dispatcher:
         """Set `unavailable_reason` from the queue and the disk, and log a change."""
         before, self.unavailable_reason = self.unavailable_reason, self._queue.unavailable_reason
         if self.unavailable_reason not in ("", before):
-            logger.error("{}: no clip is begun or taken", self.unavailable_reason)
+            logger.error("{}: no clip is begun or accepted", self.unavailable_reason)
         elif before and not self.unavailable_reason:
-            logger.warning("the data folder can be used again: clips are made")
+            logger.warning("the data folder can be used again: clips are made again")
 
     def _start(self, pipeline: Pipeline, job: Job) -> None:
         """Submit a claimed job to the ranks, or let the ranks prepare its large image first."""
-        if (running := self.get(job.id)) is not None:  # an earlier claim ended unnoticed
+        # The job's earlier claim by this server expired, and the clip is still running.
+        if (running := self.get(job.id)) is not None:
             self.revoke([(job.id, running.job.fencing_token)])
             self._requeue(job)
             return
         try:
             clip = self._request_builder(job)
-        except BackendUnavailableError:  # another server may reach the files
+        # The files cannot be reached now, but perhaps by another server.
+        except BackendUnavailableError:
             self._requeue(job)
             self._check_storage()
             return
@@ -250,10 +262,10 @@ class Dispatcher:
             return False
         clip.ranks_left = self._num_encoders
         clip.prepared_at = time.monotonic() + self._seconds_per_pixel * clip.job.input_pixels
-        self.preparing = clip  # set before the ranks can report `ImageReady`
+        self.preparing = clip  # assigned before the ranks can report `ImageReady`
         try:
             pipeline.prepare_image(clip.request)
-        except SvdppError:  # `submit` will raise it again
+        except SvdppError:  # `submit` will raise the same error and record it
             self.preparing = None
         return self.preparing is not None
 
@@ -327,7 +339,8 @@ class Dispatcher:
 
     def _record_failure(self, clip: RunningClip, error: BaseException) -> None:
         if isinstance(error, InputError) and clip.request.done_steps:
-            # The latent checkpoint may be the cause. It is removed, and the clip starts again.
+            # The latent checkpoint may be the cause of the failure. It is removed, and the clip
+            # starts again.
             logger.warning("{} starts again: {}", clip.job.id, error)
             self._request_builder.remove_latents(clip.job)
             self._requeue(clip.job)
@@ -337,7 +350,7 @@ class Dispatcher:
     def _fail_or_requeue(self, job: Job, error: BaseException) -> None:
         """Record a job's failure; requeue the job if the cause may be unreachable files."""
         if not self._queue.store.is_mounted:
-            logger.warning("{} starts again once its files are there: {}", job.id, error)
+            logger.warning("{} starts again once its files can be read: {}", job.id, error)
             self._requeue(job)
             self._check_storage()
         elif isinstance(error, InputError | OutputError) and job.id not in self._retried_files:
@@ -380,8 +393,8 @@ class Dispatcher:
         for path in (clip, Path(f"{clip}.json")):
             self._retry_while_unavailable(functools.partial(self._queue.store.put, path))
         if "file_sha256" in metadata and not clip.exists():
-            # The file was removed, or a disk has been mounted over its folder.
-            logger.warning("{} starts again: its file is missing", job.id)
+            # The clip's file was removed, or another disk has been mounted over its folder.
+            logger.warning("{} starts again: the file of the finished clip is missing", job.id)
             self._requeue(job)
             return
         # If another server has claimed the job, this change fails, and the clip's file is removed

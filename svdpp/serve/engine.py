@@ -1,4 +1,4 @@
-"""Engine: the thread that feeds a pipeline from the queue and restarts it; monitor of the ranks."""
+"""Engine thread, which runs queued jobs on a pipeline and restarts it; monitor of the ranks."""
 
 from __future__ import annotations
 
@@ -31,23 +31,25 @@ _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 _SHOWN_KINDS = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 _POLL_SECONDS = 0.25
-# Seconds before the first restart; each further one doubles them.
+# Seconds of waiting before the first restart of the ranks, and their maximum. The time doubles with
+# each restart, until a clip is completed.
 _MIN_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
-# Seconds after the grace for the end of the ranks, which are killed, and of the thread.
+# Seconds after the grace period in which the ranks and the engine thread have to end. Ranks that
+# still run then are killed.
 _END_SECONDS = 30.0
 
 
 class Engine:
-    """Thread that makes a queue's clips on ranks, and restarts ranks that die.
+    """Thread that makes the queued clips on ranks, and restarts the ranks after one has died.
 
-    A rank that dies ends its pipeline. The unfinished clips go back to the queue, and continue from
+    A rank that dies ends the pipeline. The unfinished clips go back to the queue, and continue from
     their latent checkpoints in the next pipeline. The death counts as an attempt of the clip during
-    which the rank died; a clip fails with its second one. Any thread may call the methods.
+    which the rank died; at the second such death, the clip fails. Any thread may call any method.
 
     Args:
-        config: Configuration of the pipeline; it is resolved here.
+        config: Configuration of the pipeline; the engine resolves it.
         queue: Queue of the jobs.
-        on_changed: Callback that gets each job that has reached another state.
+        on_changed: Function that gets each job after a change of its state.
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class Engine:
         self.config, self.checkpoint = resolve_config(config, world=world)
         self.state: EngineState = "starting"
         self.restarts = 0
-        """Number of times that the ranks have ended and been started again."""
+        """Number of times that the ranks have been restarted."""
         self.fatal: BaseException | None = None
-        """Error that ended the engine for good, such as ranks of a launcher that have died."""
+        """Error that ended the engine for good, such as the death of a rank that torchrun started;
+        None while the engine runs."""
         self._queue = queue
         self.request_builder = RequestBuilder(self.config, self.checkpoint, queue.store)
         self._changed = threading.Condition()
@@ -83,13 +86,16 @@ class Engine:
     # --- for the server -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the ranks in a thread."""
+        """Start the engine thread, which starts the ranks."""
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Finish clips for the time of the grace, drop the others, and end the ranks.
+        """Let the ranks finish clips during a grace period, drop all other clips, end the ranks.
 
-        Dropped jobs stay in progress in the queue, until `JobQueue.requeue_expired`.
+        The jobs of dropped clips stay in progress in the queue, until `JobQueue.requeue_expired`.
+
+        Args:
+            grace_seconds: Length of the grace period in seconds.
         """
         with self._changed:
             self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
@@ -101,17 +107,19 @@ class Engine:
                 pipeline.close(drain=False)
             self._thread.join(_POLL_SECONDS)
         for rank in multiprocessing.active_children() if self._thread.is_alive() else ():
-            rank.kill()  # Python would wait for it: it ignores SIGTERM
+            rank.kill()  # at its exit, Python would wait for the rank, which ignores SIGTERM
 
     def cancel(self, job_id: str, *, removes: bool = False) -> bool:
-        """Cancel a job: a waiting one at once, one in progress when the ranks have dropped it.
+        """Cancel a job: at once if it is queued; otherwise when the ranks have dropped its clip.
 
         Args:
             job_id: Id of the job.
-            removes: Whether a job in progress is also hidden from its owner, and removed later.
+            removes: Whether a job in progress is also hidden from its owner at once, and removed
+                when it has ended.
 
         Returns:
-            Whether the job is in a final state, whichever it is.
+            Whether the job is now in a final state, or does not exist; False: the ranks still have
+            to drop the clip.
 
         Raises:
             OutputError: The queue cannot be changed.
@@ -125,24 +133,28 @@ class Engine:
                 return True
             job = self._queue.get(job_id)
             if job is None or job.state.is_final:
-                return True  # else it has changed from one to the other in between
+                # An open job has changed its state between the two calls, so they are repeated.
+                return True
         self.dispatcher.request_cancel(job_id)
         return False
 
     @property
     def is_idle(self) -> bool:
-        """Whether the ranks are ready and have no work, and none waits."""
+        """Whether the ranks are ready, and neither the ranks nor the queue have a job."""
         return self.state == "ready" and self.dispatcher.is_empty
 
     def observe(self, observer: Observer) -> None:
-        """Add an observer, before the start; what it raises goes to the log."""
+        """Add an observer of the ranks' events, before `start`.
+
+        Exceptions of the observer are logged.
+        """
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
-        """Return the id of the job that is a clip of the pipeline."""
+        """Return the id of the job whose clip has an index in the pipeline; `clip N` if unknown."""
         return self.dispatcher.job_id_of(clip) or f"clip {clip}"
 
-    # --- one pipeline after the other, in the engine's thread ------------------------------------
+    # --- one pipeline after another, in the engine thread ----------------------------------------
 
     def _run(self) -> None:
         try:
@@ -157,7 +169,12 @@ class Engine:
             logger.opt(exception=error).error("the engine ended: {}", error)
 
     def _restart_after(self, error: Exception) -> None:
-        """Requeue the clips and wait for the restart; raise if a launcher has started the ranks."""
+        """Requeue the unfinished jobs, and wait before the restart of the ranks.
+
+        Raises:
+            Exception: `error`, if a launcher such as torchrun started the ranks and has to restart
+                them.
+        """
         self._set_state("restarting")
         self.dispatcher.requeue_all(error, self._find_blamed(error))
         if self._is_launched:
@@ -171,7 +188,8 @@ class Engine:
             self._changed.wait_for(self._is_closing, seconds)
 
     def _run_pipeline(self) -> None:
-        # Nothing reads the pipeline's trace, so it keeps one clip only.
+        # A server does not use the pipeline's trace, so the pipeline keeps the events of one clip
+        # only.
         pipeline = Pipeline(
             self.config,
             latents_folder=str(self.request_builder.latents_folder),
@@ -186,7 +204,7 @@ class Engine:
                 self._is_entering = False
                 self._set_state("ready")
                 self._dispatch_until_closed(pipeline)
-                # At the end of the grace some clips may still run: they are dropped.
+                # Clips that still run after the grace period are dropped.
                 pipeline.close(drain=not self.dispatcher.clips())
         finally:
             self._pipeline, self._is_entering = None, False
@@ -205,7 +223,7 @@ class Engine:
                 self._changed.wait_for(lambda: self.dispatcher.has_work, timeout)
 
     def _notify_observers(self, rank: int, event: Event) -> None:
-        """Called in the pipeline's thread."""
+        """Pass an event of a rank to all observers. The pipeline's thread calls this."""
         for observer in self._observers:
             try:
                 observer(rank, event)
@@ -213,7 +231,7 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """Return the job during which a rank died; if that is unknown, all that have begun."""
+        """Return the id of the job during which a rank died; if unknown, of all begun jobs."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
         job_id = (
             None if rank is None else self.dispatcher.job_id_of(self.rank_monitor.clip_of(rank))
@@ -233,7 +251,7 @@ class Engine:
                 self.state = state
 
 
-# --- what the ranks do ----------------------------------------------------------------------------
+# --- monitor of the ranks -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -242,26 +260,26 @@ class RankSnapshot:
 
     rank: int
     device: str
-    """Empty until it has joined."""
+    """Device of the rank, such as `cuda:0`; empty until the rank has started."""
     video: str | None
     action: str
-    """The kind, in lower case; empty between actions."""
+    """Kind of the rank's present action, in lower case; empty between two actions."""
     step: int | None
-    """Step in progress; None outside of denoising."""
+    """Index of the denoising step in progress; None while the rank does not denoise."""
     doing: Literal["compute", "wait", "idle"]
     stats: dict[str, float | int | None] | None = None
-    """The last sample of bytes moved, memory, load and power, by the names of `RankStats`; None
-    before the first one."""
+    """Latest sample of bytes moved, memory, load and power, by the names of the fields of
+    `RankStats`; None before the first sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpan:
-    """Past work of a rank, in unix seconds."""
+    """Time span in which a rank ran an action. Times are unix seconds."""
 
     rank: int
     video: str | None
     kind: str
-    """Kind of the action, one that the page shows, in lower case."""
+    """Kind of the action in lower case: `encode`, `denoise` or `decode`."""
     start: float
     end: float
 
@@ -278,7 +296,7 @@ class _RankState:
 
 
 class RankMonitor:
-    """Collector of the ranks' events. One thread adds them, any thread reads.
+    """Collector of the ranks' events. One thread calls `add`; any thread may read.
 
     Args:
         world_size: Number of ranks.
@@ -292,12 +310,12 @@ class RankMonitor:
         self._spans: deque[RankSpan] = deque(maxlen=_MAX_SPANS)
 
     def reset(self) -> None:
-        """Forget the ranks' present work, because they have ended; keep the spans."""
+        """Forget the present work of ranks that have ended; keep the spans of their past work."""
         with self._lock:
             self._ranks = [_RankState() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
-        """Update what is known of a rank by one event of it."""
+        """Update the state of a rank by an event from this rank."""
         with self._lock:
             state = self._ranks[rank]
             match event:
@@ -324,7 +342,14 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """Return the span of an action between monotonic times, if the page shows its kind."""
+        """Return the span of an action; empty if the page does not show actions of this kind.
+
+        Args:
+            rank: Rank that ran the action.
+            action: The action.
+            start: Monotonic time in seconds at which the action began.
+            end: Monotonic time in seconds at which the action ended.
+        """
         if action.kind not in _SHOWN_KINDS:
             return []
         ahead = time.time() - time.monotonic()
@@ -332,7 +357,7 @@ class RankMonitor:
         return [RankSpan(rank, job, kind, start + ahead, end + ahead)]
 
     def clip_of(self, rank: int) -> int | None:
-        """Return the clip of the rank's last report; None if it was between actions."""
+        """Return the index of the clip that a rank last reported; None: it reported no action."""
         with self._lock:
             action = self._ranks[rank].action if rank < len(self._ranks) else None
         return None if action is None else action.clip
@@ -351,7 +376,7 @@ class RankMonitor:
         return RankSnapshot(rank, state.device, job, kind, step, doing, state.stats)
 
     def spans(self) -> list[RankSpan]:
-        """Return the spans of the last 60 seconds, and those of the actions at work."""
+        """Return the spans of the last 60 seconds, and the spans of the actions in progress."""
         oldest, now = time.time() - _SPAN_SECONDS, time.monotonic()
         with self._lock:
             spans = [span for span in self._spans if span.end >= oldest]

@@ -1,4 +1,4 @@
-"""Responses with stored files: names, ranges and conditions (RFC 9110, RFC 6266)."""
+"""HTTP responses with stored files, for Range and conditional requests (RFC 9110)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from starlette.types import Receive, Scope, Send
 from svdpp.serve.job import Job
 from svdpp.serve.schemas import ApiError, error_response
 
-# No file is so long that its ranges need longer numbers.
+# Offsets in a Range header, of at most 18 digits, because no file is longer.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
 _NAME_CHARACTERS = 60
 
 
 class PrivateFile(FileResponse):
-    """File that never changes, which its owner's client may keep for an hour.
+    """Response with a file that never changes. The client may cache the file for an hour.
 
-    A range that cannot be read is ignored, as RFC 9110 (14.2) asks for.
+    A Range header that cannot be parsed is ignored, as RFC 9110 (14.2) demands.
     """
 
     def __init__(
         self, path: Path, name: str, sha256: str, changed_at: float, kind: str = ""
     ) -> None:
-        """Describe the answer.
+        """Create the response with its headers.
 
         Args:
             path: Path of the file.
-            name: Readable name that a browser gives to a download.
-            sha256: Hash of the content, which is the entity tag; empty if it is not known.
-            changed_at: Unix seconds; those of the file itself change with each copy of it.
-            kind: Media type; empty: that of the path's suffix.
+            name: Readable file name under which a browser saves the download.
+            sha256: Hash of the content, which becomes the ETag; empty if it is not known.
+            changed_at: Unix time of the content's last change, for Last-Modified. The modification
+                time of the file is not used, because each copy has another one.
+            kind: Media type; empty: the type is guessed from the suffix of `path`.
         """
         headers = {
             "Cache-Control": "private, max-age=3600, immutable",
@@ -54,7 +55,7 @@ class PrivateFile(FileResponse):
         super().__init__(path, media_type=kind, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file, the ranges of it that were asked for, or 304."""
+        """Send the file, its requested ranges, or status 304 if the client has the file cached."""
         if self.stat_result is None:
             self.stat_result = os.stat(self.path)
             self.set_stat_headers(self.stat_result)
@@ -83,19 +84,22 @@ class PrivateFile(FileResponse):
         await super().__call__(scope, receive, send)
 
     def _is_cached(self, headers: Headers) -> bool:
-        """Whether the client has the file already; its tags count more than its date."""
+        """Whether the client has the file cached.
+
+        If-None-Match takes precedence over If-Modified-Since.
+        """
         if (tags := headers.get("if-none-match")) is not None:
             return "*" in tags.split() or self.headers["etag"] in _tags(tags)
         return _is_not_before(headers.get("if-modified-since", ""), self.headers["last-modified"])
 
     def _range_applies(self, headers: Headers) -> bool:
-        """Whether the client's part, if it has one, is of this file."""
+        """Whether If-Range, if the client sent it, names this version of the file."""
         tag = headers.get("if-range")
         return tag is None or tag in (self.headers["etag"], self.headers["last-modified"])
 
 
 def clip_name(job: Job) -> str:
-    """Return the readable name of a clip's file, such as `chelsea-seed7.mp4`."""
+    """Return the readable file name of a job's clip, such as `chelsea-seed7.mp4`."""
     if job.prompt:
         words = re.sub(r"[\W_]+", "-", job.prompt[:_NAME_CHARACTERS].lower()).strip("-")
     else:
@@ -104,7 +108,7 @@ def clip_name(job: Job) -> str:
 
 
 def input_name(job: Job, path: Path) -> str:
-    """Return the readable name of an input; its suffix is that of the stored file."""
+    """Return the readable file name of a job's input file, given the path of the stored file."""
     return f"{_stem(job)}{path.suffix}" if path.name == job.input_file else f"{path.suffix[1:]}.mp4"
 
 
@@ -113,29 +117,33 @@ def _stem(job: Job) -> str:
 
 
 def content_disposition(name: str, kind: Literal["inline", "attachment"] = "inline") -> str:
-    """Return the header of a file's name, for clients that read ASCII only, too (RFC 6266)."""
+    """Return a Content-Disposition header with a file name in ASCII and in UTF-8 (RFC 6266)."""
     plain = re.sub(r"[^A-Za-z0-9._ -]", "_", name)
     return f"{kind}; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
 
 
 def _tags(text: str) -> Iterable[str]:
-    """Return the entity tags of a list; weak ones count as strong ones (RFC 9110, 13.1.2)."""
+    """Return the ETags in an If-None-Match header.
+
+    Weak tags equal strong tags (RFC 9110, 13.1.2).
+    """
     return re.findall(r'"[^"]*"', text)
 
 
 def _is_not_before(date: str, changed: str) -> bool:
-    """Whether `date`, which may be no date at all, is not before `changed`."""
+    """Whether the HTTP date `date` is valid and not earlier than the HTTP date `changed`."""
     try:
         return parsedate_to_datetime(date) >= parsedate_to_datetime(changed)
-    except (ValueError, TypeError):  # TypeError: a date without a zone
+    except (ValueError, TypeError):  # TypeError: one of the dates has no time zone
         return False
 
 
 def _ranges(text: str, size: int) -> list[str] | None:
-    """Return the ranges of a header that a file of `size` bytes has.
+    """Return the ranges in a Range header that a file of `size` bytes can satisfy.
 
     Returns:
-        None if the header has another unit, or breaks the syntax: then the whole file is sent.
+        Ranges such as `0-99`; empty: none can be satisfied. None if the unit is not bytes or the
+        syntax is wrong, so that the whole file is sent.
     """
     unit, _, listed = text.partition("=")
     if unit.strip().lower() != "bytes":

@@ -1,6 +1,7 @@
-"""Servers that share a queue: their registration and leases, and the ETAs of the jobs.
+"""Servers that share a queue: registration, renewal of claims, and ETAs of the jobs.
 
-There is no coordinator. Each server renews its own claims, and puts back those that nobody renews.
+There is no coordinator. Each server renews its own claims, and requeues the jobs whose claims have
+expired.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from svdpp.serve.schemas import format_size
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
-# Two renewals can be late before a lease ends.
+# Renewals during one lease, so that the lease survives two missed renewals.
 _RENEWALS_PER_LEASE = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
-# Free servers of a large fleet that a new job wakes, on average. A job that none of them takes
-# waits for the next turn of a free server.
+# Mean number of free servers that a new job wakes in a large fleet. If none of these servers claims
+# the job, it waits until a free server next polls the queue.
 _MAX_WOKEN = 16
-# Servers of a large fleet that look at the others and their claims in each turn, on average.
+# Mean number of servers of a large fleet that read the list of servers, and requeue expired claims,
+# in each period of renewal.
 _MAX_REFRESHING = 64
-# Latest samples of a clip's parts, and of its steps; few, so that ETAs follow ranks that become
-# slower.
+# Number of latest measurements that ETAs are computed from: of encoding, decoding and writing, and
+# of denoising steps. Both are small, so that ETAs soon follow a change of the ranks' speed.
 _MAX_CLIP_SAMPLES, _MAX_STEP_SAMPLES = 9, 32
 _MAX_AGE = 0.5
-# Advice to clients while no ETA is known.
+# Seconds after which clients should retry, while no ETA is known.
 _RETRY_SECONDS = 5.0
 
 
@@ -53,14 +55,14 @@ class Estimate:
     """Queue position and ETA of an open job."""
 
     queue_position: int | None
-    """Number of clips that begin before it; None once it has begun."""
+    """Number of waiting clips that begin before this job's clip; None once the clip has begun."""
     eta_seconds: float | None
-    """Seconds until the clip is finished. None before the first steps are measured."""
+    """Seconds until the clip is finished. None until the first denoising step was measured."""
 
 
 @dataclass(frozen=True)
 class _WorkRates:
-    """Seconds of work for each pixel of a clip."""
+    """Seconds of work per pixel of a clip, by stage."""
 
     encode: float
     step: float
@@ -68,7 +70,7 @@ class _WorkRates:
     write: float = 0.0
 
     def remaining(self, sampling: SamplingConfig, steps_done: int = 0) -> float:
-        """Return the seconds of work that is left of a clip after some steps."""
+        """Return the seconds of remaining work for a clip with `steps_done` finished steps."""
         steps = sampling.num_inference_steps - steps_done
         seconds = (
             steps * self.step + self.decode + self.write + (0.0 if steps_done else self.encode)
@@ -76,7 +78,10 @@ class _WorkRates:
         return seconds * _volume(sampling)
 
     def remaining_of(self, clip: RunningClip) -> float:
-        """Return the seconds left of a clip at work, less those since its last event."""
+        """Return the remaining seconds of a running clip, minus the time since its last progress.
+
+        At most the time of one step is subtracted.
+        """
         sampling, done = clip.job.sampling, clip.progress.steps_done
         left = self.remaining(sampling, done)
         next_left = (
@@ -86,11 +91,11 @@ class _WorkRates:
 
 
 class EtaEstimator:
-    """Queue positions and ETAs of the open jobs, by the median times of this server's latest work.
+    """Queue positions and ETAs of the open jobs, from median times of this server's latest work.
 
-    The work of the clips before one that waits is divided among the ranks of all servers that can
-    make it, each of which is taken to be as fast as this one. An instance is an observer of a
-    `Pipeline`; any thread may call the other methods.
+    The work of the clips that are ahead of a waiting clip is divided among the ranks of all servers
+    for this model. All servers are assumed to be as fast as this one. An instance is an observer of
+    a `Pipeline`. Any thread may call the other methods.
     """
 
     def __init__(self, queue: JobQueue, engine: Engine, num_servers: Callable[[], int]) -> None:
@@ -104,21 +109,22 @@ class EtaEstimator:
             kind: deque[float](maxlen=_MAX_STEP_SAMPLES if kind == "step" else _MAX_CLIP_SAMPLES)
             for kind in kinds
         }
-        # Ranks and seconds of the latest actions; a clip has about one on each rank.
+        # Rank and seconds of each of the latest actions. A clip has about one action on each rank.
         self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
         self._lock = threading.Lock()
         self._estimated_at = -_MAX_AGE
         self._latest: dict[str, Estimate] = {}
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Take an event of `rank`."""
+        """Record the time that an event of a rank reports."""
         match event:
             case StepDone():
                 self._add("step", event.clip, event.seconds)
             case ActionDone():
                 seconds = event.end - event.start
                 self._add(event.action.kind, event.action.clip, seconds)
-                if rank % self._cfg_parallel == 0:  # both ranks of a pair work at once
+                # Both ranks of a CFG pair work at the same time, so one counts.
+                if rank % self._cfg_parallel == 0:
                     self._recent_work.append((rank, seconds))
             case ClipDone():
                 self._add("write", event.clip, event.write_seconds)
@@ -131,21 +137,25 @@ class EtaEstimator:
             self._samples[kind].append(seconds / _volume(job.sampling))
 
     def estimate(self, job_id: str) -> Estimate | None:
-        """Return the estimate of an open job; None if it is not open."""
+        """Return the estimate for a job; None if the job is not open."""
         return self.estimate_all().get(job_id) or self.estimate_all(max_age=0.0).get(job_id)
 
     def remote_eta(self, job: Job) -> float | None:
-        """Return the seconds until a clip of another server is finished. None: unknown yet."""
+        """Return the seconds until another server finishes a job; None before the first step."""
         rates = self._rates()
         return None if rates is None else rates.remaining(job.sampling, job.step)
 
     def seconds_until_slot(self) -> float:
-        """Return the seconds until the next clip is finished, and a full queue has room."""
+        """Return the seconds until a clip is finished, so that a full queue can take a new job."""
         etas = [clip.eta_seconds for clip in self.estimate_all().values()]
         return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     def estimate_all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
-        """Return the estimate of each open job, by its id; at most `max_age` seconds old."""
+        """Return the estimate of each open job, by the job's id.
+
+        Args:
+            max_age: Maximum age in seconds of the cached estimates that may be returned.
+        """
         oldest = time.monotonic() - max_age
         with self._lock:
             if self._estimated_at <= oldest:
@@ -154,7 +164,9 @@ class EtaEstimator:
             return self._latest
 
     def _estimate_all(self) -> dict[str, Estimate]:
-        waiting = self._queue.waiting()  # read first, so that a job that moves is not missed
+        # Read before the running clips: a job that is claimed in between is in both lists, not in
+        # none.
+        waiting = self._queue.waiting()
         clips, preparing = self._dispatcher.clips(), self._dispatcher.preparing
         rates = self._rates()
         rates_or_zero = rates or _WorkRates(0.0, 0.0, 0.0)
@@ -176,10 +188,11 @@ class EtaEstimator:
         }
 
     def _num_busy_ranks(self) -> float:
-        """Return the mean number of ranks that work at once while clips wait.
+        """Return the mean number of ranks that work at the same time while clips wait.
 
-        The busiest rank sets the pace of a full pipeline, and the others wait for it: of two ranks
-        of which one works half as long, 1.5 work at once. All of them until each has worked.
+        The busiest rank sets the pace of a full pipeline, and the other ranks wait for it. For
+        example, if one of two ranks works half as long as the other, 1.5 ranks work at the same
+        time. Until each rank has worked, the number of all ranks is returned.
         """
         seconds = defaultdict[int, float](float)
         for rank, each in self._recent_work.copy():
@@ -190,24 +203,25 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the seconds until the first rank has done its part of the latest clip."""
+        """Return the seconds until the first rank has finished its share of the latest clip."""
         of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, rates.remaining_of(latest) - of_others)
 
     def _in_start_order(
         self, clips: list[RunningClip], waiting: list[tuple[str, SamplingConfig]]
     ) -> Iterator[tuple[str, SamplingConfig, int]]:
-        """Yield id, parameters and done steps of the open jobs, in the order of their begin."""
+        """Yield id, parameters and finished steps of the open jobs, in their start order."""
         for clip in clips:
             yield clip.job.id, clip.job.sampling, clip.progress.steps_done
-        # Others go before a large image until it is prepared.
+        # While the ranks prepare the large image of a claimed job, waiting jobs start before this
+        # job.
         first = 0 if self._dispatcher.preparing is None else self._dispatcher.num_free_slots
         claimed = [(job.id, job.sampling) for job in self._queue.claimed()]
         for id, sampling in (*waiting[:first], *claimed, *waiting[first:]):
             yield id, sampling, 0
 
     def _rates(self) -> _WorkRates | None:
-        """Return the medians of the latest work; None before the first step."""
+        """Return the median times per pixel of the latest work; None before the first step."""
         if not self._samples["step"]:
             return None
         encode, step, decode, write = (
@@ -217,12 +231,15 @@ class EtaEstimator:
 
 
 def _volume(sampling: SamplingConfig) -> int:
-    """Return the number of pixels that the time of a step is taken to be proportional to."""
+    """Return the number of pixels of a clip, doubled for guidance: the measure of work in ETAs."""
     return sampling.height * sampling.width * sampling.frames * (2 if sampling.uses_guidance else 1)
 
 
 class Fleet:
-    """Server among those that share its queue; alone if nobody shares it."""
+    """This server's view of all servers that share its queue.
+
+    Without a shared queue, it is alone.
+    """
 
     def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
         self._queue = queue
@@ -237,24 +254,28 @@ class Fleet:
         )
         """Queue positions and ETAs of the open jobs."""
         engine.observe(self.estimates)
-        # After an outage all leases may have ended: their holders first get the time to renew them.
+        # After an outage of the queue, all leases may have expired. So their servers first get the
+        # time of one lease to renew them.
         self._requeue_expired_at = time.monotonic() + queue.lease_seconds
-        error_message = "the server cannot look after its claims"
+        error_message = "the claims of this server cannot be renewed"
         self.thread = PeriodicThread(
             "fleet", self._run_once, 0.0, error_message=error_message, on_close=queue.release
         )
-        """Thread that renews the claims, and at its end hands back what is not finished."""
+        """Thread that renews this server's claims, and at its end requeues the unfinished jobs."""
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return this server, then the others as each has described itself `seen_seconds` ago."""
+        """Return a description of this server, then the last descriptions from the other servers.
+
+        `seen_seconds` is the age of each description in seconds.
+        """
         return [self._describe_self(), *self._peers]
 
     def peers_for(self, model_key: str | None, loras: Iterable[Lora] = ()) -> list[dict[str, Any]]:
-        """Return the other live servers that make the clips of a model (`Job.model_key`).
+        """Return the other live servers that can make clips of a model.
 
         Args:
-            model_key: Key of the model and its weights.
-            loras: LoRAs that they must have.
+            model_key: Key of the model and its weights, as in `Job.model_key`.
+            loras: LoRAs that the servers must have.
         """
         hashes = {lora.sha256 for lora in loras}
         live = (other for other in self._peers if other["is_live"])
@@ -282,7 +303,7 @@ class Fleet:
             "is_live": True,
         }
 
-    # --- the fleet's thread -----------------------------------------------------------------------
+    # --- in the fleet's thread --------------------------------------------------------------------
 
     def _run_once(self) -> None:
         try:
@@ -293,13 +314,13 @@ class Fleet:
             self._listen(min(_LISTEN_SECONDS, max(0.0, self._renew_at - time.monotonic())))
         except BackendUnavailableError as error:
             if not self._is_queue_unavailable:
-                logger.error("{}: the clips in progress go on, and none is taken", error)
+                logger.error("{}: clips in progress continue, and no new clip is accepted", error)
             self._is_queue_unavailable = True
             self._renew_at = 0.0
             self._requeue_expired_at = time.monotonic() + self._queue.lease_seconds
             raise
         if self._is_queue_unavailable:
-            logger.warning("the queue is back")
+            logger.warning("the queue is available again")
         self._is_queue_unavailable = False
 
     def _renew_claims(self) -> None:
@@ -316,7 +337,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Report once that this machine's clock differs from the database's, the one for ages."""
+        """Log once that this machine's clock differs from the database's clock, which ages use."""
         try:
             self._queue.check_clock()
         except ClockError as error:
@@ -333,11 +354,11 @@ class Fleet:
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
             for row in self._queue.servers()
             if row["id"] != description["id"]
-            and description.keys() <= row.keys()  # else of another version
+            and description.keys() <= row.keys()  # a server of another version may lack some
         ]
         if time.monotonic() >= self._requeue_expired_at:
             for job in self._queue.requeue_expired():
-                logger.warning("{} is {}: its server did not renew its claim", job.id, job.state)
+                logger.warning("{} is {}: its server did not renew the claim", job.id, job.state)
 
     def _listen(self, seconds: float) -> None:
         dispatcher = self._engine.dispatcher

@@ -1,4 +1,4 @@
-"""Jobs, each one requested clip, and the tables that store them."""
+"""Job, which is one requested clip, and the database tables that store jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from svdpp.config import Lora, SamplingConfig, sampling_from
 from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RequestError
 
-#: The folders of files in the data folder.
+#: Names of the folders for uploads, clips and latent checkpoints in the data folder.
 UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER = "photos", "clips", "latents"
 
 EngineState = Literal["starting", "ready", "restarting", "closing"]
@@ -33,14 +33,14 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether no other state follows."""
+        """Whether a job in this state has ended, so that its state never changes again."""
         return self not in (JobState.QUEUED, JobState.IN_PROGRESS)
 
 
 class UnreadableJobError(OutputError):
-    """Row that this svdpp cannot read, because a newer one has written it.
+    """Row of a job that this svdpp cannot read, because a newer svdpp has written it.
 
-    Its details have `id`.
+    The error's details have the job's `id`.
     """
 
 
@@ -49,33 +49,35 @@ class Job:
     """Requested clip. Times are unix seconds by the queue's clock.
 
     Args:
-        model: model that makes it, by the name that clients know.
-        weights: fingerprint or commit of the model's weights; empty if they never change.
-        loras: LoRAs besides those of the model, each with the name that clients know and the hash
-            of its file. The column of the parameters stores them, which an older svdpp then leaves
-            to newer servers.
-        sampling: resolved parameters, so that the number of frames is known.
-        input_file: name of the file in the folder of images; empty for a clip from text alone.
-        input_name: file name that the client gave, for people only.
-        input_pixels: width times height; 0 without an image.
-        remarks: unexpected changes to the image or video, in sentences for its owner.
-        further_inputs: SHA-256 of the last image, and of the further videos that the family takes,
-            by field.
-        server: id of the server that has claimed it, or has ended it.
-        fencing_token: number of claims so far, if servers share the queue; else 0.
-        step: number of finished steps in the last report of its server.
-        attempts: number of deaths of ranks during this clip.
-        remove_requested: whether its owner has removed it while ranks worked on it. It is hidden
-            from clients, and removed once it has ended.
-        promised_seconds: ETA that the client was given, from `created_at`.
-        error: error for which it failed; see `errors.error_to_dict`.
-        verification: whether the clip was compared with one device; `failed`: it could not be.
-        callback_due: time of the next attempt at its webhook; None once that is delivered or given
-            up.
-        callback_error: error of the last attempt; None if it delivered the webhook.
-        batch_id: Batch that it is a line of; None for a request of its own.
-        custom_id: The client's name of that line.
-        batch_line: Number of that line among the requests of its batch, from 0.
+        model: Name of the model that makes the clip, as clients know it.
+        weights: Fingerprint or commit of the model's weights; empty if they never change.
+        loras: LoRAs that the request adds, each with the name that clients know and the hash of its
+            file. The column `sampling` stores them, so a server with an older svdpp cannot read the
+            row, and leaves the job to newer servers.
+        sampling: Sampling parameters after all defaults are resolved.
+        input_file: Name of the image's file in the folder of uploads; empty for text-to-video.
+        input_name: File name from the client, for display only.
+        input_pixels: Width times height of the image; 0 without an image.
+        remarks: Sentences for the owner about unexpected changes to the image or video.
+        further_inputs: SHA-256 of each further input file, such as the last image or a control
+            video, by the field of the request.
+        server: Id of the server that has claimed or ended the job; None: no server has.
+        fencing_token: Number of claims of the job so far; always 0 in a queue that is not shared.
+        step: Number of finished denoising steps in the last report of the job's server.
+        attempts: Number of times that ranks died while they made the clip.
+        remove_requested: Whether the owner removed the job while ranks worked on it. Such a job is
+            hidden from clients, and removed once it has ended.
+        promised_seconds: ETA in the response to the request, in seconds after `created_at`.
+        error: Error because of which the job failed, as from `errors.error_to_dict`.
+        verification: Result of making the clip again on one device and comparing the two; `failed`:
+            the comparison was not possible.
+        callback_due: Time of the next attempt to send the webhook; None once the webhook is
+            delivered or given up.
+        callback_error: Error of the last attempt to send the webhook; None: the webhook was
+            delivered.
+        batch_id: Id of the batch whose line the job is; None: the job does not belong to a batch.
+        custom_id: Name that the client gave to the batch's line.
+        batch_line: Index of the line in its batch, from 0.
     """
 
     id: str
@@ -120,41 +122,44 @@ class Job:
 
     @property
     def model_key(self) -> str:
-        """Key that is equal for jobs that the same servers can make."""
+        """Key of the model and its weights.
+
+        A server makes the jobs with the key of its own model.
+        """
         return self.weights or self.model
 
     @property
     def has_large_image(self) -> bool:
-        """Whether other jobs go first while its image is prepared."""
+        """Whether the image is so large that other jobs go first while the image is prepared."""
         return self.input_pixels > LARGE_MEGAPIXELS * 10**6
 
     def clip_path(self, folder: Path) -> Path:
-        """Return the path of the mp4 that this claim writes; its JSON has the suffix `.json`.
+        """Return the path of the mp4 that the job's present claim writes, in a data folder.
 
-        Each claim has a file of its own. The transaction that completes the job also publishes the
-        file, which is on the disk by then.
+        Each claim writes a separate file. The file is complete before the transaction that
+        completes the job. The clip's metadata is beside the mp4, with the suffix `.json`.
         """
         name = f"{self.id}-{self.fencing_token}.mp4" if self.fencing_token else f"{self.id}.mp4"
         return folder / CLIPS_FOLDER / name
 
     def input_path(self, folder: Path) -> Path | None:
-        """Return the path of the image in a data folder; None if the clip is made from text.
+        """Return the path of the job's image in a data folder; None for text-to-video.
 
         The file may be missing.
         """
         return folder / UPLOADS_FOLDER / self.input_file if self.input_file else None
 
     def further_paths(self, folder: Path) -> dict[str, Path]:
-        """Return the files of its further inputs in a data folder, by field."""
+        """Return the paths of the job's further input files in a data folder, by field."""
         return {name: folder / UPLOADS_FOLDER / f"{self.id}.{name}" for name in self.further_inputs}
 
     def upload_paths(self, folder: Path) -> list[Path]:
-        """Return the files of images and videos in a data folder."""
+        """Return the paths of all input files of the job in a data folder."""
         photo = self.input_path(folder)
         return [*([photo] if photo else []), *self.further_paths(folder).values()]
 
 
-#: Columns whose names differ from those of their fields. Columns are never renamed, because servers
+#: Columns whose names differ from the fields of `Job`. Columns are never renamed, because servers
 #: of two versions may share a database.
 _COLUMN_NAMES = {
     "input_file": "photo",
@@ -171,22 +176,22 @@ _COLUMN_NAMES = {
 _JSON_FIELDS = ("error", "metadata", "further_inputs", "remarks")
 #: Fields of `Job` that have a column.
 _FIELDS = tuple(field.name for field in fields(Job) if field.name != "loras")
-#: The columns of a row, in the order of the fields of `Job`.
+#: Names of the columns of a job's row, in the order of `_FIELDS`.
 COLUMNS = tuple(_COLUMN_NAMES.get(name, name) for name in _FIELDS)
 
 
 def column_of(field_name: str) -> str:
-    """Return the column that stores a field of `Job`."""
+    """Return the name of the column that stores a field of `Job`."""
     return _COLUMN_NAMES.get(field_name, field_name)
 
 
 def job_to_row(job: Job) -> dict[str, Any]:
-    """Return the columns of a job, by name."""
+    """Return the values of a job's row, by the name of the column."""
     values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
     if not job.sampling.has_last_image:
-        sampling.pop("has_last_image", None)  # servers of svdpp 0.5 know no such parameter
+        sampling.pop("has_last_image", None)  # servers of svdpp 0.5 do not know this parameter
     if job.loras:
         sampling["loras"] = list(map(asdict, job.loras))
     values |= {"sampling": json.dumps(sampling), "state": str(job.state)}
@@ -194,10 +199,10 @@ def job_to_row(job: Job) -> dict[str, Any]:
 
 
 def job_from_row(row: tuple[Any, ...]) -> Job:
-    """Return the job of a row, whose values are those of `COLUMNS`.
+    """Return the job in a database row with the columns `COLUMNS`.
 
     Raises:
-        UnreadableJobError: A newer svdpp has written it.
+        UnreadableJobError: A newer svdpp has written the row.
     """
     values = dict(zip(_FIELDS, row, strict=True))
     try:
@@ -220,16 +225,16 @@ def to_json(value: dict[str, Any] | list[Any] | None) -> str | None:
 
 
 def _of_json(text: str | None) -> Any:
-    """Return the value of a JSON column, with None for numbers that are not finite."""
+    """Parse the value of a JSON column; NaN and infinity become None."""
     return None if text is None else json.loads(text, parse_constant=lambda _: None)
 
 
 @functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
 def sampling_of(text: str) -> SamplingConfig:
-    """Return the parameters in a row's JSON.
+    """Return the sampling parameters in the JSON of the column `sampling`.
 
     Raises:
-        RequestError: A newer svdpp has written them.
+        RequestError: A newer svdpp has written the parameters.
     """
     values = json.loads(text)
     values.pop("loras", None)
@@ -238,31 +243,35 @@ def sampling_of(text: str) -> SamplingConfig:
 
 @functools.lru_cache(maxsize=256)
 def _loras_of(text: str) -> tuple[Lora, ...]:
-    """Return the LoRAs in the JSON of a row's parameters."""
+    """Return the LoRAs in the JSON of the column `sampling`."""
     return tuple(Lora(**values) for values in json.loads(text).get("loras", ()))
 
 
 def new_id() -> str:
-    """Return the id of a new job, which cannot be guessed."""
+    """Return a random id for a new job, which nobody can guess."""
     return f"video_{secrets.token_hex(16)}"
 
 
 def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> int:
-    """Return the requested seed, else a drawn one: 32 bits, equal for an idempotency key."""
+    """Return the requested seed, or a 32-bit seed if none was requested.
+
+    The 32-bit seed is random without an idempotency key; with one, it is derived from owner and
+    key.
+    """
     if requested is None and idempotency_key is not None:
         digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()
         return int.from_bytes(digest[:4])
     return secrets.randbits(32) if requested is None else requested
 
 
-# --- the tables -----------------------------------------------------------------------------------
+# --- database tables ------------------------------------------------------------------------------
 
-#: The version of the tables.
+#: Version of the database tables.
 VERSION = 11
 
-# `seq` is the order of the requests. `due` orders the jobs of one owner. `turn` of a job is what
-# its owner had before the job was taken. `lease_until` is NULL if no other server shares the queue.
-# `lost` counts the claims that ended because nobody renewed them.
+# `jobs.seq` orders jobs by the time of request. `jobs.due` orders the waiting jobs of one owner.
+# `jobs.turn` is the value of `owners.turn` before the job was claimed. `jobs.lease_until` is NULL
+# if the queue is not shared. `jobs.lost` counts claims that expired because no server renewed them.
 _SCHEMA = f"""
 CREATE TABLE jobs (
     seq {{serial}},
@@ -316,21 +325,23 @@ CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, 
     WHERE state = 'queued';
 CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 """
-#: Indexes that each start creates if they are missing; the version stays, as older servers need not
-#: know of them. What is looked for all the time while idle must not cost a scan of all rows.
+#: Indexes that each start of a server creates if they are missing. They do not change the version
+#: of the tables, because older servers work without them. They serve queries that an idle server
+#: repeats all the time, which must not scan all rows.
 INDEXES: dict[str, str] = {
     "jobs_to_prove": "jobs (seq) WHERE proof = 'running'",
     "jobs_unproved": "jobs (state, proof, seq)",
 }
-# Additions of each later version to the one before. Additions only, with defaults: a server of the
-# version before goes on while its neighbours are upgraded.
+# SQL statements that upgrade the tables to each version from the version before. They only add
+# columns with defaults, tables and indexes, so servers of the version before continue to work while
+# others are upgraded.
 _ADDED: dict[int, str] = {
     9: """
 ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;
 CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
 """,
     10: "ALTER TABLE jobs ADD COLUMN remarks TEXT NOT NULL DEFAULT '[]';\n",
-    # `state` of a batch is what its clips do not say: `validating`, `in_progress` or `failed`.
+    # `batches.state` is a `BatchState`. The rest of a batch's status is derived from its jobs.
     11: """
 ALTER TABLE jobs ADD COLUMN batch_id TEXT;
 ALTER TABLE jobs ADD COLUMN custom_id TEXT;
@@ -372,14 +383,14 @@ CREATE INDEX batch_files_owner ON batch_files (owner);
 
 
 def upgrade(version: int, serial: str) -> str:
-    """Return the statements that make the newest tables from those of a version.
+    """Return the SQL statements that upgrade the tables of a version to the newest version.
 
     Args:
-        version: Version of the tables; 0: there are none.
-        serial: SQL type of a key that counts up.
+        version: Present version of the tables; 0: no tables exist.
+        serial: SQL type of an auto-increment key in the database.
 
     Raises:
-        RequestError: The tables are of a version that this svdpp does not know.
+        RequestError: This svdpp does not know the present version of the tables.
     """
     if version not in (0, *(number - 1 for number in _ADDED), VERSION):
         raise RequestError(

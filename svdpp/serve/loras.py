@@ -1,4 +1,4 @@
-"""LoRAs that requests may name, by the stems of the files in the server's folder."""
+"""LoRAs that requests may name. The name of a LoRA is its file name without the suffix."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from svdpp.models.lora_files import LoraFile, check_loras, lora_stem
 
 
 class LoraCatalog:
-    """LoRAs that clips of a server may have. Clients name them, and never see a path.
+    """LoRAs that a server offers for clips. Clients use their names, and never see a path.
 
-    A job names them by their hashes as well: another server makes it only if it has the same
-    files, whatever they are called there.
+    A job also has the hashes of its LoRAs' files. Another server makes the job only if it has files
+    with these hashes; the names of the files may differ.
 
     Args:
-        checkpoint: Checkpoint with the LoRAs of clips; None for the dummy model, which takes none.
+        checkpoint: Checkpoint whose `clip_loras` are offered; None for the dummy model, which has
+            no LoRAs.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:
@@ -34,7 +35,7 @@ class LoraCatalog:
         return sorted(self._hashes)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the LoRAs as `/v1/models` lists them."""
+        """Return name and hash of each LoRA, for the response of `/v1/models`."""
         return [{"name": name, "sha256": self._hashes[name]} for name in self.names]
 
     def find(self, value: object) -> tuple[Lora, ...]:
@@ -44,8 +45,8 @@ class LoraCatalog:
             value: Field `lora` of the request; see `parse_loras`.
 
         Raises:
-            RequestError: The value names no LoRAs, or such as the server does not have, or experts
-                that the model does not have.
+            RequestError: The value is malformed, or names a LoRA that the server lacks or an expert
+                that the model lacks.
         """
         loras = parse_loras(value)
         for lora in loras:
@@ -61,17 +62,17 @@ class LoraCatalog:
         return tuple(replace(lora, sha256=self._hashes[lora.name]) for lora in loras)
 
     def missing_reason(self, loras: Iterable[Lora]) -> str | None:
-        """Return the reason why this server cannot make a job with these LoRAs; None if it can."""
+        """Return why this server cannot make a job with these LoRAs; None if it can."""
         for lora in loras:
             if (lora.sha256, lora.expert) not in self._files:
-                return f"it has the LoRA {lora.name}, which this server does not have"
+                return f"this server does not have the job's LoRA {lora.name}"
         return None
 
     def files(self, loras: Iterable[Lora]) -> tuple[LoraFile, ...]:
         """Return the files of a job's LoRAs.
 
         Raises:
-            RequestError: The server does not have one of them.
+            RequestError: The server does not have one of the LoRAs.
         """
         loras = tuple(loras)
         if (reason := self.missing_reason(loras)) is not None:

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the service, in a registry of its own.
+"""Prometheus metrics of the service, in a separate registry.
 
-What the queue and the processes know is read at each scrape, so that it is never out of date. Only
-what happens at a moment, such as a step, is counted when it happens.
+Present values, such as the number of jobs, are read at each scrape, so they are never out of date.
+Events, such as finished steps, are counted when they happen.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from svdpp.serve.job import Job, JobState, VerificationStatus
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Joined, RankStats, StepDone
 
-#: Meaning and labels of each counter that is incremented by events.
+#: Help text and labels of each counter, by the counter's name.
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "clips": ("Clips that reached a final state.", "state"),
     "rank_seconds": ("Seconds of each rank by state.", "rank", "state"),
     "verifications": ("Clips compared with one device.", "result"),
     "http_requests": ("Answered requests.", "method", "route", "status"),
 }
-#: Buckets, meaning and labels of each histogram.
+#: Buckets, help text and labels of each histogram, by the histogram's name.
 _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
     "clip_seconds": (
         (0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 3600),
@@ -56,7 +56,8 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
         "(Actual - promised) / promised seconds of completed clips.",
     ),
 }
-#: Gauges of each rank, by the field of `RankStats`; they lack what a device does not tell.
+#: Name and help text of each rank's gauges, by the field of `RankStats`. A gauge is left out if the
+#: rank's device does not report the value.
 _RANK_GAUGES: dict[str, tuple[str, str]] = {
     "resident_bytes": ("rank_resident_bytes", "Resident set of each rank's process."),
     "allocated_bytes": ("rank_gpu_allocated_bytes", "In tensors on each rank's GPU."),
@@ -66,7 +67,7 @@ _RANK_GAUGES: dict[str, tuple[str, str]] = {
     "gpu_memory_bytes": ("rank_gpu_memory_bytes", "In use on each rank's GPU, by all processes."),
     "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU."),
 }
-# Latest ratios, of which the page shows the median.
+# Number of latest ETA error ratios that are kept. The page shows their median.
 _KEPT_ERRORS = 1000
 
 
@@ -89,13 +90,14 @@ class Metrics(Collector):
         self._num_streams = num_streams
         self._servers = servers
         self._num_open_lines = num_open_lines
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series for each, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # no unused `_created` series
         self._registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
         """Time at which each rank's last action ended."""
         self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
         self._has_mismatch = False
-        # The last sample of each rank that lives, and the bytes of all ranks that have ended.
+        # `_stats`: latest sample of each rank. `_moved_before`: bytes that earlier processes of
+        # each rank sent and received.
         self._stats: dict[int, RankStats] = {}
         self._moved_before: Counted[tuple[int, str]] = Counted()
         common: dict[str, Any] = {"namespace": "svdpp", "registry": self._registry}
@@ -114,7 +116,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Take an event of `rank`; only the pipeline's thread calls it."""
+        """Count an event of a rank. Only the pipeline's thread calls this."""
         match event:
             case Joined():
                 self._last_end.pop(rank, None)
@@ -125,7 +127,7 @@ class Metrics(Collector):
             case ActionDone():
                 self._add_rank_seconds(rank, "compute", event.end - event.start)
                 self._add_rank_seconds(rank, "wait", event.waited)
-                # Between two actions it waited for a packet, or had no work.
+                # Between two actions a rank either waits for a packet or has no work.
                 begin = event.start - event.waited
                 self._add_rank_seconds(rank, "idle", begin - self._last_end.get(rank, begin))
                 self._last_end[rank] = event.end
@@ -135,10 +137,12 @@ class Metrics(Collector):
     def _on_stats(self, rank: int, stats: RankStats) -> None:
         before = self._stats.get(rank)
         if before is not None and stats.sent_bytes < before.sent_bytes:
-            for direction in ("sent", "received"):  # of a rank that was started again
+            # The rank was restarted, so its counts began at 0 again.
+            for direction in ("sent", "received"):
                 moved = getattr(before, f"{direction}_bytes")
                 self._moved_before[rank, direction] += moved
-        self._stats = {**self._stats, rank: stats}  # another thread may be reading the old one
+        # A new dictionary, because another thread may be iterating over the old dictionary.
+        self._stats = {**self._stats, rank: stats}
 
     def _add_rank_seconds(self, rank: int, state: str, seconds: float) -> None:
         self._counters["rank_seconds"].labels(rank, state).inc(max(0.0, seconds))
@@ -162,24 +166,24 @@ class Metrics(Collector):
         self._counters["clips"].labels(JobState.CANCELLED).inc(number)
 
     def count_verification(self, proof: VerificationStatus) -> None:
-        """Count a finished comparison with one device."""
+        """Count a finished verification of a clip, by its result."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 
     def count_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request and its time.
+        """Count an HTTP request, and record the time until its response.
 
         Args:
             method: HTTP method, or `other`.
             route: Path of the route with its placeholders, or `other`.
-            status: HTTP status of the answer; 499 if the client went away before it.
-            seconds: Time from the head of the request to the head of the response.
+            status: HTTP status of the response; 499 if the client disconnected before the response.
+            seconds: Seconds from the headers of the request to the headers of the response.
         """
         self._counters["http_requests"].labels(method, route, status).inc()
         self._histograms["http_request_seconds"].labels(route, status).observe(seconds)
 
     def eta_error(self) -> dict[str, float | int | None]:
-        """Return number and median of the newest (actual - promised) / promised seconds."""
+        """Return number and median of the latest ETA errors, (actual - promised) / promised."""
         ratios = self._eta_errors.copy()
         median = round(statistics.median(ratios), 4) if ratios else None
         return {"clips": len(ratios), "median": median}
@@ -219,7 +223,7 @@ class Metrics(Collector):
         yield from self._collect_ranks(num_ranks)
 
     def _collect_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield the last samples of the ranks; no gauges while they start."""
+        """Yield metrics from the ranks' latest samples, without gauges while the ranks start."""
         stats = self._stats
         moved = CounterMetricFamily(
             "svdpp_rank_moved_bytes",

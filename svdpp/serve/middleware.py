@@ -1,4 +1,4 @@
-"""HTTP middleware: hosts, keys, body limits, headers, access log."""
+"""HTTP middleware: checks of hosts and API keys, limits of bodies, response headers, access log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.schemas import ApiError, error_response
 
 JSON_MEDIA_TYPE = "application/json"
-#: Types of a batch's lines, each a JSON object.
+#: Media types of a body with the lines of a batch, in which each line is a JSON object.
 LINES_MEDIA_TYPES = ("application/jsonl", "application/x-ndjson")
 _FORM_MEDIA_TYPE = "multipart/form-data"
-#: Types of the bodies with images, by the routes that take them.
+#: Media types of bodies with uploads, by the path of the route that accepts such bodies.
 _UPLOAD_TYPES = {
     "/v1/videos": (_FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
     "/v1/videos/sync": (_FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
@@ -30,22 +30,23 @@ _UPLOAD_TYPES = {
     "/v1/batches": (*LINES_MEDIA_TYPES, _FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
 }
 _BATCH_PATHS = frozenset({"/v1/files", "/v1/batches"})
-#: The default limit of a body with an image.
+#: Default maximum size in bytes of a body with images.
 DEFAULT_MAX_UPLOAD_BYTES = 32 * 2**20
-#: Bodies with an image that arrive at the same time, and of these, those of one key.
+#: Maximum number of concurrent uploads of images: in total, and with one API key.
 MAX_UPLOADS = 32
 MAX_UPLOADS_PER_KEY = 8
-#: Bodies with the lines of a batch that arrive at the same time, and of these, those of one key.
+#: Maximum number of concurrent uploads of a batch's lines: in total, and with one API key.
 MAX_BATCH_UPLOADS = 8
 MAX_BATCH_UPLOADS_PER_KEY = 2
-#: The limit of such a body.
+#: Maximum size in bytes of a body with the lines of a batch.
 MAX_BATCH_BYTES = 200 * 2**20
-#: A body of JSON, or a line of a batch, is in memory as a whole, unlike a form.
+#: Maximum size in bytes of a JSON body or of a line of a batch, which are read into memory, unlike
+#: a form.
 MAX_JSON_BYTES = 16 * 2**20
-#: Paths that need no key, beside the files of the page, which asks for it.
+#: Paths that need no API key. The files of the web page under `/page/` need none either.
 _PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 
-#: A name or an address, and a port.
+#: Host name or IP address, with an optional port.
 HOST_PATTERN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
@@ -66,11 +67,16 @@ _HEADERS = {
 
 @dataclass
 class AuthMiddleware:
-    """ASGI application around `app`, whose routes find the owner in `scope["state"]["owner"]`.
+    """ASGI middleware that authenticates requests before their bodies are read.
 
-    It refuses a request before its body is read, and also sees the answers to errors. `owner_of` is
-    that of a key, None if the key is unknown. Without it there are no keys, and only loopback hosts
-    are served. `upload_bytes` is the limit of the body of a request for a clip.
+    Routes find the owner of the request's key in `scope["state"]["owner"]`.
+
+    Args:
+        app: Application to which accepted requests are forwarded.
+        metrics: Metrics that count each request.
+        upload_bytes: Maximum size in bytes of the body of a request for a clip.
+        owner_of: Function that returns the owner of an API key, or None for an unknown key. None:
+            the server has no keys, and only requests to loopback hosts are accepted.
     """
 
     app: ASGIApp
@@ -78,12 +84,12 @@ class AuthMiddleware:
     upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
     owner_of: Callable[[str], Owner | None] | None = None
     _uploads: Counter[str] = field(default_factory=Counter)
-    """Number of uploads of images in progress, by owner."""
+    """Number of image uploads in progress, by the owner's name."""
     _batch_uploads: Counter[str] = field(default_factory=Counter)
-    """Number of uploads of batches in progress, by owner."""
+    """Number of uploads of batches' lines in progress, by the owner's name."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
+        """Serve one request, and log it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -107,8 +113,9 @@ class AuthMiddleware:
             except ApiError as error:
                 await error_response(error)(scope, receive, response)
             else:
-                # HEAD is answered as GET, of which uvicorn then leaves out the body; that of events
-                # has no end, and an archive would be read for nothing.
+                # A HEAD request is forwarded as GET, and uvicorn drops the body of the response.
+                # Streams of events and archives are excluded: the former never end, and the latter
+                # would be read in vain.
                 streams = ("/events", "/archive")
                 is_head = scope["method"] == "HEAD" and not scope["path"].endswith(streams)
                 forwarded_scope = {**scope, "method": "GET"} if is_head else scope
@@ -116,7 +123,11 @@ class AuthMiddleware:
                 scope["route"] = forwarded_scope.get("route")
 
     def _reserve_upload(self, owner: str, upload: ExitStack, *, is_batch: bool) -> None:
-        """Count an upload until `upload` is closed."""
+        """Count an upload as in progress until `upload` is closed.
+
+        Raises:
+            ApiError: Too many uploads are in progress.
+        """
         uploads = self._batch_uploads if is_batch else self._uploads
         what = "batches" if is_batch else "images"
         most = MAX_BATCH_UPLOADS if is_batch else MAX_UPLOADS
@@ -132,7 +143,11 @@ class AuthMiddleware:
         upload.callback(uploads.subtract, [owner])
 
     def _owner(self, path: str, headers: Headers) -> Owner:
-        """The owner of the request's key; refuses a wrong host, origin or key."""
+        """Return the owner of the request's API key.
+
+        Raises:
+            ApiError: The key is missing or unknown, or without keys the host or origin is wrong.
+        """
         if self.owner_of is None:
             _check_host(headers)
             return Owner()
@@ -148,11 +163,11 @@ class AuthMiddleware:
         return owner
 
     def _limit(self, headers: Headers, upload_path: str) -> tuple[int, str]:
-        """Return the bytes that a body may have, and a hint for a larger one, which is refused.
+        """Return the maximum size of the body in bytes, and a hint for clients that exceed it.
 
         Args:
             headers: Headers of the request.
-            upload_path: Path of the route if it takes images; else empty.
+            upload_path: Path of the route if the route accepts uploads; empty: it does not.
         """
         limit, hint = _MAX_OTHER_BODY, ""
         if upload_path:
@@ -164,7 +179,8 @@ class AuthMiddleware:
             elif kind != JSON_MEDIA_TYPE:
                 limit, hint = MAX_BATCH_BYTES, _BATCH_TOO_LARGE
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy before this server may go by the other one, and find two requests in one.
+            # Request smuggling: a proxy in front of this server may use one of the two headers,
+            # this server the other, and they would disagree where the request ends.
             text = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, "two_lengths", text, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
@@ -174,15 +190,15 @@ class AuthMiddleware:
 
     def _log_request(self, scope: Scope, response: _ResponseRecorder) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        status = response.status or 499  # the client went away
+        status = response.status or 499  # 499: the client disconnected
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self.metrics.count_request(method, route, status, response.seconds)
-        if method not in ("GET", "HEAD") or status >= 400:  # of polls the metrics say enough
+        if method not in ("GET", "HEAD") or status >= 400:  # polling would fill the log
             logger.debug("{} {} {}", method, scope["path"], status)
 
 
 class _ResponseRecorder:
-    """`send`, with the headers of every answer."""
+    """ASGI `send` that adds headers to each response, and records its status and time."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status = 0
@@ -198,13 +214,14 @@ class _ResponseRecorder:
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
-            # The page's files are asked for again each time: page and server are of one version.
+            # The page's files are revalidated at each load, so that the page always has the
+            # server's version.
             headers.setdefault("cache-control", "no-store" if self._is_api else "no-cache")
         await self._send(message)
 
     @property
     def seconds(self) -> float:
-        """Seconds from the head of the request to that of the answer, or until now without one."""
+        """Seconds from the request's headers to the response's; until now without a response."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 
@@ -224,10 +241,13 @@ def _limit_body(receive: Receive, limit: int, hint: str) -> Receive:
 
 
 def _media_type_of(content_type: str, path: str) -> str:
-    """The type of a body with images, which is in UTF-8.
+    """Return the media type of a body with uploads; reject other charsets than UTF-8.
 
-    Python would decode a form's fields by any codec that it names, and some take minutes for a
-    megabyte.
+    Python would decode a form's fields with any codec that the header names, and some codecs take
+    minutes per megabyte.
+
+    Raises:
+        ApiError: The route does not accept the media type or the charset.
     """
     kind, options = parse_options_header(content_type)
     shown = kind.decode(errors="replace")[:60]
@@ -252,10 +272,11 @@ def _content_too_large(limit: int, hint: str) -> ApiError:
 
 
 def _check_host(headers: Headers) -> None:
-    """Refuse hosts that are not this machine, and pages of other origins.
+    """Reject requests to a host that is not a loopback host, and requests from other origins.
 
-    Without keys every page that a browser shows could otherwise send requests here: under a name
-    that its owner makes point to 127.0.0.1 (DNS rebinding), or as forms, which need no CORS.
+    This protects a server without API keys against web pages in the user's browser. A page could
+    otherwise reach the server by DNS rebinding, or by submitting a form, for which CORS is not
+    checked.
     """
     host = headers.get("host", "")
     name = HOST_PATTERN.fullmatch(host)

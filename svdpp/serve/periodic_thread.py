@@ -1,4 +1,4 @@
-"""Background threads that repeat a task, and go on after failures."""
+"""Background thread that repeats a task, and continues after failures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from loguru import logger
 from svdpp.errors import ClosedError, SvdppError
 from svdpp.serve.sqlite import BackendUnavailableError
 
-# Least seconds between a failed call and the next one.
+# Minimum seconds between a failed call and the next call.
 _RETRY_SECONDS = 1.0
 
 
 class PeriodicThread:
     """Thread that calls `run` every `interval_seconds`, or at once after `wake`.
 
-    `close` makes it call `on_close` once and end; it also ends if the queue is closed. Of
-    successive failures the first is logged, as `error_message`. A queue or store that is
-    unavailable is not logged here, because dispatcher, fleet and store log it when they notice it.
+    After `close`, the thread calls `on_close` once and ends. It also ends when the queue is closed.
+    Of successive failures, only the first is logged, with `error_message`. BackendUnavailableError
+    is not logged here, because dispatcher, fleet and store log it themselves.
+
+    Args:
+        name: Name of the thread.
+        run: Function that the thread calls repeatedly.
+        interval_seconds: Seconds between the end of a call and the next call.
+        error_message: Beginning of the log message after a failure.
+        on_close: Function that the thread calls before it ends.
     """
 
     def __init__(
@@ -49,10 +56,10 @@ class PeriodicThread:
         self._is_woken.set()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the thread, if it was started, and wait for it.
+        """Ask the thread to end, and wait until it has ended. Do nothing if it was never started.
 
         Args:
-            timeout: Seconds to wait; None: until it has ended.
+            timeout: Maximum seconds to wait; None: no limit.
         """
         self.is_closing = True
         self.wake()

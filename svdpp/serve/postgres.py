@@ -181,7 +181,7 @@ class PostgresBackend:
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
         """
-        # Not by a read, which succeeds while the database is read-only.
+        # A write, because a read also succeeds while the database is read-only.
         with self.transaction() as connection:
             connection.execute("UPDATE queue SET version = version WHERE false")
 
@@ -242,7 +242,7 @@ class PostgresBackend:
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")
         self._check_files(id, adopts=adopts)
         id = id or secrets.token_hex(16)
-        # Written before the transaction, which must not wait for a store.
+        # The id is stored before the transaction, because a transaction must not wait for a store.
         if self._store.read_queue_id() != id:
             self._store.write_queue_id(id)
         if tables:
@@ -255,7 +255,8 @@ class PostgresBackend:
                     connection.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
                 connection.execute("UPDATE queue SET version = ?", (VERSION,))
         for name, of in INDEXES.items():
-            # Checked first, because the statement waits for all changes, even if the index exists.
+            # CREATE INDEX waits for all changes, even if the index exists. So it is avoided if
+            # possible.
             ((found,),) = self.fetch_all("SELECT to_regclass(?)", name)
             if found is None:
                 with self.transaction() as connection:
@@ -263,13 +264,13 @@ class PostgresBackend:
         self._store.bind_to_queue(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:
-        """Check that folder and store are those of the queue, or hold nothing else if it is new."""
+        """Check that folder and store belong to the queue, or are empty if the queue is new."""
         store = self._store
         if adopts:
             return
         if id and store.read_queue_id() != id:
             raise RequestError(
-                f"{store.name} is not that of the queue in `queue`",
+                f"{store.name} does not belong to the queue in `queue`",
                 "name the one that all its servers share, or add `adopt` to make this one theirs",
             )
         if store.is_remote or not id:
@@ -279,7 +280,7 @@ class PostgresBackend:
                 else {QUEUE_ID_FILE}
             )
             check_no_foreign_files(store.folder, allowed, "name the queue that it belongs to")
-        # A mark of a queue is no other object: a start that failed may have left it.
+        # The file with a queue's id is ignored, because a failed start may have left it.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
@@ -290,9 +291,9 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def _use(self, use: str) -> Iterator[None]:
-        """Reserve the connection for a purpose during the block, and translate its errors."""
+        """Lock one of the connections during the block, and translate the database's errors."""
         if not self._locks[use].acquire(timeout=_CALL_SECONDS):
-            raise self._unavailable_error("others have waited for it for too long")
+            raise self._unavailable_error("other threads use the connection for too long")
         try:
             with self._errors(use):
                 yield
@@ -302,9 +303,9 @@ class PostgresBackend:
     def _execute_reconnecting(
         self, use: str, query: str, values: Sequence[Any] = ()
     ) -> psycopg.Cursor[Any]:
-        """Run a statement, a second time by a new connection if the first has ended.
+        """Run a statement; if the connection has ended, run it again on a new connection.
 
-        The statement must be one that can be repeated.
+        The statement must have the same effect if it runs twice.
         """
         if (connection := self._open.get(use)) is not None:
             try:
@@ -335,7 +336,7 @@ class PostgresBackend:
         return connection
 
     def _back_off(self, reason: str) -> None:
-        """Let calls fail with this reason for a moment, without new attempts to connect."""
+        """Let calls fail for `_RETRY_SECONDS` without new attempts to connect."""
         self._unavailable_reason = reason
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 

@@ -115,7 +115,7 @@ INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 _EXPIRED = "coalesce(lease_until, 0) <= clock()"
-# Condition for an expired claim that is the last allowed one. The job then fails.
+# SQL condition that a job has used all its `MAX_EXPIRED_LEASES`. The job then fails.
 _IS_LAST = f"lost + {{lost}} >= {MAX_EXPIRED_LEASES}"
 _REQUEUE = f"""
 UPDATE jobs SET
@@ -217,7 +217,7 @@ class JobQueue:
             if not adopts:
                 self._check_rows()
         else:
-            from svdpp.serve.postgres import PostgresBackend  # needs the extra
+            from svdpp.serve.postgres import PostgresBackend  # needs the extra `fleet`
 
             self.backend = PostgresBackend(url, self.store, adopts=adopts)
         self.is_shared = url is not None
@@ -479,7 +479,7 @@ class JobQueue:
             Whether the job was in progress.
         """
         marks = "cancel_asked = true"
-        if removes:  # the owner may use its idempotency key again
+        if removes:  # the owner may use the job's idempotency key again
             marks += ", remove_asked = true, idempotency_key = NULL"
         with self.backend.transaction() as connection:
             self.notify(connection, id)
@@ -545,7 +545,8 @@ class JobQueue:
                     change = _CLAIM_CALLBACK.format(others=others)
                     rows = connection.execute(change, (seconds, *skipped)).fetchall()
                     return job_from_row(rows[0]) if rows else None
-            except UnreadableJobError as error:  # the row did not change
+            # The transaction was rolled back, so the webhook stays due.
+            except UnreadableJobError as error:
                 self._skip_unreadable(error)
         return None
 
@@ -588,7 +589,8 @@ class JobQueue:
 
     def _finish(self, id: str, token: int, state: JobState, **values: Any) -> bool:
         """Set a job of this server's claim to a final state; return whether the claim was valid."""
-        self._claims.discard((id, token))  # first, so that `renew` does not report it as lost
+        # Removed first, so that `renew` does not report the claim as lost.
+        self._claims.discard((id, token))
         return self._update(id, [JobState.IN_PROGRESS], token, state=state, **values)
 
     def _update(
@@ -630,7 +632,8 @@ class JobQueue:
 
     def release(self) -> None:
         """Requeue the jobs of all claims, and remove this server from the list of servers."""
-        for job in self.claimed():  # includes claims whose reply was lost with a connection
+        # Read from the database, to include claims whose response was lost with a connection.
+        for job in self.claimed():
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
@@ -722,7 +725,8 @@ class JobQueue:
         runnable, values = self._runnable
         waiting = []
         for id, text in self.backend.fetch_all(_ROUND_ROBIN.format(runnable), *values):
-            with contextlib.suppress(ValueError, TypeError, LookupError):  # `claim` counts it
+            # `claim` counts unreadable jobs.
+            with contextlib.suppress(ValueError, TypeError, LookupError):
                 waiting.append((id, sampling_of(text)))
         return waiting
 
@@ -776,7 +780,8 @@ class JobQueue:
 
     def unverified(self) -> list[str]:
         """Return the ids of completed jobs that have a file and no verification, newest first."""
-        has_file = """metadata LIKE '%"file_sha256": "%'"""  # quotes in a text are escaped
+        # Inside a JSON string the quotes would be escaped.
+        has_file = """metadata LIKE '%"file_sha256": "%'"""
         condition, values = self._verifiable
         unverified = f"{condition} AND state = 'completed' AND proof = 'none' AND {has_file}"
         return self._ids(f"{unverified} ORDER BY seq DESC", *values)

@@ -1,6 +1,7 @@
-"""Schema of a request for the server's model, and its conversion to sampling parameters.
+"""Schema of requests for the server's model, and their conversion to sampling parameters.
 
-A server's form has only its own model's fields, so that its OpenAPI document says what it takes.
+The schema has only the fields of the server's model, so that the OpenAPI document shows which
+fields the server accepts.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from svdpp.serve.schemas import (
     params_to_json,
 )
 
-#: Fields of vLLM-Omni's clients that have no effect here, and what has one instead.
+#: Fields that a model may not accept although clients send them, each with a hint for the error.
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
-    "lora": "this server has none to choose from: --lora-dir at its start names a folder of them",
+    "lora": "this server offers no LoRAs: --lora-dir at its start names a folder of LoRA files",
     "denoiser": "the server's denoiser is chosen at its start, by --denoiser",
-    "video_reference": "the video is the field input_reference, for a model that takes one",
-    "boundary_ratio": "the checkpoint has it",
-    "guidance_rescale": "this model has none",
+    "video_reference": "send the video as the field input_reference, if the model takes a video",
+    "boundary_ratio": "the value of the checkpoint is used",
+    "guidance_rescale": "this model does not use guidance_rescale",
     LAST_IMAGE: f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
 }
 
@@ -60,29 +61,29 @@ MAX_PRIORITY = 9
 MAX_URL_CHARACTERS = 2000
 
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
-#: Names of an image that is text: vLLM-Omni's, and what OpenAI's client makes of
-#: `{"image_url": ...}`.
+#: Accepted names of the image's field: svdpp's, vLLM-Omni's, and the one into which OpenAI's client
+#: turns `{"image_url": ...}` in a form.
 _IMAGE_NAMES = AliasChoices(IMAGE_FIELD, "image_reference", f"{IMAGE_FIELD}[image_url]")
 
 
 def parse_json(text: bytes) -> Any:
-    """Return the value of a JSON text, whose objects must have each key once.
+    """Parse a JSON text in which no object repeats a key.
 
     Raises:
-        ValueError: It is no JSON.
-        ApiError: An object has a key twice.
+        ValueError: The text is not JSON.
+        ApiError: An object has the same key twice.
     """
     value = from_json(text)
-    # Pydantic's parser takes the last of several values without a word.
+    # Pydantic's parser silently keeps the last of several values with the same key.
     json.loads(text, object_pairs_hook=without_repetition)
     return value
 
 
 def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return fields by name; one that is sent twice has no value that can be chosen.
+    """Return the values of fields by name, after a check that no name is repeated.
 
     Raises:
-        ApiError: One is sent twice.
+        ApiError: A field is sent twice.
     """
     numbers = Counter(name for name, _ in items)
     if repeated := [name for name, number in numbers.items() if number > 1]:
@@ -94,14 +95,14 @@ def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_upload(value: Any) -> Any:
-    """Return the image as a file, also if it is text: base64, a data URL, or one as `image_url`.
+    """Return the upload as a file. Text in base64 or as a data URL is decoded.
 
     Args:
-        value: a file; text; or an object as clients of OpenAI's APIs send it, `{"image_url": ...}`
-            or `{"image_url": {"url": ...}}`, also as text.
+        value: File, text, or an object that OpenAI's clients send: `{"image_url": ...}` or
+            `{"image_url": {"url": ...}}`, possibly as JSON text.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: The value has another form.
     """
     if value is None or hasattr(value, "filename"):
         return value
@@ -118,31 +119,32 @@ def _parse_upload(value: Any) -> Any:
 
 def _decode_text(text: str) -> bytes:
     if not text.isascii():
-        # A file as a part without `filename` (curl's `<`): bytes that are no UTF-8 come as latin-1.
+        # A file that the form sends without `filename`, as `curl -F name=<FILE` does: bytes that
+        # are not UTF-8 are decoded as latin-1.
         try:
             return text.encode("latin-1")
         except UnicodeEncodeError:
             raise ValueError("it is a text: send a file, as curl -F name=@file does") from None
     if "://" in text[:20]:
-        raise ValueError("no URLs are fetched: send the image itself, or a data URL of it")
+        raise ValueError("no URLs are fetched: send the image itself, or as a data URL")
     head, is_url, encoded = text.partition(",")
     if is_url and not (head.startswith("data:") and head.endswith(";base64")):
         raise ValueError("a data URL must be in base64")
     try:  # `base64` and MIME break lines at 76 columns
         return base64.b64decode("".join((encoded if is_url else text).split()), validate=True)
     except binascii.Error as error:
-        text = f"it is no base64 ({error}): send a file, as curl -F name=@file does"
+        text = f"it is not base64 ({error}): send a file, as curl -F name=@file does"
         raise ValueError(text) from None
 
 
 def _reject_bool(value: Any) -> Any:
-    """Refuse true and false, which Python would take for the numbers 1 and 0."""
+    """Reject true and false, which Python would accept as the numbers 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"it must be a number, got {str(value).lower()}")
     return value
 
 
-# Stands behind the bounds of a field: pydantic would apply bounds that follow it to null as well.
+# In an annotation, this comes after the bounds. Pydantic would apply bounds after it to null too.
 _NUMBER = BeforeValidator(_reject_bool)
 
 
@@ -150,10 +152,10 @@ _Upload = Annotated[UploadFile, BeforeValidator(_parse_upload)]
 
 
 class VideoRequest(BaseModel):
-    """Body of `POST /v1/videos`. What is left out has the model's default.
+    """Body of `POST /v1/videos`. A field that is left out has the model's default.
 
-    Also taken: `num_frames`, `num_inference_steps`, `max_sequence_length`, `image_reference`, and
-    `width` with `height`, as vLLM-Omni's clients send them.
+    vLLM-Omni's names of fields are accepted too: `num_frames`, `num_inference_steps`,
+    `max_sequence_length`, `image_reference`, and `width` with `height`.
     """
 
     model_config = ConfigDict(extra="forbid", loc_by_alias=False)
@@ -161,7 +163,7 @@ class VideoRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Leave out empty fields, as of a browser's form, and make width and height the size."""
+        """Remove empty fields, as browsers send them; join `width` and `height` to `size`."""
         named = {name: value for name, value in fields.items() if value != ""}
         if named.keys() & {"width", "height"} and "size" not in named:
             named["size"] = f"{named.pop('width', '')}x{named.pop('height', '')}"
@@ -169,7 +171,7 @@ class VideoRequest(BaseModel):
 
     model: Annotated[str | None, Field(description="The id in `/v1/models`, or nothing.")] = None
     seed: Annotated[
-        int | None, Field(ge=0, le=MAX_SEED, description="By default drawn."), _NUMBER
+        int | None, Field(ge=0, le=MAX_SEED, description="By default random."), _NUMBER
     ] = None
     seconds: Annotated[
         float | None, Field(gt=0, le=MAX_FRAMES, description="Instead of `frames`."), _NUMBER
@@ -179,27 +181,31 @@ class VideoRequest(BaseModel):
     ] = None
     user: Annotated[
         str | None,
-        Field(max_length=1000, description="Is ignored; OpenAI's clients name their users by it."),
+        Field(
+            max_length=1000, description="Ignored; OpenAI's clients send the name of their user."
+        ),
     ] = None
     priority: Annotated[
-        int, Field(ge=0, le=MAX_PRIORITY, description="Higher ones are taken earlier."), _NUMBER
+        int,
+        Field(ge=0, le=MAX_PRIORITY, description="Jobs of higher priority start earlier."),
+        _NUMBER,
     ] = 0
     callback_url: Annotated[
         str | None,
         Field(
             pattern=r"^https?://[!-~]+$",
             max_length=MAX_URL_CHARACTERS,
-            description="Where a webhook goes when the clip is completed or failed.",
+            description="URL that gets a webhook when the clip is completed or failed.",
         ),
     ] = None
 
     def value(self, name: str) -> Any:
-        """Return the value of a field; None if it is not given, or not in this family's form."""
+        """Return the value of a field; None if the request or the schema lacks the field."""
         return getattr(self, name, None)
 
     @property
     def files(self) -> dict[str, UploadFile]:
-        """Files of the form, by field."""
+        """Uploaded files by the name of the field."""
         return {name: value for name, value in self if hasattr(value, "filename")}
 
 
@@ -216,7 +222,7 @@ def _input_fields(use: InputUse, *, videos: bool = False) -> dict[str, Any]:
     else:
         text += "; without it the clip is made from text alone."
         photo = (_Upload | None, Field(None, validation_alias=_IMAGE_NAMES, description=text))
-    fit = Field(None, description="How an image of another shape becomes the frame.")
+    fit = Field(None, description="How an image of another aspect ratio is fitted to the frame.")
     return {IMAGE_FIELD: photo, "fit": (Fit | None, fit)}
 
 
@@ -266,7 +272,10 @@ def _lora_field(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _param_field(param: Param, highest: float) -> Any:
-    """Return type and field of a parameter, which diffusers' name, as of vLLM-Omni, also sets."""
+    """Return type and pydantic field of a sampling parameter.
+
+    The field is accepted under svdpp's and under diffusers' name, which vLLM-Omni uses too.
+    """
     default = f" By default {param.shown_default}." if param.shown_default else ""
     lowest: dict[str, Any] = {"gt" if param.excludes_lowest else "ge": param.lowest}
     names = AliasChoices(*dict.fromkeys((param.field, param.name)))
@@ -276,36 +285,45 @@ def _param_field(param: Param, highest: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Limits of what clients may request of the server's model."""
+    """Model of a server: defaults and limits of requests, and accepted inputs."""
 
     model: str
     sampling: SamplingConfig
-    """The defaults, resolved."""
+    """Resolved default parameters of clips."""
     sizes: tuple[tuple[int, int], ...]
-    """Width and height of the frames that clients may choose."""
+    """Frame sizes that clients may request, each width and height in pixels."""
     weights: str = ""
     """Fingerprint or commit of the model's weights; empty if they never change."""
     image_use: InputUse = "needed"
     last_image_use: InputUse = "refused"
     last_image_reason: str = ""
-    """Reason why the model takes none, where others of its family do."""
+    """Reason why the model takes no last image although other models of its family do; else
+    empty."""
     prompt_use: InputUse = "refused"
-    """A negative prompt is optional wherever there is a prompt."""
+    """Whether the model needs a prompt, takes an optional one, or refuses prompts. If a prompt is
+    accepted, a negative prompt is optional."""
     unused: tuple[str, ...] = ()
-    """Parameters of the family that have no effect on the model."""
+    """Names of the family's parameters that have no effect on this model."""
     loras: LoraCatalog = field(default_factory=LoraCatalog)
-    """LoRAs that clips may have besides those of the model."""
+    """LoRAs that requests may add."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
 
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint | None, **settings: Any) -> Self:
-        """Return those of a checkpoint; None is the dummy model, which takes the place of SVD."""
+        """Return the capabilities of a checkpoint.
+
+        Args:
+            model: Name of the model; a local checkpoint's folder name replaces it.
+            checkpoint: Checkpoint of the model; None for the dummy model, which behaves like SVD.
+            settings: Further fields of the instance.
+        """
         if checkpoint is None:
             return cls(model=model, **settings)
         weights = ""
         if checkpoint.fingerprint is not None:
-            model, weights = checkpoint.folder.name, checkpoint.fingerprint  # not where it is
+            # Clients must not see the folder's path.
+            model, weights = checkpoint.folder.name, checkpoint.fingerprint
         elif checkpoint.revision is not None:
             weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
         added = [file.identity for file in checkpoint.loras]
@@ -324,9 +342,9 @@ class Capabilities:
 
     @property
     def model_key(self) -> str:
-        """Text that jobs of this model have as `Job.model_key`, by which servers find them.
+        """Key of the model, equal to `Job.model_key` of the jobs that the server can make.
 
-        The text is the fingerprint or commit of the weights; without one, the name of the model.
+        It is the fingerprint or commit of the weights, or without one the name of the model.
         """
         return self.weights or self.model
 
@@ -336,7 +354,7 @@ class Capabilities:
 
     @cached_property
     def request_model(self) -> type[VideoRequest]:
-        """Form of a request."""
+        """Pydantic model of a request, with the fields of the server's model."""
         kind = type(self.sampling)
         highest = {"steps": self.max_steps, "frames": self.max_frames}
         return create_model(
@@ -355,7 +373,7 @@ class Capabilities:
         )
 
     def to_json(self, **limits: Any) -> dict[str, Any]:
-        """Return the model as `/v1/models` lists it, with what a request may have."""
+        """Return the model for `/v1/models`: inputs, fields, defaults and limits of requests."""
         inputs: dict[str, InputUse] = {
             IMAGE_FIELD: self.image_use,
             LAST_IMAGE: self.last_image_use,
@@ -387,23 +405,24 @@ class Capabilities:
         }
 
     def check_model(self, id: str | None) -> None:
-        """Check that a model is the server's own; None stands for that.
+        """Check that a request is for the server's model.
 
         Raises:
-            ApiError: it is another one.
+            ApiError: The request names another model.
         """
         if id not in (None, self.model):
             text = f"this server runs {self.model!r}, not {str(id)[:100]!r}"
             raise ApiError(404, "model_not_found", text, field="model", model=self.model)
 
     def validate(self, fields: Mapping[str, Any]) -> VideoRequest:
-        """Return the fields of a request.
+        """Validate the fields of a request.
 
         Args:
-            fields: fields of a form or of a JSON object, by name.
+            fields: Values of a form or of a JSON object, by the name of the field.
 
         Raises:
-            ApiError: a field is unknown, missing or wrong; the hint names the nearest known one.
+            ApiError: A field is unknown, missing or invalid. The hint names the known field that is
+                most similar to an unknown one.
         """
         try:
             return self.request_model.model_validate(fields)
@@ -421,11 +440,11 @@ class Capabilities:
             raise invalid_request(errors, hint) from None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
-        """Return the parameters of the requested clip.
+        """Return the sampling parameters of a requested clip.
 
         Raises:
-            ApiError: the server does not make such a clip.
-            RequestError: a parameter does not fit the model.
+            ApiError: The server does not make such clips.
+            RequestError: A parameter does not fit the model.
         """
         self.check_model(request.model)
         if self.prompt_use == "refused" and request.value("prompt"):
@@ -467,13 +486,15 @@ class Capabilities:
             return self.sampling.frames if frames is None else frames
         if frames is not None:
             text = "frames and seconds contradict each other"
-            raise ApiError(422, "frames_and_seconds", text, "give one", field="seconds")
+            raise ApiError(
+                422, "frames_and_seconds", text, "send only one of them", field="seconds"
+            )
         fps = as_whole(request.value("fps") or self.sampling.fps)
         unit = self.sampling.frames_unit
         frames = frames_of_seconds(request.seconds, fps, unit)
         if frames > self.max_frames:
             text = (
-                f"{request.seconds:g} seconds of {fps} frames are {frames} frames, and this server "
+                f"{request.seconds:g} seconds at {fps} fps are {frames} frames, and this server "
                 f"makes {self.max_frames} at most"
             )
             raise ApiError(

@@ -84,7 +84,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     with store.errors():
         for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.upload_paths(folder)):
             store.remove(path)
-    store.check()  # a file may be missing because its disk is
+    store.check()  # a file may be missing because its disk is not mounted
     if is_removed := queue.remove(id):
         logger.info("{} is removed", id)
     return is_removed
@@ -118,8 +118,8 @@ def remove_orphans(
         Unneeded files that this call found, as `before` of the next call.
     """
     store = queue.store
-    # Files are listed before the queue is read. So the list has no files of jobs that the queue's
-    # answer lacks.
+    # Files are listed before the queue is read. Otherwise the list could have files of jobs that
+    # were added after the queue was read.
     files = store.files()
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
@@ -173,7 +173,8 @@ def _is_orphan(
     if (id := match["clip"]) is None:
         return match["photo"] not in clips
     if id not in clips:
-        return is_copy  # a clip's only file is kept, because the queue may be an older backup
+        # The only file of a clip is kept, because the queue may have been restored from a backup.
+        return is_copy
     return match["token"] is not None and clips[id] != int(match["token"])
 
 

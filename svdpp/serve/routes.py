@@ -34,17 +34,18 @@ from svdpp.serve.request_schema import VideoRequest, parse_json, without_repetit
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, VideoPage
 from svdpp.serve.service import Service
 
-#: Most event streams that are open at the same time.
+#: Maximum number of open event streams and archives.
 MAX_STREAMS = 1000
-#: Most of them that are open with one key.
+#: Maximum number of open event streams and archives with one API key.
 MAX_STREAMS_OF_KEY = 200
 
 _MAX_IDEMPOTENCY_KEY = 255
-#: Runs a call that may wait long, for a decoder or the ranks, in a thread outside the pool.
+#: Run a function that may wait long, for a decoder or the ranks, in a thread outside of the shared
+#: thread pool.
 run_in_own_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
-# Coroutines, because FastAPI runs each plain function in a thread.
+# The dependencies are coroutines, because FastAPI would run a plain function in a thread.
 async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
@@ -60,24 +61,26 @@ ServiceDep = Annotated[Service, Depends(_service)]
 OwnerDep = Annotated[Owner, Depends(_owner)]
 IdempotencyKey = Annotated[
     str | None,
-    Header(alias="Idempotency-Key", description="Requests with one key make one clip."),
+    Header(
+        alias="Idempotency-Key", description="Repeated requests with the same key make one clip."
+    ),
 ]
 LastEventId = Annotated[
-    str | None, Header(alias="Last-Event-ID", description="The last event that was received.")
+    str | None, Header(alias="Last-Event-ID", description="Id of the last event that was received.")
 ]
 
 
-# --- requests of clips, whose fields are those of the server's model ------------------------------
+# --- requests for clips ---------------------------------------------------------------------------
 
 
 def _file_response(kind: str) -> dict[str, Any]:
-    """Return FastAPI's arguments of a route that sends a file."""
+    """Return the arguments of FastAPI's decorator for a route that sends a file."""
     binary = {"schema": {"type": "string", "format": "binary"}}
     return {"response_class": FileResponse, "responses": {200: {"content": {kind: binary}}}}
 
 
 def create_routes(request_model: type[VideoRequest]) -> APIRouter:
-    """Return the routes whose body is a `request_model`."""
+    """Return the routes that request clips, with bodies of the schema `request_model`."""
     routes = APIRouter(tags=["videos"])
     body = {"requestBody": _request_body(request_model)}
 
@@ -89,7 +92,7 @@ def create_routes(request_model: type[VideoRequest]) -> APIRouter:
         owner: OwnerDep,
         key: IdempotencyKey = None,
     ) -> Video:
-        """Request a clip. It is stored durably before the answer."""
+        """Request a clip. The request is stored durably before the response is sent."""
         video = await _create_from_request(request, service, owner, key)
         response.headers["Location"] = f"/v1/videos/{video.id}"
         return video
@@ -100,11 +103,11 @@ def create_routes(request_model: type[VideoRequest]) -> APIRouter:
     ) -> Response:
         """Request a clip, wait until it is made, and send the mp4.
 
-        A client that goes away does not cancel it; the list has it.
+        If the client disconnects, the clip is still made, and listed by `GET /v1/videos`.
         """
         _check_streams(service, owner)
         video = await _create_from_request(request, service, owner, key)
-        request.state.upload.close()  # so that others may send theirs
+        request.state.upload.close()  # the upload is complete and no longer counts
         await _wait_until_final(request, service, video.id, owner)
         return await run_in_own_thread(_finished_clip, service, video.id, owner)
 
@@ -112,7 +115,7 @@ def create_routes(request_model: type[VideoRequest]) -> APIRouter:
 
 
 def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
-    """Return the OpenAPI schema of the body: a form, or JSON, in which files are text."""
+    """Return the OpenAPI schema of a request's body: a form, or JSON with files as text."""
     form = request_model.model_json_schema()
     text = {"type": "string", "contentEncoding": "base64"}
     videos = (name for kind in SAMPLING_CLASSES.values() for name in kind.videos)
@@ -128,7 +131,7 @@ def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
 
 
 def check_idempotency_key(key: str | None) -> None:
-    """Refuse a key that is too long, or has other characters than visible ASCII."""
+    """Reject an idempotency key that is too long or has other characters than visible ASCII."""
     if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{1,{_MAX_IDEMPOTENCY_KEY}}}", key):
         longest = _MAX_IDEMPOTENCY_KEY
         text = f"Idempotency-Key must be 1 to {longest} visible ASCII characters without spaces"
@@ -153,7 +156,7 @@ async def _create_from_request(
         async with request.form(max_part_size=MAX_JSON_BYTES) as form:
             return await run_in_own_thread(_create, service, form, owner, key)
     except ClientDisconnect:
-        raise HTTPException(400, "the client has gone") from None
+        raise HTTPException(400, "the client has disconnected") from None
     except HTTPException as error:  # raised by the parser of the form
         raise _malformed_body("invalid_form", error.detail) from None
     except OSError as error:
@@ -167,8 +170,9 @@ def _malformed_body(code: str, reason: str) -> ApiError:
 
 
 def _form_fields(form: FormData) -> dict[str, Any]:
-    """Return the fields of a form, each of which must be sent once."""
-    # Browsers send line ends as CRLF: a prompt of several lines would differ from that of JSON.
+    """Return the values of a form's fields, after a check that no field is repeated."""
+    # Browsers send line breaks as CRLF, JSON clients as LF. The same prompt must give the same
+    # clip.
     fields = without_repetition(form.multi_items())
     for name in ("prompt", "negative_prompt"):
         if isinstance(value := fields.get(name), str):
@@ -180,17 +184,17 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
     try:
         fields = parse_json(body) if isinstance(body, bytes) else _form_fields(body)
         if not isinstance(fields, dict):
-            raise ValueError("it is JSON, but no object")
+            raise ValueError("it is JSON, but not an object")
     except ValueError as error:
         raise _malformed_body("invalid_json", str(error)) from None
     return service.submit(service.capabilities.validate(fields), owner, key)
 
 
 async def _wait_until_final(request: Request, service: Service, id: str, owner: Owner) -> None:
-    """Wait until the video is final, the client has gone, or the server closes."""
+    """Wait until the video has ended, the client has disconnected, or the server is closing."""
     with service.subscribers.subscribe(owner.name):
         while not (service.subscribers.is_closed or await request.is_disconnected()):
-            with suppress(OutputError):  # an unavailable queue is asked again
+            with suppress(OutputError):  # query again until the queue is available
                 job = await run_in_own_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
@@ -204,18 +208,18 @@ def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
         raise error_from_dict(job.error)
     if not job.state.is_final:
         text = f"the server ends before {id} is made"
-        hint = "it goes on when the server starts again"
+        hint = "the clip continues when the server starts again"
         raise ApiError(503, "closing", text, hint, retry=30, id=id)
     response = get_content(id, service, owner)
     response.headers["X-Request-Id"] = id
     response.headers["X-Model"] = service.capabilities.model
-    # Not below 0, although the clocks of a fleet's servers may differ.
+    # The clocks of two servers may differ, but the header must not be negative.
     seconds = max(0.0, (job.finished_at or 0.0) - (job.started_at or 0.0))
     response.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
     return response
 
 
-# --- requested clips ------------------------------------------------------------------------------
+# --- existing clips -------------------------------------------------------------------------------
 
 routes = APIRouter(tags=["videos"])
 
@@ -224,9 +228,11 @@ routes = APIRouter(tags=["videos"])
 def list_videos(
     service: ServiceDep,
     owner: OwnerDep,
-    limit: Annotated[int, Query(ge=1, le=100, description="Of the number of videos.")] = 20,
-    after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
-    order: Annotated[Literal["asc", "desc"], Query(description="By the time of request.")] = "desc",
+    limit: Annotated[int, Query(ge=1, le=100, description="Maximum number of videos.")] = 20,
+    after: Annotated[str | None, Query(description="Last id of the previous page.")] = None,
+    order: Annotated[
+        Literal["asc", "desc"], Query(description="Order by the time of request.")
+    ] = "desc",
     status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
     batch_id: Annotated[str | None, Query(description="Only videos of this batch.")] = None,
 ) -> VideoPage:
@@ -243,19 +249,20 @@ def list_videos(
     )
 
 
-# Above the routes of ids, for one of which its path would be taken.
+# Declared before `/v1/videos/{id}`, which would otherwise match this path.
 @routes.get("/v1/videos/archive", **_file_response("application/zip"))
 def get_archive(
     service: ServiceDep,
     owner: OwnerDep,
     ids: Annotated[
         list[str] | None,
-        Query(max_length=1000, description="Of finished videos; by default all of this key."),
+        Query(max_length=1000, description="Ids of finished videos; by default, all of this key."),
     ] = None,
 ) -> Response:
-    """Send finished clips as one zip, not compressed, with a readable name each.
+    """Send finished clips in an uncompressed zip, with readable file names.
 
-    The last file is `clips.jsonl`, which has the video of each clip and its `file`.
+    The last file of the zip, `clips.jsonl`, has a line for each clip: the video object, and the
+    clip's file name as `file`.
     """
     _check_streams(service, owner)
     service.queue.store.check()
@@ -267,7 +274,11 @@ def get_archive(
 
 
 def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[str]:
-    """Return the ids of the clips of an archive, of which there is at least one."""
+    """Return the ids of the clips for an archive.
+
+    Raises:
+        ApiError: No clip is completed, a requested clip is not, or more than `MAX_CLIPS` are.
+    """
     if ids:
         return [service.completed(id, owner).id for id in dict.fromkeys(ids)]
     found = service.queue.completed_ids(owner.name, MAX_CLIPS + 1)
@@ -276,7 +287,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
         raise ApiError(404, "no_clips", "no video of this key is completed", hint)
     if len(found) > MAX_CLIPS:
         text = f"an archive has {MAX_CLIPS} clips at most, and more are completed"
-        hint = "name those that it should have with ids"
+        hint = "name the clips for the archive with `ids`"
         raise ApiError(413, "too_many_clips", text, hint, field="ids", limit=MAX_CLIPS)
     return found
 
@@ -284,7 +295,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
 async def _archive_parts(
     service: Service, owner: Owner, parts: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of an archive, read in threads; it counts as a stream of the key."""
+    """Yield the bytes of an archive, which threads read. The archive counts as an open stream."""
     with service.subscribers.subscribe(owner.name):
         try:
             while (part := await run_in_own_thread(next, parts, None)) is not None:
@@ -300,16 +311,16 @@ def get_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
 
 
 def _accepted_response(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI description of a route's response 202."""
+    """Return the OpenAPI description of a response with status 202."""
     return {202: {"model": model, "description": "Ranks still work on the video."}}
 
 
 @routes.delete("/v1/videos/{id}", responses=_accepted_response(DeletedVideo))
 def delete_video(id: str, service: ServiceDep, owner: OwnerDep, response: Response) -> DeletedVideo:
-    """Remove a video with its files; one that is not finished is cancelled before.
+    """Remove a video with its files. An unfinished video is cancelled first.
 
-    Its id is unknown from then on, so a repeated request gets 404. With 202 a rank still works on
-    the video, and its files are removed as soon as it has let go.
+    From then on the id is unknown, so a repeated request gets 404. Status 202 means that a rank
+    still works on the video; the files are removed as soon as the rank has dropped it.
     """
     deleted, is_gone = service.delete(id, owner)
     response.status_code = 200 if is_gone else 202
@@ -318,10 +329,11 @@ def delete_video(id: str, service: ServiceDep, owner: OwnerDep, response: Respon
 
 @routes.post("/v1/videos/{id}/cancel", responses=_accepted_response(Video))
 def cancel_video(id: str, service: ServiceDep, owner: OwnerDep, response: Response) -> Video:
-    """Cancel a video that is not finished, and keep it; `DELETE` removes it.
+    """Cancel an unfinished video, but keep it in the list; `DELETE` would remove it.
 
-    With 202 a rank still works on the video: `cancel_requested` is true, and its status becomes
-    `cancelled` as soon as the rank has let go. A repeated request changes nothing.
+    Status 202 means that a rank still works on the video: `cancel_requested` is true, and the
+    video's status becomes `cancelled` as soon as the rank has dropped it. A repeated request
+    changes nothing.
     """
     video = service.video(service.cancel(id, owner))
     response.status_code = 200 if video.status.is_final else 202
@@ -329,7 +341,11 @@ def cancel_video(id: str, service: ServiceDep, owner: OwnerDep, response: Respon
 
 
 def _fetch_file(service: Service, path: Path | None, code: str) -> Path:
-    """Return the path of a file of a video; raise a 404 with `code` if it does not exist."""
+    """Return the path of a video's file, which is fetched from the store if necessary.
+
+    Raises:
+        ApiError: The file does not exist: status 404, with `code`.
+    """
     if path is not None:
         service.queue.store.fetch(path)
     if path is None or not path.is_file():
@@ -343,11 +359,11 @@ def get_content(
     id: str,
     service: ServiceDep,
     owner: OwnerDep,
-    variant: Annotated[  # noqa: ARG001  # others are refused by name, not answered by the mp4
+    variant: Annotated[  # noqa: ARG001  # other variants are rejected instead of sending the mp4
         Literal["video"], Query(description="Only the clip itself: there are no thumbnails.")
     ] = "video",
 ) -> Response:
-    """Send the clip as mp4; takes Range requests."""
+    """Send the clip as mp4. Range requests are supported."""
     job = service.completed(id, owner)
     path = _fetch_file(service, job.clip_path(service.folder), "no_content")
     sha256 = job.metadata.get("file_sha256", "")
@@ -356,7 +372,7 @@ def get_content(
 
 @routes.get("/v1/videos/{id}/input", **_file_response("image/*"))
 def get_input(id: str, service: ServiceDep, owner: OwnerDep, field: str = IMAGE_FIELD) -> Response:
-    """Send the image, or the image or video of another field, as the client sent it."""
+    """Send an input file of a video as the client sent it: by default the image."""
     job, folder = service.job(id, owner), service.folder
     paths = {IMAGE_FIELD: job.input_path(folder), **job.further_paths(folder)}
     path = _fetch_file(service, paths.get(field), "no_input")
@@ -366,18 +382,22 @@ def get_input(id: str, service: ServiceDep, owner: OwnerDep, field: str = IMAGE_
 
 @routes.get("/v1/videos/{id}/metadata")
 def get_metadata(id: str, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
-    """Show the clip's JSON: parameters, hashes, versions."""
+    """Show the metadata of a clip: parameters, hashes and versions."""
     return service.completed(id, owner).metadata
 
 
 @routes.post("/v1/videos/{id}/verify", status_code=202)
 def verify_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
-    """Make the clip again on one device, once the ranks are idle, and compare it bit by bit."""
+    """Make the clip again on one device, once the ranks are idle, and compare all bits."""
     return service.verify(id, owner)
 
 
 def _check_streams(service: Service, owner: Owner) -> None:
-    """Check that one more stream may open, by the limits of all keys and of this one."""
+    """Check that an owner may open one more event stream or archive.
+
+    Raises:
+        ApiError: `MAX_STREAMS` or `MAX_STREAMS_OF_KEY` is reached.
+    """
     subscribers, hint = service.subscribers, "GET /v1/videos/{id} says the same"
     if owner.name and subscribers.count(owner.name) >= MAX_STREAMS_OF_KEY:
         limit = MAX_STREAMS_OF_KEY
@@ -389,14 +409,18 @@ def _check_streams(service: Service, owner: Owner) -> None:
 
 
 class _Events(EventSourceResponse):
-    # Media type of the errors in the OpenAPI document; FastAPI sends the events with their own.
+    # Media type of error responses in the OpenAPI document. FastAPI sends events as
+    # text/event-stream.
     media_type = JSON_MEDIA_TYPE
 
 
 def _check_followed(
     id: str, service: ServiceDep, owner: OwnerDep, last_id: LastEventId = None
 ) -> str:
-    """Return the id of a job that can be followed; errors must be raised before the stream."""
+    """Return the id of a job that can be followed.
+
+    This is a dependency of the route, because errors must be raised before the stream begins.
+    """
     job = service.job(id, owner)
     _check_streams(service, owner)
     if job.state.is_final and last_id == _event(service.video(job)).id:
@@ -409,10 +433,10 @@ def _check_followed(
     response_class=_Events,
     responses={
         200: {
-            "description": "Events named `video`, each with the video as JSON. If it is deleted, "
-            "one named `deleted` is the last, with the answer to `DELETE`."
+            "description": "Events named `video`, each with the video as JSON. After `DELETE`, "
+            "the last event is named `deleted`, with the response of that request."
         },
-        204: {"description": "The client has the last event: it must not come back."},
+        204: {"description": "The client already has the last event, and must not reconnect."},
     },
 )
 async def follow_video(
@@ -421,15 +445,16 @@ async def follow_video(
     owner: OwnerDep,
     last_id: LastEventId = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Send the video as server-sent events, on every change, until a final state.
+    """Send a server-sent event with the video at each change, until the video has ended.
 
-    A client that comes back with `Last-Event-ID` gets the present state if it has changed.
+    A client that reconnects with `Last-Event-ID` gets an event at once if the video has changed
+    since.
     """
     with service.subscribers.subscribe(owner.name):
         status = JobState.CANCELLED
         is_last = False
         while not is_last:
-            # Read before the queue, so that the last state is sent.
+            # Read before the query of the job, so that the job's last state is sent.
             is_last = service.subscribers.is_closed
             try:
                 job = await run_in_threadpool(service.queue.get, id)
@@ -455,7 +480,10 @@ def _deleted_event(id: str, status: JobState) -> ServerSentEvent:
 
 
 def _event(video: Video) -> ServerSentEvent:
-    """Return an event, whose id is a hash of all fields except the ETA, which always changes."""
+    """Return a `video` event.
+
+    Its id is a hash of all fields except the ETA, which always changes.
+    """
     state = video.model_copy(update={"eta_seconds": None}).model_dump_json()
     id = hashlib.sha256(state.encode()).hexdigest()[:16]
     return ServerSentEvent(event="video", data=video, id=id)

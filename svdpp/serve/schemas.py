@@ -50,7 +50,7 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-#: HTTP status and code of exceptions of other layers; the first matching type counts.
+#: HTTP status and error code for exceptions of other layers. The first matching type counts.
 _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
@@ -66,16 +66,16 @@ _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
 _EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
 
-#: Field of the image, or of the video that replaces it.
+#: Name of the request field with the image, or with the video if the model takes a video.
 IMAGE_FIELD = "input_reference"
 
-#: Names of all fields that a request can have, of any model.
+#: Names of the request fields of all models.
 FIELDS = frozenset(
     {"model", "seed", "seconds", "size", "user", "priority", "callback_url", "lora"}
     | {IMAGE_FIELD, LAST_IMAGE, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
-#: Names of fields in requests, by their names in configurations.
+#: Names of request fields, by the names of the corresponding configuration fields.
 _REQUEST_NAMES = {name: name for name in configuration_fields()} | {
     name: param.field
     for kind in cast("Iterable[Any]", SAMPLING_CLASSES.values())
@@ -85,10 +85,10 @@ _REQUEST_NAMES["loras"] = "lora"
 
 
 def write_request_fields(text: str) -> str:
-    """Return a message or remark in which fields have the names of requests.
+    """Replace the names of configuration fields in a message by the names of request fields.
 
     Args:
-        text: Text with fields of configurations in backticks.
+        text: Message or remark with names of configuration fields in backticks.
     """
     return write_fields(text, _REQUEST_NAMES)
 
@@ -97,7 +97,7 @@ def write_request_fields(text: str) -> str:
 
 
 class ErrorBody(BaseModel):
-    """Error of a request, or of a clip."""
+    """Error of a request or of a failed clip."""
 
     code: str
     message: str
@@ -127,7 +127,9 @@ class Video(BaseModel):
     seed: int
     fit: Fit
     priority: int
-    place: Annotated[int | None, Field(description="Clips that begin before it.")] = None
+    place: Annotated[
+        int | None, Field(description="Number of clips that begin before this one.")
+    ] = None
     cancel_requested: Annotated[
         bool, Field(description="It is cancelled as soon as the ranks let go of it.")
     ] = False
@@ -153,7 +155,7 @@ def params_to_json(sampling: SamplingConfig) -> dict[str, Any]:
     return {
         **{field: getattr(sampling, param.name) for field, param in params.items()},
         "size": format_size(sampling.width, sampling.height),
-        "seconds": f"{sampling.frames / sampling.fps:.2f}",  # text, as in OpenAI's API
+        "seconds": f"{sampling.frames / sampling.fps:.2f}",  # a string, as in OpenAI's API
         "fit": sampling.fit,
     }
 
@@ -243,7 +245,7 @@ def _callback_status(job: Job) -> dict[str, Any] | None:
 
 
 def error_body(record: dict[str, Any]) -> ErrorBody:
-    """Return an error from `errors.error_to_dict` by the API's names, without folders' paths."""
+    """Convert an error from `errors.error_to_dict` to the API's form, without paths of folders."""
     shown = redact_all(record, without_folders)
     shown |= {name: write_request_fields(shown[name]) for name in ("message", "hint")}
     return ErrorBody(code=shown.pop("type") or "SvdppError", **shown)
@@ -274,7 +276,7 @@ BatchStatus = Literal["validating", "failed", "in_progress", "completed", "cance
 
 
 class LineError(BaseModel):
-    """Reason why a line has no clip."""
+    """Error in a batch's results: the reason why a line has no clip."""
 
     code: str
     message: str
@@ -310,7 +312,7 @@ class BatchFaults(BaseModel):
 
 
 class BatchRequestCounts(BaseModel):
-    """Number of the lines of a batch, and of those that have ended."""
+    """Numbers of all, completed and failed lines of a batch."""
 
     total: int
     completed: int
@@ -318,7 +320,7 @@ class BatchRequestCounts(BaseModel):
 
 
 class BatchView(BaseModel):
-    """Batch, as in OpenAI's API. Times are unix seconds."""
+    """Batch in the format of OpenAI's API. Times are unix seconds."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
@@ -356,7 +358,7 @@ class BatchPage(BaseModel):
 
 
 class FileView(BaseModel):
-    """File of lines, as in OpenAI's API. Times are unix seconds."""
+    """File of request lines in the format of OpenAI's API. Times are unix seconds."""
 
     id: str
     object: Literal["file"] = "file"
@@ -369,14 +371,14 @@ class FileView(BaseModel):
 
 
 class DeletedFile(BaseModel):
-    """Answer to `DELETE`: the file is gone."""
+    """Response to the deletion of a file."""
 
     id: str
     object: Literal["file"] = "file"
     deleted: Literal[True] = True
 
 
-#: Ends of the ids of the two files that a batch writes, after the batch's own hexadecimal digits.
+#: Suffixes of the ids of a batch's result files. The value is whether the file has the errors.
 OUTPUT_FILES = {"_output": False, "_error": True}
 
 
@@ -384,9 +386,9 @@ def batch_view(batch: Batch, counts: BatchCounts, model: str) -> BatchView:
     """Return the API's view of a batch.
 
     Args:
-        batch: The batch.
-        counts: Its jobs by state.
-        model: Name of the model that makes it.
+        batch: Batch from the table.
+        counts: Numbers of the batch's jobs by state.
+        model: Name of the batch's model.
     """
     status = _batch_status(batch, counts)
     has_ended = status in ("completed", "cancelled")
@@ -427,11 +429,11 @@ def _batch_status(batch: Batch, counts: BatchCounts) -> BatchStatus:
     return "in_progress" if counts.open else "completed"
 
 
-# --- errors: one shape for every answer of 400 and above ------------------------------------------
+# --- errors: every response of 400 and above has the same form ------------------------------------
 
 
 class TypedError(ErrorBody):
-    """Error with its type, as the API sends it."""
+    """Error in a response of the API, with its `type`."""
 
     type: str
 
@@ -489,7 +491,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def to_api_error(error: SvdppError) -> ApiError:
-    """Return an exception of another layer as an error of the API."""
+    """Convert an exception of another layer to an error of the API."""
     if isinstance(error, ApiError):
         return error
     status, code = next(
@@ -515,7 +517,7 @@ _REQUEST_FIELDS = FIELDS | {"height", "width"}
 
 
 def _find_field(error: SvdppError) -> dict[str, str]:
-    """Return the request's field that `error` is about as `{"field": ...}`; empty if none is."""
+    """Return `{"field": NAME}` with the request field that an error is about; empty if unknown."""
     named = [error.field, *fields_in(error.message), *fields_in(error.hint)]
     if isinstance(error, errors.InputError):
         named = [error.details.get("field"), IMAGE_FIELD]
@@ -559,7 +561,8 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
     assert isinstance(error, RequestValidationError)
-    located = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # of "query" ...
+    # Without "query" or "path".
+    located = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
     return error_response(invalid_request(located))
 
 

@@ -1,4 +1,4 @@
-"""HTTP server: application, socket, signals, and the order in which its parts end."""
+"""HTTP server: creation of the application, start, signals, and ordered shutdown."""
 
 from __future__ import annotations
 
@@ -46,19 +46,24 @@ from svdpp.worker.routes import resolve_clip_config
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
-# Seconds for responses that are being sent when the last clip is finished; a thousand clients that
-# follow clips notice the end within five seconds.
+# Seconds for finishing responses during shutdown. A thousand clients that follow clips notice the
+# end within five seconds.
 _SHUTDOWN_SECONDS = 6
 _SWEEP_SECONDS = 60.0
-# Seconds for each thread, which may be waiting for a store that does not answer.
+# Maximum seconds to wait for the end of each thread, which may hang in a call to the store.
 _END_SECONDS = 30.0
-# Seconds after which a computing thread, such as that of the ETAs, gives way. A request changes
-# threads several times, and waits that long each time.
+# Python's thread switch interval in seconds. A request is passed between threads several times, and
+# waits this long each time if another thread computes, for example ETAs.
 _SWITCH_SECONDS = 0.0005
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
-    """Check what could keep the ranks from starting, also other sizes; return it resolved."""
+    """Resolve a configuration, and check that the ranks can start with it.
+
+    Args:
+        config: Configuration of the pipeline.
+        sizes: Further frame sizes to check, each width and height in pixels.
+    """
     pipeline = Pipeline(config)
     config, checkpoint = pipeline.config, pipeline.checkpoint
     for width, height in sizes:
@@ -72,15 +77,15 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 
 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
-    """Return the application and its service; nothing is started.
+    """Create the application and its service. No thread or rank is started.
 
     Args:
-        settings: Settings of the server, with a config that `check_config` returned.
-        keys: API keys; None serves this machine only.
+        settings: Settings of the server. Their `config` comes from `check_config`.
+        keys: API keys; None: the server has no keys, and accepts only requests to loopback hosts.
 
     Raises:
-        RequestError: The data folder or the queue is another's.
-        OutputError: The folder cannot be written.
+        RequestError: The data folder, database or store belongs to another queue or program.
+        OutputError: The data folder cannot be written.
     """
     queue = JobQueue(
         settings.folder.absolute(),
@@ -101,10 +106,10 @@ def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service
 
 
 class Server:
-    """Server of `app` until a signal, then ends all parts in order; `service` is started here.
+    """HTTP server that serves `app` until a signal arrives, and then ends all threads in order.
 
-    The first SIGTERM, SIGINT or SIGHUP refuses new jobs and lets the ranks finish or checkpoint
-    what they do, while clients still read. The second one ends the process at once.
+    After the first SIGTERM, SIGINT or SIGHUP, new jobs are rejected, and the ranks may finish clips
+    during a grace period, while clients can still read. A second signal ends the process at once.
     """
 
     def __init__(
@@ -142,24 +147,25 @@ class Server:
         if service.settings.callback_hosts:
             self._threads.append(service.webhooks.thread)
         if service.queue.is_shared:
-            # First: the other servers go on with its clips.
+            # Closed first, so that other servers soon continue this server's unfinished clips.
             self._threads.insert(0, service.fleet.thread)
         if service.queue.store.is_remote:
-            error_message = "latent checkpoints are not put into the store"
+            error_message = "latent checkpoints cannot be copied to the store"
             publish = service.engine.request_builder.publish_latents
             self._threads.append(PeriodicThread("store", publish, 1.0, error_message=error_message))
 
     def run(self) -> None:
-        """Serve until a signal, or until the engine gives up.
+        """Serve until a signal arrives or the engine fails.
 
         Raises:
             Exception: Error that ended the engine.
         """
-        # The soft limit of open files is often 1024.
+        # The soft limit of open files is often 1024, too few for many clients.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         sys.setswitchinterval(_SWITCH_SECONDS)
-        # A garbage collection stops all threads, and would visit every object of torch each time.
+        # Freezing excludes torch's many objects from later garbage collections, which stop all
+        # threads.
         gc.collect()
         gc.freeze()
         self._catch_signals()
@@ -189,7 +195,7 @@ class Server:
         self._ending.set()
 
     def _watch(self) -> None:
-        """Wait for a signal or for the end of the engine, then end what makes clips."""
+        """Wait for a signal or for the end of the engine; then close the engine and all threads."""
         was_ready = False
         while not self._ending.wait(0.5) and self._service.engine.fatal is None:
             is_ready = self._service.engine.state == "ready"
@@ -198,7 +204,8 @@ class Server:
             was_ready = is_ready
         self._service.is_closing = True
         try:
-            # Without a queue, clips that the ranks finish cannot be recorded.
+            # If the queue's file is gone, finished clips cannot be recorded, so waiting for them is
+            # useless.
             grace = self._grace if self._service.queue.backend.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)
@@ -209,18 +216,18 @@ class Server:
             self._http.should_exit = True
 
     def _report_ready(self) -> None:
-        """Call `on_ready`; an error there, such as a full disk under stderr, ends nothing."""
+        """Call `on_ready`. Its errors, such as a full disk under stderr, do not stop the server."""
         try:
             self._on_ready()
         except Exception as error:
-            with contextlib.suppress(OSError):  # the log may be on the same disk
+            with contextlib.suppress(OSError):  # the log may be on the same full disk
                 logger.error("the readiness of the ranks could not be reported: {}", error)
 
     def _enforce_retention(self) -> None:
-        """Remove jobs that are too old or too large."""
+        """Remove the jobs that exceed the limits on age and on total size."""
         settings, queue = self._service.settings, self._service.queue
         queue.backend.maintain()
-        # Sizes do not depend on the clock.
+        # The limit on age needs a settled clock; the limit on size does not.
         keep_seconds = settings.keep_seconds if self._clock.is_settled else None
         if (keep_seconds, settings.keep_bytes) != (None, None):
             enforce_retention(queue, queue.now(), keep_seconds, settings.keep_bytes)
@@ -228,7 +235,7 @@ class Server:
 
 class _HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
-        # python_multipart would print each malformed form; the response to the client says so.
+        # python_multipart would log each malformed form, which the response to the client reports.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
         config = uvicorn.Config(
             app,
@@ -247,7 +254,7 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `Server`."""
+        """Override uvicorn's handling of signals, because `Server` handles them."""
         yield
 
 
@@ -266,17 +273,17 @@ _PAGE = Path(__file__).parent / "page"
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
 server = APIRouter(tags=["server"])
 public = APIRouter(tags=["server"])
-"""Routes that need no key, besides the files of the page."""
+"""Routes that need no API key. The files of the page need none either."""
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "It has the body of 200."}}
 
 
 def create_app(service: Service, keys: Keys | None) -> ASGIApp:
-    """Return the whole application, for an ASGI server."""
+    """Return the ASGI application with all routes, middleware and error handlers."""
     app = FastAPI(
         title="svdpp",
         version=__version__,
         description=_DESCRIPTION,
-        docs_url=None,  # their scripts come from another host
+        docs_url=None,  # FastAPI's documentation pages load scripts from another host
         redoc_url=None,
         redirect_slashes=False,
         responses={statuses: {"model": ErrorResponse} for statuses in ("4XX", "5XX")},
@@ -310,14 +317,17 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
 
 @server.get("/v1/models/{id:path}")
 def get_model(id: str, service: ServiceDep) -> dict[str, Any]:
-    """Show the model of this server, if that is its id."""
+    """Show the model of this server."""
     service.capabilities.check_model(id)
     return dict(list_models(service)["data"][0])
 
 
 @server.get("/v1/engine")
 def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
-    """Show the ranks' work, now and in the last minute; videos of other keys are `other`."""
+    """Show the work of the ranks now and in the last minute.
+
+    Videos of other keys appear as `other`.
+    """
     engine = service.engine
 
     @functools.cache
@@ -342,19 +352,19 @@ def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
 
 @server.get("/v1/servers")
 def list_servers(service: ServiceDep) -> dict[str, Any]:
-    """List the servers that share the queue: this one first, the others as they were last seen."""
+    """List the servers that share the queue: this server, then the last report of each other."""
     return {"object": "list", "data": service.fleet.servers()}
 
 
 @public.get("/health", responses=_NOT_READY)
 async def get_health(service: ServiceDep) -> JSONResponse:
-    """Whether the ranks live; 503 while they start, restart or end."""
+    """Report whether the ranks run: status 503 while the ranks start, restart or end."""
     return _health(service, None if service.engine.state == "ready" else "the ranks are not ready")
 
 
 @public.get("/ready", responses=_NOT_READY)
 def get_ready(service: ServiceDep) -> JSONResponse:
-    """Whether the server takes requests: the ranks live, and neither queue nor disk is full."""
+    """Report whether the server accepts requests: ranks run, neither queue nor disk is full."""
     return _health(service, service.not_ready_reason())
 
 
@@ -372,12 +382,12 @@ def _health(service: Service, reason: str | None) -> JSONResponse:
 
 @server.get("/metrics", response_class=PlainTextResponse)
 def get_metrics(service: ServiceDep) -> Response:
-    """Show the metrics for Prometheus."""
+    """Show the server's metrics in Prometheus format."""
     kind = "text/plain; version=0.0.4; charset=utf-8"
     return Response(service.metrics.render(), media_type=kind)
 
 
 @public.get("/", include_in_schema=False)
 def get_page() -> Response:
-    """Send the page."""
+    """Send the web page."""
     return FileResponse(_PAGE / "index.html")

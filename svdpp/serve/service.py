@@ -60,7 +60,7 @@ from svdpp.serve.webhooks import Webhooks
 # Maximum seconds in a `Retry-After` header. A client that waits longer may miss free places.
 _MAX_RETRY = 600
 _LOOK_SECONDS = 0.25
-# Seconds between two removals of ended clips of other or earlier servers that owners have deleted.
+# Seconds between two searches for deleted jobs that ended on another server or before a restart.
 _REMOVAL_SECONDS = 30.0
 # Maximum number of queries per second by all subscribers together, to limit the CPU's load.
 _LOOKS_PER_SECOND = 200
@@ -151,7 +151,8 @@ class Service:
         for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self.folder / name).chmod(0o700)  # for folders of earlier versions
+            # Earlier versions created the folders with other modes.
+            (self.folder / name).chmod(0o700)
         self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
         self._orphans: FileSnapshot = set()
         self.subscribers = Subscribers()
@@ -252,7 +253,7 @@ class Service:
             raise self._queue_full_error({"open": num_open, "limit": self.settings.max_open})
 
     def not_ready_reason(self) -> str | None:
-        """Return why requests are rejected, or why no rank can begin one; None if neither is so."""
+        """Return why this server accepts no requests or makes no clips; None if it is ready."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
         if reason := self.queue.unavailable_reason:
@@ -372,7 +373,7 @@ class Service:
         try:
             yield
         except InputError as error:
-            self.queue.store.check()  # the file may be missing because its disk is
+            self.queue.store.check()  # the file may be missing because its disk is not mounted
             error.details["field"] = field_name
             raise
 
@@ -439,7 +440,7 @@ class Service:
             owner: Owner of the job.
 
         Returns:
-            Response for the client, and whether the files are removed already.
+            Response for the client, and whether the files are already removed.
 
         Raises:
             ApiError: The owner has no such job.
@@ -494,7 +495,13 @@ class Service:
         job = self.queue.get(id)
         if job is None and self.queue.is_unreadable(id, owner.name):
             text = "a newer server has accepted this video, and this one cannot read it"
-            raise ApiError(503, "newer_video", text, "try again: another server may", retry=10)
+            raise ApiError(
+                503,
+                "newer_video",
+                text,
+                "try again: another server may be able to read it",
+                retry=10,
+            )
         if job is None or job.owner != owner.name or job.remove_requested:
             raise ApiError(404, "video_not_found", f"there is no video {id[:60]!r}")
         return job
@@ -526,12 +533,12 @@ class Service:
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _refusal_of(self, job: Job) -> str | None:
-        """Return why this server cannot make a job for the server's own model; None if it can."""
+        """Return why this server cannot make a job of its own model; None if it can."""
         missing = self.capabilities.loras.missing_reason(job.loras)
         return missing or self.admission.no_route_reason(job.sampling)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Return why this server cannot make a job of any model; None if it can."""
+        """Return why this server cannot make a job of its own or another model; None if it can."""
         if job.model_key == self.queue.model_key:
             return self._refusal_of(job)
         own_model = self.capabilities.model
@@ -584,7 +591,7 @@ class Service:
 
 
 def _video_frames(job: Job, field_name: str) -> int:
-    """Return the number of frames that a clip uses of the video in a field; 0: it has an image."""
+    """Return how many frames of a video in a field the clip uses; 0: the field has an image."""
     if field_name == LAST_IMAGE:
         return 0
     if field_name == IMAGE_FIELD:

@@ -25,11 +25,11 @@ from svdpp.media import output_files
 from svdpp.serve.clock import SteadyClock
 from svdpp.serve.job import INDEXES, VERSION, upgrade
 
-#: Folder for files of no job. The root of a file system may have one before a queue exists.
+#: Folder for files that belong to no job. The root of a file system already has such a folder.
 LOST_AND_FOUND = "lost+found"
-#: File that reserves space on the disk.
+#: File that reserves disk space for changes of the queue, and is removed when the disk is full.
 RESERVE_FILE = ".svdpp-reserve"
-#: File that the server of a data folder locks.
+#: Name of the file that a server locks to reserve its data folder.
 LOCK_FILE = "lock"
 #: File, or object of a store, with the id of the queue that the files belong to.
 QUEUE_ID_FILE = "queue.id"
@@ -61,14 +61,15 @@ _RESERVE_BYTES = 4 * 2**20
 
 
 class BackendUnavailableError(OutputError):
-    """Queue or store that is gone or does not respond; whether a change was made is unknown.
+    """The queue or the store is gone or does not respond.
 
-    Dispatcher, fleet and store log it once, when they notice it; others do not log it.
+    Whether a change was made is unknown. Dispatcher, fleet and store log the error once; other
+    callers do not log it.
     """
 
 
 class StorageUnavailableError(BackendUnavailableError):
-    """Files that cannot be reached: the folder is not mounted, or the store does not respond."""
+    """The files cannot be reached: the folder is not mounted, or the store does not respond."""
 
 
 def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> None:
@@ -77,7 +78,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
     Args:
         folder: Data folder, which need not exist.
         allowed: Names of files that the folder may have.
-        restore: Beginning of the hint: advice to restore the queue.
+        restore: Beginning of the error's hint: advice how to restore the queue.
 
     Raises:
         RequestError: The folder has other files.
@@ -119,7 +120,8 @@ class SqliteBackend:
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
-    """Endings of the query of a claim, in the order of attempts, each with an `advisory_lock`."""
+    """Locking clauses of the query that claims a job, each with an `advisory_lock`, in the order in
+    which they are tried."""
 
     clock_name = "what it was when the server started"
     """Name of the clock that `now` reads, for messages."""
@@ -129,8 +131,9 @@ class SqliteBackend:
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
-        self._opened_as: list[int] = []  # inodes, empty until the file is open
-        # Reads have their own connection, because they need not wait until a write is on the disk.
+        # Inodes of the file and its log; empty until the file is open.
+        self._opened_as: list[int] = []
+        # Reads have their own connection, so that they do not wait until a write is on the disk.
         self._writing, self._reading = threading.Lock(), threading.Lock()
         with self._errors(), contextlib.ExitStack() as opened:
             if not (adopts or self._path.exists()):
@@ -236,7 +239,7 @@ class SqliteBackend:
             try:
                 with reserve.open("xb") as file:
                     os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
-            except OSError:  # such as a quota; the queue works without a reserve
+            except OSError:  # the disk may be full; the queue works without a reserve
                 output_files.remove(reserve)
 
     def _on_disk(self) -> list[int]:
@@ -248,7 +251,7 @@ class SqliteBackend:
     def _unavailable(self) -> BackendUnavailableError:
         return BackendUnavailableError(
             f"the queue {str(self._path)!r} was removed or replaced",
-            "move it back to its place, or end the server and restore it",
+            "move the file back to its place, or stop the server and restore the file",
         )
 
     @contextlib.contextmanager
@@ -258,14 +261,15 @@ class SqliteBackend:
         except (sqlite3.Error, OSError) as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
-            if self._opened_as and not self.is_there:  # the removal is the cause of any error
+            # If the file is gone, that is the cause of any error.
+            if self._opened_as and not self.is_there:
                 raise self._unavailable() from error
-            hint = "check that its disk has space and that this user may write to it"
+            hint = "check that the disk has space and that this user may write to the file"
             code = getattr(error, "sqlite_errorcode", 0)
-            # The class itself means damage; its subclasses mean the disk, or locks of other
-            # programs.
+            # DatabaseError itself means a damaged file. Its subclasses mean disk errors or locks of
+            # other programs.
             if type(error) is sqlite3.DatabaseError:
-                hint = "it is damaged: restore a copy of it, or start with another folder"
+                hint = "the file is damaged: restore a copy, or start with another folder"
             elif code in _LOCK_ERRORS or getattr(error, "errno", 0) in _NO_LOCKS:
                 hint = (
                     "another program holds its lock, or its file system has no locks: end that "

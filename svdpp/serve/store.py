@@ -46,9 +46,10 @@ FILE_NAME = re.compile(
     rf"|[a-z]+/\.(upload-({VIDEO_ID.pattern}|{LINES_ID.pattern})-[0-9a-f]{{8}}|svdpp-[0-9a-f]{{8}}-\d+-[0-9a-f]{{8}}.*"
     rf"|fetched-[0-9a-f]{{16}})"
 )
-# Seconds between two probes of a store that answers. A store that does not is probed at each call.
+# Seconds between two probes of a store that answers. A store that does not answer is probed at each
+# call.
 _PROBE_SECONDS = 10.0
-# Exceptions that a mistake in this program causes, and not a failure of the store.
+# Exceptions that point to a bug in this program, not to a failure of the store.
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
 # Error numbers of the local disk, to which objects are fetched.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -57,7 +58,7 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """Files of all servers: in the store at a URL, or without a URL only in a folder.
+    """Files of the jobs: in a store that servers share, with local copies, or only in a folder.
 
     Any thread may call any method. After a failure of the store, all methods raise
     BackendUnavailableError at once, until `probe` finds that the store answers again.
@@ -92,7 +93,7 @@ class FileStore:
             with self._errors():
                 self._filesystem.put_file(str(path), self._object_path(path))
         except FileNotFoundError as error:
-            if path.exists():  # else it was removed meanwhile
+            if path.exists():  # else another thread has removed the file
                 raise self._unavailable(output_files.error_reason(error)) from error
 
     def fetch(self, path: Path) -> None:
@@ -158,7 +159,7 @@ class FileStore:
                 self._filesystem.rm_file(self._object_path(path))
 
     def objects(self, folder: str = "") -> dict[str, tuple[int, float]]:
-        """Return size in bytes and unix time of each object, by name like `clips/x.mp4`.
+        """Return size in bytes and unix time of each object in the store, by the object's name.
 
         Args:
             folder: Folder of the store to list; empty: all folders.
@@ -193,7 +194,8 @@ class FileStore:
             ):
                 is_there = folder.exists() and not folder.is_symlink()
                 for path in folder.iterdir() if is_there else ():
-                    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                    # Another thread has removed the file.
+                    with contextlib.suppress(FileNotFoundError):
                         info = path.lstat()
                         if stat.S_ISREG(info.st_mode):
                             found[f"{folder.name}/{path.name}"] = info.st_size, info.st_mtime
@@ -272,8 +274,8 @@ class FileStore:
             raise StorageUnavailableError(self.unavailable_reason)
         if not self.is_mounted:
             raise StorageUnavailableError(
-                f"{self.name} is not there, or is not that of the queue",
-                "mount its disk again; the server goes on by itself",
+                f"{self.name} is not there, or does not belong to the queue",
+                "mount its disk again; the server then continues by itself",
             )
 
     def probe(self) -> None:
@@ -291,7 +293,7 @@ class FileStore:
         self._next_probe_at = time.monotonic() + _PROBE_SECONDS
         if self.unavailable_reason:
             self.unavailable_reason = ""
-            logger.warning("the store is back")
+            logger.warning("the store is available again")
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
@@ -305,13 +307,13 @@ class FileStore:
         except Exception as error:  # each backend of fsspec has its own exceptions
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 text = f"cannot write to {str(self.folder)!r}: {output_files.error_reason(error)}"
-                raise OutputError(text, "its disk may be full") from error
+                raise OutputError(text, "the disk of the data folder may be full") from error
             raise self._unavailable(output_files.error_reason(error)) from error
 
     def _unavailable(self, reason: str) -> StorageUnavailableError:
         text = redact(f"{self.name} cannot be used: {reason}")
         if not self.unavailable_reason:
-            logger.error("{}: no clip is begun or taken", text)
+            logger.error("{}: no clip is begun or accepted", text)
         self.unavailable_reason = text
         return StorageUnavailableError(
             text, "check `files`, and the credentials for it", details={"reason": redact(reason)}
@@ -324,7 +326,7 @@ class FileStore:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    import fsspec  # of the extra
+    import fsspec  # installed by the extra `fleet`
 
     if not url:
         raise RequestError("`files` is empty", "name a store, such as s3://bucket/prefix")

@@ -1,7 +1,7 @@
-"""Uploaded images: their folder, and the process that decodes each before it is kept.
+"""Uploaded images: storage, and the sandboxed process that decodes each image before it is stored.
 
-The process limits itself before it reads the file: memory, CPU time, no files written, no core
-dumped.
+Before the process reads a file, it limits its own memory and CPU time, and forbids itself to write
+files and core dumps.
 """
 
 from __future__ import annotations
@@ -39,86 +39,92 @@ from svdpp.media.inputs import (
 )
 from svdpp.media.kinds import FORMATS, demuxer_of
 
-# Limits of the process that decodes an image. The largest images that `media.inputs` takes, 50
-# million pixels, need up to 1.1 GB and 3 s; 24 million pixels of a progressive JPEG need 1.2 s.
-#: Address space.
+# Limits of the decoder, the process that decodes an uploaded image. The largest images that
+# `media.inputs` accepts have 50 million pixels, and need up to 1.1 GB and 3 s to decode. A
+# progressive JPEG of 24 million pixels needs 1.2 s.
+#: Maximum bytes of a decoder's address space.
 MAX_DECODER_BYTES = 2 * 2**30
-#: CPU time for a video, in whole seconds.
+#: Maximum CPU time of a decoder for a video, in whole seconds.
 CPU_SECONDS = 20
-#: CPU time for an image, in seconds: for start and header, and for each million of its pixels.
+#: Maximum CPU time of a decoder for an image, in seconds: a fixed part for start and header, and a
+#: part for each million pixels.
 IMAGE_CPU_SECONDS = 3
 CPU_SECONDS_PER_MEGAPIXEL = 0.25
-#: Scans of a JPEG. A progressive one has about ten, and each can cost as much as the image.
+#: Maximum number of scans of a JPEG. A progressive JPEG has about ten, and decoding each scan can
+#: take as long as decoding the whole image once.
 MAX_SCANS = 100
-#: Seconds from its start to its result.
+#: Maximum seconds from the start of a decoder to its result.
 TIMEOUT_SECONDS = 30.0
-#: Images that are decoded at the same time.
+#: Maximum number of decoders at the same time.
 MAX_DECODERS = 2
-# Seconds that a request waits for one of these places.
+# Maximum seconds that a request waits until a decoder can start.
 _MAX_WAIT_SECONDS = 30.0
 
 _MAX_NAME = 100
 # Low priority, because two decoders can fill both cores of a small machine.
 _NICE = 10
-#: Limit of a decoder's output. It fits in a pipe, so the decoder never waits for a reader.
+#: Maximum bytes of a decoder's output. So much fits in a pipe, so the decoder can write and end
+#: before the server reads.
 _MAX_RESULT_BYTES = 16 * 1024
 #: Environment variables that a Python process may need to start.
 _PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
-#: SHA-256, suffix, width, height and conversion. A decoder's result is checked, because a hostile
-#: file could have taken the decoder over.
+#: Result of a decoder: SHA-256, suffix, width, height and conversion. The server checks the format,
+#: because a malicious file could have taken control of the decoder.
 _RESULT = re.compile(
     r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7}) (|over white|scaled)"
 )
-#: First bytes of a result that is an error; message and hint follow.
+#: Beginning of a decoder's output that is an error; the error as JSON follows.
 _ERROR_PREFIX = "refused\0"
-#: Marker of a JPEG that begins a segment or ends an image. In the data of a scan, 0xff is followed
-#: by 0 or by a restart marker.
+#: JPEG marker that begins a segment or ends the image. Restart markers and the bytes ff 00 are
+#: excluded, because they occur in the data of a scan.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
-#: Suffixes of the stored files, by Pillow's name of the format; the others' are that name. MPO is
-#: a JPEG with further images behind the first.
+#: Suffix of the stored file by Pillow's name of the image format, where the two differ. MPO is a
+#: JPEG with several images.
 _SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
 
-#: What decoders have said of images, by their SHA-256 and the frames that were asked for.
+#: Results of decoders, by the image's SHA-256 and the requested number of frames.
 DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 
 class DecoderBusyError(SvdppError):
-    """No decoder became free in time: the same request can succeed later."""
+    """Too many uploads are being decoded now; the same request may succeed later."""
 
 
 class DecoderSlots:
-    """Places of decoders, for which owners take turns. Any thread may call it.
+    """Limit on concurrent decoders, with a fair queue over owners. Any thread may call any method.
 
-    Next is an owner who has the fewest decoders, and of these the one who was served longest ago:
-    so one owner's many images delay another's by one image at most.
+    The next slot goes to the waiting owner with the fewest running decoders; among equals, to the
+    owner whose last slot began longest ago. So however many images one owner uploads, another owner
+    waits for at most one of them.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._free = num_slots
         self._changed = threading.Condition()
-        self._waiting: list[list[str]] = []  # lists, because two requests of one owner differ
+        # A list each, so that two requests of one owner are distinct objects.
+        self._waiting: list[list[str]] = []
         self._running = Counter[str]()
         self._served: dict[str, int] = {}
         self._num_served = 0
 
     @contextlib.contextmanager
     def acquire(self, owner: str, seconds: float) -> Iterator[None]:
-        """Hold a place during the block.
+        """Wait for a slot, and hold the slot during the block.
 
         Args:
-            owner: Name of the key whose turn is used.
-            seconds: Time to wait for a place.
+            owner: Name of the owner who uploads the image.
+            seconds: Maximum seconds to wait for a slot.
 
         Raises:
-            DecoderBusyError: No place became free in time.
+            DecoderBusyError: No slot became free in time.
         """
         request = [owner]
         with self._changed:
             self._waiting.append(request)
             try:
                 if not self._changed.wait_for(lambda: self._is_next(request), seconds):
-                    text = f"no image could be checked within {seconds:g} s: too many are"
+                    text = f"no image could be checked within {seconds:g} s: too many are waiting"
                     details = {"timeout_seconds": seconds}
                     raise DecoderBusyError(text, "try again later", details=details)
                 self._free -= 1
@@ -144,9 +150,13 @@ class DecoderSlots:
 
 
 class UploadStore:
-    """Images of all jobs, named by the jobs' ids; any thread may call any method.
+    """Folder with the uploaded files of all jobs. Any thread may call any method.
 
-    The folder is created if it does not exist. Names that clients give are never used as paths.
+    Files are named by the jobs' ids. File names from clients are never used as paths.
+
+    Args:
+        folder: Folder of the files, which is created if it does not exist.
+        max_pixels: Maximum number of pixels of an image.
     """
 
     def __init__(self, folder: Path, max_pixels: int = MAX_PIXELS) -> None:
@@ -167,23 +177,25 @@ class UploadStore:
         owner: str = "",
         decoded: DecodedImages | None = None,
     ) -> MediaFile:
-        """Store an image durably, once it is decoded; if it raises, no file is left.
+        """Decode an image, and store it durably. After an error, no file is left.
 
         Args:
-            source: Content of the image, which is read from its beginning.
+            source: Open file with the image, which is read from the beginning.
             id: Id of the job.
-            name: Name for messages, by `sanitize_filename`.
-            video_frames: Number of frames of a video that is taken as well; 0 takes images only.
-            further: Name in `Job.further_paths`; empty for `Job.input_file`.
-            owner: Name of the key, whose turn it must be.
-            decoded: Images that need not be decoded again; this one is added to them.
+            name: File name for error messages, from `sanitize_filename`.
+            video_frames: Number of frames that a clip uses of a video; 0: videos are rejected.
+            further: Field of a further input file, as in `Job.further_paths`; empty: the file is
+                the image of the job.
+            owner: Name of the owner who uploads the image.
+            decoded: Known results of decoders, to which the result for this image is added. An
+                image with a known result is not decoded again. None: the image is always decoded.
 
         Returns:
             The stored file, with its SHA-256, width and height.
 
         Raises:
-            InputError: The file is not an image, or is beyond the limits.
-            DecoderBusyError: No decoder was free in time.
+            InputError: The file cannot be decoded, or exceeds a limit.
+            DecoderBusyError: No decoder could start in time.
             OutputError: The disk cannot be written.
         """
         upload = final = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
@@ -270,18 +282,19 @@ def _sha256_of(path: Path) -> str:
 
 
 def sanitize_filename(name: str | None) -> str:
-    """Return a client's name of a file without folders and control characters, shortened."""
+    """Return a file name from a client without folders and control characters, shortened."""
     last = re.split(r"[/\\]", name or "")[-1]
     printable = "".join(char for char in last if char.isprintable()).strip()
     return printable[:_MAX_NAME] or "photo"
 
 
-# --- the process, as the server sees it -----------------------------------------------------------
+# --- in the server: start of the decoder, and check of its result ---------------------------------
 
 
 def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) -> tuple[str, ...]:
     numbers = os.getpid(), video_frames, max_pixels, MAX_DECODER_BYTES, CPU_SECONDS, MAX_SCANS
-    with signals_blocked():  # SIGTERM must not fail an upload that the server still finishes
+    # A closing server still finishes uploads, so SIGTERM must not end a decoder.
+    with signals_blocked():
         process = start_helper(
             "svdpp.serve.uploads",
             *(upload, *numbers),
@@ -309,9 +322,10 @@ def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) ->
 
 
 def _decoder_error(text: str, upload: Path, name: str) -> InputError:
-    """Return the error that a decoder has written, with the client's name of the file.
+    """Return the error that a decoder has reported, with the file name from the client.
 
-    A hostile file could have written it: of its details only names with numbers or texts are kept.
+    A malicious file could have forged the error. So only details that are numbers or texts are
+    kept.
     """
     try:
         record = json.loads(text)
@@ -329,7 +343,7 @@ def _decoder_error(text: str, upload: Path, name: str) -> InputError:
 
 
 def _read_result(process: subprocess.Popen[bytes]) -> str:
-    """Return the output of an ended process, without waiting for others that hold the pipe."""
+    """Return the output of an ended process, even if its children still hold the pipe open."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     with contextlib.suppress(BlockingIOError):
@@ -338,22 +352,23 @@ def _read_result(process: subprocess.Popen[bytes]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that the decoder needs: no tokens, and one thread, to save memory."""
+    """Return the decoder's environment variables: without secrets, and with one thread."""
     kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-# --- the process itself ---------------------------------------------------------------------------
+# --- in the decoder -------------------------------------------------------------------------------
 
 
 def main(path: str, *numbers: str) -> None:
-    """Write to stdout what is known of the image, or the error.
+    """Decode a file, and write the result or the error to stdout.
 
     Args:
         path: File to decode.
-        numbers: Process id of the server, whose end also ends this process; the frames that a clip
-            takes of a video, or 0; and the limits: pixels, bytes of address space, seconds of CPU
-            time, after which the kernel sends SIGXCPU, and scans of a JPEG.
+        numbers: Process id of the server, whose end also ends this process; number of frames that a
+            clip uses of a video, 0 for an image; maximum pixels; maximum bytes of address space;
+            maximum seconds of CPU time, after which the kernel sends SIGXCPU; and maximum scans of
+            a JPEG.
     """
     parent, video_frames, max_pixels, max_bytes, cpu_seconds, max_scans = map(int, numbers)
     end_with_parent(parent)
@@ -361,7 +376,8 @@ def main(path: str, *numbers: str) -> None:
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    # At the hard limit the kernel would send SIGKILL, which does not say why.
+    # The hard limit is higher, because there the kernel sends SIGKILL, which does not tell the
+    # reason.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
         result = _decode(Path(path), video_frames, max_pixels, max_scans)
@@ -383,7 +399,7 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
         suffix = ".mp4" if demuxer == "mov" else ".mkv"
     else:
         _check_cost(path, max_scans)
-        if video_frames:  # an animation has frames, an image stands for all of them
+        if video_frames:  # frames of an animation; an image is repeated for all frames
             photo = probe_video(path, video_frames, max_pixels)
         else:
             image, photo = read_image(path, max_pixels)
@@ -395,12 +411,12 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
 
 
 def _check_cost(path: Path, max_scans: int) -> None:
-    """Lower the limit of CPU time to what the image's size needs, and refuse too many scans."""
+    """Lower the limit on CPU time to suit the image's size; reject JPEGs of too many scans."""
     try:
         with Image.open(path, formats=FORMATS) as header:
             width, height = header.size
             format = header.format
-    except Exception:  # `read_image` then says what is wrong with it
+    except Exception:  # `read_image` will report the error of the file
         return
     spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     pixels = width * height
@@ -417,9 +433,9 @@ def _check_cost(path: Path, max_scans: int) -> None:
 
 
 def _num_scans(data: bytes) -> int:
-    """Return the number of scans of the first image of a JPEG (ITU T.81, annex B).
+    """Return the number of scans of the first image in a JPEG file (ITU T.81, annex B).
 
-    Segments are skipped by their lengths, so those of an embedded thumbnail do not count.
+    Segments are skipped by their lengths, so the scans of an embedded thumbnail do not count.
     """
     position, scans = 2, 0
     while (marker := _MARKER.search(data, position)) and marker[0] != _END_OF_IMAGE:

@@ -1,8 +1,9 @@
-"""Verification of finished clips on one device, on request or when the ranks are idle.
+"""Verification of finished clips: each is made again on one device and compared.
 
-Each runs in a process of low priority, as `svdpp verify CLIP` does it, and is ended at once when
-work arrives for the ranks. This module is also that process: `verifier JSON INPUT PARENT_PID`,
-where INPUT is empty for a clip from text alone. Its last line of output is the result.
+A verification runs while the ranks are idle, in a process of low priority that does the same as
+`svdpp verify CLIP`. The process is ended at once when the ranks get work. The process runs this
+module: `verifier JSON INPUT PARENT_PID`, where JSON is the clip's metadata file, and INPUT is the
+image, or empty for text-to-video. The last line of the process's output is the result.
 """
 
 from __future__ import annotations
@@ -33,20 +34,25 @@ from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 
 _POLL_SECONDS = 0.05
-# Seconds between looks for idle time. In a fleet, each look is a query of the shared database.
+# Seconds between two searches for clips to verify. In a fleet they are longer, because each search
+# queries the shared database.
 _LOOK_SECONDS, _SHARED_LOOK_SECONDS = 0.5, 10.0
-# Seconds for a process to remove its temporary files when it is ended.
+# Seconds after SIGTERM in which the process can remove its temporary files.
 _END_SECONDS = 5.0
 _NICE = 19
 
 
 class Verifier:
-    """Verifier of clips, one at a time, requested ones first. Any thread may call it.
+    """Thread that verifies finished clips while the ranks are idle. Any thread may call any method.
 
-    Owners take turns, so that nobody's requests keep another's waiting.
+    One clip is verified at a time. Requested verifications go first, and their owners take turns. A
+    verification that is interrupted by work for the ranks is repeated later.
 
-    With `when_idle` clips are verified without a request, the newest first. What is stopped stays
-    requested. `on_verdict` is called in the verifier's thread.
+    Args:
+        queue: Queue with the jobs of the clips.
+        is_idle: Function that returns whether the ranks are ready and have no work.
+        when_idle: Whether to verify clips without a request too, the newest first.
+        on_verdict: Function that the verifier's thread calls with the result of each comparison.
     """
 
     def __init__(
@@ -63,24 +69,25 @@ class Verifier:
         self._when_idle = when_idle
         self._on_verdict = on_verdict
         self.running: str | None = None
-        """The id of the job that is being verified."""
+        """Id of the job whose clip is being verified; None: no clip is."""
         self._cancelled: str | None = None
         self._num_begun = 0
         self._last_turns: dict[str, int] = {}
-        """Number of the last verification that was begun for each owner."""
+        """Number of the latest verification of each owner's clips, counted from 1 over all
+        owners."""
         seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
         error_message = "the verification of a clip failed"
         self.thread = PeriodicThread(
             "verifier", self._run_once, seconds, error_message=error_message
         )
-        """The thread, which also answers the requests to earlier servers."""
+        """Thread of the verifications. It also processes requests that an earlier server process
+        got."""
 
     def request(self, id: str) -> bool:
-        """Have a completed clip verified once the ranks are idle.
+        """Request the verification of a completed clip.
 
         Returns:
-            Whether it will be verified. False for a clip that is not completed, or whose video was
-            not written.
+            Whether the clip will be verified; False if it is not completed or has no video file.
         """
         job = self._queue.get(id)
         if job is None or job.state is not JobState.COMPLETED or "file_sha256" not in job.metadata:
@@ -90,7 +97,7 @@ class Verifier:
         return is_taken
 
     def cancel(self, id: str) -> None:
-        """Drop the request to verify a clip; soon nothing reads its files."""
+        """Withdraw the request to verify a clip; a running verification of the clip soon stops."""
         self._queue.set_verification(id, "none")
         self._cancelled = id
 
@@ -110,7 +117,12 @@ class Verifier:
         ]
 
     def _verify(self, id: str) -> bool:
-        """Verifies a clip; False if another server does or did, or the ranks have work."""
+        """Verify a clip.
+
+        Returns:
+            Whether a verification was begun. False if the ranks have work, or another server is
+                verifying or has verified the clip.
+        """
         if not self._is_idle():
             return False
         with self._queue.lock_clip(id) as is_held:
@@ -146,7 +158,7 @@ class Verifier:
         self._on_verdict(verdict)
 
     def _missing_files(self, job: Job) -> str:
-        """Which file the verification lacks, also after a look in the store; empty if none."""
+        """Return a text with the files that a verification needs and lacks; empty if none."""
         clip = job.clip_path(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
         needed |= {"image": photo} if (photo := job.input_path(self._folder)) else {}
@@ -157,7 +169,7 @@ class Verifier:
         return f"file missing: the {' and the '.join(missing)}" if missing else ""
 
     def _run_process(self, job: Job) -> dict[str, Any] | None:
-        """Verify a clip in a process; return its result, None if it was stopped."""
+        """Verify a clip in a process; return the result, or None if the process was stopped."""
         if missing := self._missing_files(job):
             return _error_result(InputError(missing))
         with self._start_process(job) as process:
@@ -200,15 +212,21 @@ def _parse_result(output: bytes, code: int) -> dict[str, Any]:
         if isinstance(result, dict):
             return result
     tail = output[-2000:].decode(errors="replace")
-    text = f"its process ended with code {code} without an answer: {tail}"
+    text = f"its process ended with code {code} without a result: {tail}"
     return _error_result(SvdppError(text, details={"exit_code": code, "output": tail}))
 
 
-# --- the process ----------------------------------------------------------------------------------
+# --- in the process -------------------------------------------------------------------------------
 
 
 def main(clip: str, photo: str, parent: str) -> None:
-    """Verify the clip and write the answer."""
+    """Verify a clip, and write the result to stdout as JSON.
+
+    Args:
+        clip: Path of the clip's metadata file.
+        photo: Path of the image; empty for text-to-video.
+        parent: Process id of the server, whose end also ends this process.
+    """
     exit_on_signals(exit_with_signal_code)
     end_with_parent(int(parent), signal.SIGTERM)
     os.nice(_NICE)
@@ -218,7 +236,7 @@ def main(clip: str, photo: str, parent: str) -> None:
 
 
 def _verify_clip(clip: Path, photo: Path | None) -> dict[str, Any]:
-    # Imported late: torch takes seconds, and by then the process has its low priority.
+    # Imported here, so that the import of torch, which takes seconds, already runs at low priority.
     from svdpp.verification.clip_verification import (
         VerificationSettings,
         plan_verification,
@@ -239,7 +257,7 @@ def _verify_clip(clip: Path, photo: Path | None) -> dict[str, Any]:
 
 
 def _check_gpu(config: PipelineConfig) -> None:
-    """Refuse a GPU on which the ranks leave too little: they must not run out of memory."""
+    """Check that the GPU has enough free memory, so that the ranks do not run out of memory."""
     if config.device == "cpu":
         return
     from svdpp.driver.resolve import estimate_ranks, resolve_config

@@ -1,7 +1,8 @@
-"""Webhooks: requests to the `callback_url` of a job when its clip is completed or failed.
+"""Webhooks: HTTP requests to the `callback_url` of a job when the job is completed or failed.
 
-The queue has what is due, so that a server that was killed goes on with it: each webhook arrives at
-least once, always with the same id. They are signed as https://www.standardwebhooks.com says.
+Due webhooks are stored in the queue, so that they are sent even if a server is killed. Each webhook
+is delivered at least once, always with the same id. Webhooks are signed as described at
+https://www.standardwebhooks.com.
 """
 
 from __future__ import annotations
@@ -31,30 +32,35 @@ from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.schemas import ApiError, Video
 
-#: Attempts after which a webhook is given up, 20 hours after the first one.
+#: Maximum number of attempts to send a webhook. The last attempt is 20 hours after the first one.
 MAX_ATTEMPTS = 10
-#: Seconds of one attempt, from the lookup of the host to the status of the response.
+#: Maximum seconds of one attempt, from the DNS lookup to the status of the response.
 ATTEMPT_SECONDS = 10.0
-#: Attempts at the same time.
+#: Maximum number of webhooks that are sent at the same time.
 MAX_CONCURRENT = 16
 
 _FIRST_RETRY_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 6 * 3600.0
-# Seconds after which an attempt has ended, unless the server that made it has died. Another
-# attempt may then be made.
+# Seconds after the start of an attempt after which another attempt may begin. By then, the attempt
+# has ended, or its server has died.
 _ATTEMPT_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
 _POLL_SECONDS = 10.0
-# Lookups of one name at the same time: a resolver that is down keeps each thread for long.
+# Maximum number of concurrent DNS lookups of one host. Each occupies a thread, for a long time if
+# the DNS server is down.
 _MAX_LOOKUPS = 4
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
 class Webhooks:
-    """Sender of the webhooks of a queue, in a thread. Any thread may call it.
+    """Thread that sends the due webhooks of a queue. Any thread may call any method.
 
-    They go to `hosts` alone, each written as in a URL, with its port unless that is the scheme's.
-    Every webhook is signed with each of the `secrets`, so that a receiver can change from an old
-    secret to a new one.
+    Args:
+        queue: Queue with the jobs whose webhooks are sent.
+        hosts: Hosts to which webhooks may be sent, as in a URL: with the port, unless it is the
+            default port of the scheme.
+        secrets: Secrets with each of which every webhook is signed. With an old and a new secret,
+            receivers can change from one to the other.
+        view: Function that returns the API's representation of a job.
     """
 
     def __init__(
@@ -73,35 +79,35 @@ class Webhooks:
         self._secrets = secrets
         self._view = view
         self._tls = ssl.create_default_context()
-        # Number of threads that look up each name now.
+        # Number of DNS lookups in progress for each host name.
         self._lookups = Counter[str]()
         self._lookups_lock = threading.Lock()
         self.thread = PeriodicThread(
             "webhooks",
             self._send_due,
             _POLL_SECONDS,
-            error_message="webhooks wait",
+            error_message="webhooks cannot be sent now",
             on_close=self._send_due,
         )
-        """Thread that sends what is due; at its end each once."""
+        """Thread that sends due webhooks. At its end, it tries each due webhook once more."""
 
     def check(self, url: str) -> None:
-        """Refuse a URL of a host that is not allowed; one with a user name has no such host.
+        """Check that the host of a URL is allowed. URLs with a user name or password are rejected.
 
         Raises:
-            ApiError: 422, `callback_refused`.
+            ApiError: The host is not allowed: status 422, `callback_refused`.
         """
-        with suppress(ValueError):  # it is no URL
+        with suppress(ValueError):  # `url` cannot be parsed
             if urlsplit(url).netloc.lower() in self._hosts:
                 return
         text = f"this server sends no webhooks to {url.partition('?')[0][:100]!r}"
-        hint = "whoever starts the server can allow its host"
+        hint = "the server's operator can allow the host of the URL"
         raise ApiError(422, "callback_refused", text, hint, field="callback_url")
 
-    # --- the thread -------------------------------------------------------------------------------
+    # --- in the thread ----------------------------------------------------------------------------
 
     def _send_due(self) -> None:
-        """Try what is due, some at the same time; the next ones wait until these have ended."""
+        """Send the due webhooks, `MAX_CONCURRENT` at a time, until none is due or time is up."""
         end = time.monotonic() + _ATTEMPT_LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
@@ -113,11 +119,11 @@ class Webhooks:
                 return
             errors = asyncio.run(self._post_all(jobs))
             for job, error in zip(jobs, errors, strict=True):
-                with suppress(OutputError):  # it is tried again
+                with suppress(OutputError):  # the webhook stays due and is sent again
                     self._record_attempt(job, error)
 
     def _record_attempt(self, job: Job, error: str | None) -> None:
-        """Store the outcome of a try; one that is not stored is tried again."""
+        """Store the outcome of an attempt, and after a failure the time of the next attempt."""
         seconds = None
         if error is not None and job.callback_attempts < MAX_ATTEMPTS:
             seconds = _FIRST_RETRY_SECONDS * 4 ** (job.callback_attempts - 1)
@@ -131,25 +137,25 @@ class Webhooks:
         return await asyncio.gather(*map(self._attempt, jobs))
 
     async def _attempt(self, job: Job) -> str | None:
-        """Try once; return what went wrong, or None."""
+        """Send a webhook once; return the reason of a failure, or None after a success."""
         try:
             async with asyncio.timeout(ATTEMPT_SECONDS):
                 status = await self._post(job)
         except TimeoutError:
             return f"no answer within {ATTEMPT_SECONDS:g} s"
-        except Exception as error:  # whatever one receiver does, the others get theirs
+        except Exception as error:  # an error of one receiver must not stop webhooks to others
             return str(error) or type(error).__name__
         return None if 200 <= status < 300 else f"the answer was {status}"
 
     async def _post(self, job: Job) -> int:
-        """Return the status of the answer, whose body is not read; follow no redirect."""
+        """Send a webhook; return the status of the response. Redirects are not followed."""
         assert job.callback_url is not None
-        self.check(job.callback_url)  # an earlier server may have allowed another host
+        self.check(job.callback_url)  # the list of allowed hosts may have changed since the request
         url = urlsplit(job.callback_url)
         host = url.hostname or ""
         port = url.port or (443 if url.scheme == "https" else 80)
         address = await self._address(host, port, job.callback_attempts)
-        id = f"evt_{job.id.removeprefix('video_')}"  # the same in each try
+        id = f"evt_{job.id.removeprefix('video_')}"  # the same id in each attempt
         body = _event_body(id, job, self._view(job))
         headers = {
             "host": url.netloc,
@@ -162,14 +168,19 @@ class Webhooks:
                 httpx2.URL(job.callback_url).copy_with(host=address),
                 content=body,
                 headers=headers,
-                extensions={"sni_hostname": host},  # the certificate is that of the name
+                # TLS checks the certificate against the host name, not the address.
+                extensions={"sni_hostname": host},
             )
             response = await client.send(request, stream=True)
             await response.aclose()
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the address to connect to, another one with each attempt; all are checked."""
+        """Return the IP address for an attempt; each attempt uses the next address of the host.
+
+        Raises:
+            RequestError: The host name has an address that is not public.
+        """
         addresses = await self._resolve_host(host, port)
         for address in addresses:
             if not _is_public(address) and address != host:
@@ -177,14 +188,15 @@ class Webhooks:
         return addresses[attempt % len(addresses)]
 
     async def _resolve_host(self, host: str, port: int) -> list[str]:
-        """Return the addresses of a name, by a thread of its own.
+        """Return the IP addresses of a host name.
 
-        A lookup cannot be stopped, and a resolver that is down takes longer than a lease. The end
-        of an event loop would wait for its threads, and with it the webhooks of all other hosts.
+        The lookup runs in a separate thread instead of the event loop's executor. A lookup cannot
+        be stopped, and takes minutes if the DNS server is down. An event loop waits at its end for
+        the threads of its executor, which would delay the webhooks to all other hosts.
 
         Raises:
-            OSError: The name has no address.
-            RequestError: Earlier lookups of the name have no answer yet.
+            OSError: The host name has no address.
+            RequestError: Too many earlier lookups of the host name are still in progress.
         """
         if self._lookups[host] >= _MAX_LOOKUPS:
             raise RequestError(f"earlier lookups of {host} have no answer yet")
@@ -192,7 +204,7 @@ class Webhooks:
         addresses_future: asyncio.Future[list[str]] = loop.create_future()
 
         def set_result(addresses: list[str], error: Exception | None) -> None:
-            if addresses_future.done():  # nobody waits for it any more
+            if addresses_future.done():  # the attempt has timed out
                 return
             if error is None:
                 addresses_future.set_result(addresses)
@@ -210,7 +222,7 @@ class Webhooks:
             finally:
                 with self._lookups_lock:
                     self._lookups[host] -= 1
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(set_result, addresses, failure)
 
         with self._lookups_lock:
@@ -220,13 +232,13 @@ class Webhooks:
 
 
 def sign(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict[str, str]:
-    """Return the headers of Standard Webhooks (https://www.standardwebhooks.com).
+    """Return the headers that identify and sign a webhook (https://www.standardwebhooks.com).
 
     Args:
-        id: Id of the event, the same in each try.
-        timestamp: Unix time of the try, in seconds.
+        id: Id of the event, the same in each attempt.
+        timestamp: Unix time of the attempt, in seconds.
         body: Body of the request.
-        secrets: Keys of HMAC-SHA256; there is one signature for each.
+        secrets: Keys of HMAC-SHA256. The header has one signature for each key.
     """
     content = f"{id}.{timestamp}.".encode() + body
     digests = (hmac.digest(secret, content, hashlib.sha256) for secret in secrets)
@@ -238,7 +250,7 @@ def sign(id: str, timestamp: int, body: bytes, secrets: Sequence[bytes]) -> dict
 
 
 def _event_body(id: str, job: Job, video: Video) -> bytes:
-    """Return the JSON body of a webhook, as OpenAI's, with the JSON of the video as `data`."""
+    """Return the JSON body of a webhook: an event as in OpenAI's API, with the video as `data`."""
     event = {
         "id": id,
         "object": "event",
@@ -250,7 +262,7 @@ def _event_body(id: str, job: Job, video: Video) -> bytes:
 
 
 def _is_public(text: str) -> bool:
-    """Whether an address is one of the internet; of IPv6 that of a host, without IPv4 inside."""
+    """Whether an IP address is public. IPv6 addresses must be unicast and must not embed IPv4."""
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
         return address.is_global and address in _UNICAST and address.sixtofour is None

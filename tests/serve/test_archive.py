@@ -93,7 +93,7 @@ def test_an_archive_that_cannot_be_finished_is_none(
     monkeypatch.setattr(server.service.queue, "get", get_or_fail)
     with pytest.raises(httpx.RemoteProtocolError):
         server.client.get("/v1/videos/archive")
-    wait(lambda: "an archive is not finished: the queue is away" in server.err)
+    wait(lambda: "an archive could not be completed: the queue is away" in server.err)
     assert "Traceback" not in server.err
 
 

@@ -130,7 +130,7 @@ def _clips_survive_the_database(pair: Pair, postgres: Postgres) -> None:
     maker.wait_ready()
     wait_made(other, {**ids, maker.add(seed=10)[0]: 10})
     for server in pair:
-        wait(lambda server=server: "the queue is back" in server.err)  # type: ignore[misc]
+        wait(lambda server=server: "the queue is available again" in server.err)  # type: ignore[misc]
         assert server.err.count("does not answer") == 1
         assert "Traceback" not in server.err
 

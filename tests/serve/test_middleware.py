@@ -232,9 +232,9 @@ KEY = "svdpp_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
     ("reason", "texts"),
     [
         ("has no entries", ("", "# none")),
-        ("line 2: it is not NAME HASH", (f"\n{KEY}\n", f"ann {HASH}\n{KEY} {KEY} {KEY}\n")),
-        ("line 1: it is not NAME HASH", (f"ann {KEY}\n", f"ann {HASH.upper()}\n", f"a/b {HASH}\n")),
-        ("line 1: it is not", (f"ann {HASH} open=0", f"ann {HASH} open=5 open=6", b"ann \xff\xfe")),
+        ("line 2 is not NAME HASH", (f"\n{KEY}\n", f"ann {HASH}\n{KEY} {KEY} {KEY}\n")),
+        ("line 1 is not NAME HASH", (f"ann {KEY}\n", f"ann {HASH.upper()}\n", f"a/b {HASH}\n")),
+        ("line 1 is not", (f"ann {HASH} open=0", f"ann {HASH} open=5 open=6", b"ann \xff\xfe")),
         ("has one hash under two names", (f"ann {HASH}\nbob {HASH}\n",)),
         ("is larger than", (f"# {'x' * 1_000_001}",)),
     ],

@@ -88,7 +88,7 @@ HOOKS = ("--callback-hosts", "a.example", "--callback-secret-file")
         (("--queue", "mysql://db/svdpp"), 2, ("--queue takes a URL such as postgresql://",)),
         (("--lease", "0"), 2, ("--lease",)),
         (("--callback-hosts", "a.example"), 2, ("needs --callback-secret-file",)),
-        ((*HOOKS, "keys"), 7, ("line 1: it is not whsec_ and 24 to 65 bytes", "openssl rand")),
+        ((*HOOKS, "keys"), 7, ("line 1 is not whsec_ and 24 to 65 bytes", "openssl rand")),
         (("--model", "./empty"), 5, ("empty",)),
         (("--data", "keys"), 8, ("keys",)),
         (("--keep-days", "nan"), 2, ("--keep-days must be",)),

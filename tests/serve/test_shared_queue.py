@@ -313,7 +313,7 @@ def test_what_does_not_belong_together_is_refused(
     opened: Open, database: str, postgres: Postgres, tmp_path: Path
 ) -> None:
     opened()
-    with pytest.raises(RequestError, match="is not that of the queue"):
+    with pytest.raises(RequestError, match="does not belong to the queue"):
         JobQueue(tmp_path / "another", url=database)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "theirs").touch()
@@ -337,7 +337,7 @@ def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str
     (tmp_path / "data" / "queue.id").touch()
     with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # of another fleet
         queue()
-    with pytest.raises(RequestError, match=r"the store .* is not that of the queue"):
+    with pytest.raises(RequestError, match=r"the store .* does not belong to the queue"):
         queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))
 
 

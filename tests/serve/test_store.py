@@ -71,7 +71,7 @@ def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
         swift.start()
     server.wait_for(id, "completed")
     server.wait_ready()
-    assert "the store is back" in server.err
+    assert "the store is available again" in server.err
     assert server.err.count("cannot be used") == 1
     assert "Traceback" not in server.err
     for secret in swift.environment.values():

@@ -36,7 +36,7 @@ _FORK_SERVER = "multiprocessing.forkserver"
 # Of the module that sets the clock.
 _SITE = Path(__file__).parent / "clock"
 # Why a server may end before it listens: the database, or the files, are away at that moment.
-_AWAY_AT_START = ("does not answer", "is not that of the queue", "cannot use the data folder")
+_AWAY_AT_START = ("does not answer", "does not belong to the queue", "cannot use the data folder")
 
 
 class FaultyServer:
