@@ -1,1 +1,1 @@
-"""The commands: thin, one file each; one printer, one table of errors."""
+"""Command-line interface: one file for each command; all output goes through `Console`."""

@@ -52,7 +52,8 @@ a target; 11 the server of a run cannot be used; 128 + n ended by signal n. If s
 the exit code is the highest of theirs.
 """
 
-# Number of options that fit on a screen. The help of a command with more shows only common ones.
+# Number of options that fit on a screen. If a command has more, its help shows only the common
+# ones.
 _ONE_SCREEN = 16
 
 
@@ -145,16 +146,16 @@ def run_command_line(arguments: Sequence[str]) -> int:
         arguments: Command line after the program's name.
 
     Returns:
-        The exit code of the process: 0, that of the error, or 128 + n after signal n.
+        Exit code of the process: 0, the exit code of an error, or 128 + n after signal n.
     """
     words = list(arguments)
     try:
         return app(words, prog_name="svdpp", standalone_mode=False, obj=tuple(words)) or 0
     except typer.TyperException as error:
-        if not arguments:  # the help was shown instead
+        if not arguments:  # without arguments, Typer shows the help and raises
             return 2
         return report_usage_error(error, arguments)
-    except SvdppError as error:  # raised by the check of an option's value
+    except SvdppError as error:  # raised by a callback that checks an option's value
         Console(as_json="--json" in arguments).error(error)
         return error.exit_code
     except typer.Abort:

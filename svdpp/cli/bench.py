@@ -61,7 +61,8 @@ class BenchOptions:
         "svdpp bench smoke",
         "svdpp bench --compare results/smoke/A results/smoke/B",
         "svdpp bench smoke --measure.repeats=7 --pipeline.split=balanced",
-        # Options of the form --section.field=value are the configuration's, not this command's.
+        # Options of the form --section.field=value override fields of the benchmark's
+        # configuration.
         allow_extra_args=True,
         ignore_unknown_options=True,
     )
@@ -73,7 +74,7 @@ def bench(console: Console, launched: World | None, options: BenchOptions) -> No
     Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
     from those of diffusers, the results are written and the exit code is 3; if a target of the
     configuration is missed, 10. Under torchrun or srun the launched ranks are measured; rank 0
-    alone measures diffusers, and writes.
+    alone measures diffusers, and writes the results.
 
     Raises:
         VerificationError: A clip has other bits than diffusers gives.
@@ -168,7 +169,9 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
         elif word.startswith("--") and "=" in word:
             overrides.append(word.removeprefix("--"))
         else:
-            raise RequestError(f"no such option: {word}", "--section.field=value sets a field")
+            raise RequestError(
+                f"no such option: {word}", "--section.field=value sets a field of the configuration"
+            )
     return names, overrides
 
 
@@ -200,7 +203,7 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     rounds = pluralize(one.asked.measure.repeats, "round")
     console.info(f"{rounds} of {clips}, {model.name} {model.dtype}, {one.config.layout}")
     if model.name in (*DEMO_MODELS, DUMMY_MODEL):
-        console.info("this model is a toy, and its figures say nothing of real ones")
+        console.info("this model is a toy, and its figures say nothing about real models")
     progress = partial(Progress, console, costs=one.config.costs, ranks=False)
     one.run(console.info, kept.add, progress)
     if one.asked.profile:
@@ -211,7 +214,7 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     console.result(f"results: {kept.folder}")
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
-    console.info(f"to compare it with another: svdpp bench --compare OTHER {folder}")
+    console.info(f"to compare this benchmark with another: svdpp bench --compare OTHER {folder}")
     console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
     return {**summary, "folder": str(kept.folder)}
 

@@ -1,4 +1,4 @@
-"""Result of a run on the command line: a line for each clip, and the error of lost clips."""
+"""Result of `svdpp run`: a line for each clip, and the error if clips are lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def print_clips(
         folder: Folder of the clips.
         skipped: Metadata of clips that were finished before the run.
         made: Metadata of clips that the run has made.
-        lost: Entries with `output`, None for an input that makes no clip, and `error`.
+        lost: Entries for lost clips, each with `error` and `output`. `output` is None for an input
+            of which no clip was made.
     """
     clips = [*skipped, *made, *lost]
     console.json({"schema_version": 1, "folder": str(folder), "clips": clips})
@@ -42,7 +43,7 @@ def raise_lost(lost: Sequence[dict[str, Any]], num_clips: int) -> None:
 
     Args:
         lost: Entries as for `print_clips`.
-        num_clips: Number of all clips, also of the lost ones.
+        num_clips: Number of all clips, including the lost ones.
 
     Raises:
         SvdppError: A clip is lost.

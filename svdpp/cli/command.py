@@ -88,8 +88,8 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
     A field without an annotation of Typer is not an option and keeps its default. A command can
     therefore drop an option, or change its default or help, by a subclass of the group that
-    declares the field again. A field made by `options_field` collects the given ones of several
-    options.
+    declares the field again. A field made by `options_field` collects those of several options that
+    were given.
 
     Args:
         function: Function whose parameters are option groups (frozen dataclasses), `Console`,
@@ -134,7 +134,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names_of_fields(context: typer.Context) -> dict[str, str]:
-    """Return the option of each field that errors name, as the user typed it if it was given."""
+    """Return the option's name for each field that errors name, as the user typed the option."""
     typed = {name: as_typed for names, as_typed in _typed_options(context) for name in names}
     options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
     return {field: typed.get(option, option) for field, option in options.items()}
@@ -193,7 +193,7 @@ def _position(parameter: inspect.Parameter) -> int:
 
 
 def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
-    """Return the group with those of its fields that `values` has; others keep their defaults."""
+    """Create an option group from values of options. Fields without a value keep their defaults."""
     given = {each.name: values[each.name] for each in fields(group) if each.name in values}
     for each in fields(group):
         if options := collected_options(each):
@@ -217,25 +217,25 @@ def _typed_options(context: typer.Context) -> list[tuple[list[str], str]]:
 def _available_options(context: typer.Context) -> set[str]:
     """Return the names of the options that hints may propose.
 
-    Those for the number of ranks are left out if a launcher decides it.
+    Options for the number of ranks are left out if a launcher decides this number.
     """
     names = {name for one in context.command.params for name in with_aliases(one.opts)}
     return names - {"--gpus", "--world"} if was_launched() else names
 
 
 def _reject_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
-    """Check that no option is empty, as a shell makes it from a variable that is not set."""
+    """Check that no option has an empty value, which often comes from an unset shell variable."""
     for one in context.command.params:
         if values.get(str(one.name)) == "" and one.name not in _MAY_BE_EMPTY:
             raise RequestError(
                 f"{one.opts[0]} is empty",
-                "leave it out, or set the variable",
+                "leave the option out, or set the shell variable",
                 details={"option": one.opts[0]},
             )
 
 
 def _unwrap(text: str) -> str:
-    """Return the paragraphs before the first section, each in one line, which rich will fold."""
+    """Return a docstring's paragraphs before the first section, each on a single line."""
     prose = re.split(r"\n\n(?:Args|Raises):\n", inspect.cleandoc(text))[0]
     paragraphs = prose.split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)

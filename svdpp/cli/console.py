@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 # Width of the widest table, in characters.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
-#: Most rows of a table that are printed.
+#: Maximum number of rows of a table that are printed.
 MAX_ROWS = 100
 
 
 class Stdout(RichConsole):
-    """Console of rich for stdout, which ends the command if the reader has ended."""
+    """Console of rich for stdout, which ends the command if the reader of stdout has ended."""
 
     def on_broken_pipe(self) -> None:
-        """End the command; see `RichConsole`.
+        """End the command, because the reader of stdout has ended; see `RichConsole`.
 
         Raises:
             typer.Exit: Always, with the exit code of SIGPIPE.
@@ -61,10 +61,10 @@ class Stdout(RichConsole):
 
 
 class _Stderr(RichConsole):
-    """Console of rich for stderr; the command goes on if the reader has ended."""
+    """Console of rich for stderr. If the reader of stderr has ended, the command continues."""
 
     def on_broken_pipe(self) -> None:
-        """Drop further remarks; see `RichConsole`."""
+        """Drop all further output to stderr, because its reader has ended; see `RichConsole`."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -184,7 +184,8 @@ class Console:
 
         Args:
             rows: Cells of each row by column; all rows have the same columns.
-            num_rows: Number of rows if `rows` has only the first ones; None: it has all.
+            num_rows: Number of all rows, if `rows` has only the first ones; None: `rows` has all of
+                them.
         """
         table = Table(box=None, pad_edge=False, header_style="bold")
         shown = rows[:MAX_ROWS]
@@ -217,7 +218,8 @@ class Console:
         """Print an error with its hint and grid; with `--json` also as JSON.
 
         Args:
-            error: Error to print. One that svdpp does not define is called unexpected.
+            error: Error to print. Exceptions other than SvdppError are printed as unexpected
+                errors.
             debug: Whether to print the traceback too.
         """
         if isinstance(error, RankError) and error.grid:
@@ -235,7 +237,8 @@ class Console:
         self.err.print(Text.assemble(("error: ", "bold red"), _sanitize(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), _sanitize(hint)))
-        if self.as_json and not self._has_printed_json:  # a result that was printed has the error
+        # A printed result already contains the error.
+        if self.as_json and not self._has_printed_json:
             record = {
                 "type": error_to_dict(error)["type"] or type(error).__name__,
                 "exit_code": exit_code_of(error),
@@ -254,7 +257,7 @@ class Console:
         return text if self._options is None else keep_available(text, self._options)
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Replace the names of fields in errors; hints then propose only these.
+        """Set the names under which errors show fields. Hints then propose only these names.
 
         Args:
             names: Names that the user knows, by the fields that errors name.
@@ -327,14 +330,14 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def _label(name: str) -> str:
-    """Return a name of the JSON as a label, without the unit, which the value shows."""
+    """Return a key of the JSON as a label, without the unit, which the value's text has."""
     for unit in ("_bytes", "_seconds", "_gib"):
         name = name.removesuffix(unit)
     return name.replace("_", " ") if name.islower() else name
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a value of the JSON as text, with its unit."""
+    """Return a value of the JSON as text, with the unit."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ class DoctorOptions(WithoutAppearance, WithoutLayout):
     model: ModelName = DEMO_MODEL
     out: Annotated[Path, out_option("Output folder to check, out by default.")] = Path("out")
 
-    # Not options, because the checks do not depend on them.
+    # These fields are not options of `svdpp doctor`, because the checks do not depend on them.
     timeout: float = 600.0
     start_timeout: float = 600.0
     checksum: bool = False
@@ -52,11 +52,11 @@ def doctor(
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The last check cuts a clip of the demo model after each step. Nothing is downloaded. The exit
-    code is that of the first check that fails.
+    The last check makes a clip of the demo model on two ranks, split once after each step. Nothing
+    is downloaded. The exit code is that of the first check that fails.
     """
     config = _examined(launched, options)
-    console.info("importing PyTorch and diffusers, then trying one thing after the other")
+    console.info("importing PyTorch and diffusers, then running the checks one by one")
     from svdpp.diagnostics.machine import run_checks
 
     checks = []
@@ -83,7 +83,7 @@ def doctor(
     ranks = pluralize(config.world_size, f"{config.device} rank")
     console.info(f"{options.model} on {ranks} has what it needs")
     if options.model == DEMO_MODEL:
-        console.info(f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}")
+        console.info(f"svdpp run has another default model: svdpp doctor --model {DEFAULT_MODEL}")
 
 
 def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:

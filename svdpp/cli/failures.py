@@ -27,11 +27,11 @@ from svdpp.launch import process_lifetime
 from svdpp.launch.start_deadline import end_fork_server, limit_error
 from svdpp.launch.world import find_world, is_secondary_rank, was_launched
 
-# Replacements in messages of pydantic, by which Typer converts values.
+# Replacements in the messages of pydantic, which Typer uses to convert values of options.
 _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
-# Messages about options and values for automatic mixed precision, as other programs have them.
+# Pattern of errors about options and values for automatic mixed precision, which svdpp lacks.
 _AMP = r"no such option: --(?:amp|autocast)\b|'(?:amp|autocast)' is not one of 'fp32'"
-# Seconds to reach rank 0, which may have failed with the same error before it could listen.
+# Maximum seconds for sending an error to rank 0, which may itself have failed before it listened.
 _REPORT_SECONDS = 30.0
 
 
@@ -45,7 +45,7 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
     Returns:
         Exit code, 2.
     """
-    # Attributes are read by name, because only the base class of Typer's usage errors is public.
+    # `ctx` is read with getattr, because only the base class of Typer's usage errors is public.
     context: Any = getattr(error, "ctx", None)
     sentence = error.format_message().strip().rstrip(".")
     for words, ours in _PYDANTIC.items():
@@ -91,7 +91,7 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
             (lambda number, _: signals.append(number)) if was_launched() else exit_immediately
         )
         if isinstance(error, Interrupted):
-            previous = {}  # keep the handler, for a second signal until the process ends
+            previous = {}  # keep the present handlers until the process ends, for a second signal
         if debug or not _is_reported_elsewhere(error, signals):
             console.error(error, debug=debug)
         raise typer.Exit(exit_code_of(error)) from raised
@@ -107,8 +107,9 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
 
     Args:
         error: Error that ended this rank.
-        signals: Signals since the error. If there is one and rank 0 has ended, rank 0 has reported
-            an error, usually the same one, because all ranks have the same command line.
+        signals: Numbers of the signals that arrived since the error. If a signal arrived and rank 0
+            has ended, rank 0 has reported an error, usually the same error, because all ranks have
+            the same command line.
     """
     try:
         launched = find_world()

@@ -47,10 +47,10 @@ class ModelsOptions:
 def models(console: Console, options: ModelsOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 
-    Under each family of the list is a model of the hub that it runs; demos come with svdpp.
+    The list shows an example from the hub for each family; demo models come with svdpp.
 
-    A model is of the family whose pipeline its model_index.json names. Of a checkpoint only the
-    configs are read; svdpp plan --memory estimates its memory.
+    The pipeline in a checkpoint's model_index.json decides its family. Only the configs of a
+    checkpoint are read; svdpp plan --memory estimates the memory of a run.
     """
     name = options.name
     if name is None:
@@ -151,7 +151,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         name, checkpoint.family, {}, from_image=checkpoint.image_use == "needed"
     ).with_model_defaults(model_frames=checkpoint.model_frames)
     about = {**describe(checkpoint.family), **_describe_parameters(sampling)}
-    # These describe the family's example, and the license of the checkpoint may differ.
+    # These entries describe the family's example. The license of the checkpoint may differ.
     for of_example in ("example", "options", "license"):
         del about[of_example]
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())
@@ -171,7 +171,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
 
 
 def _describe_demo(name: str) -> dict[str, Any]:
-    """Return the license of a demo, and the words and a prompt that it knows; else nothing."""
+    """Return license, vocabulary and example prompt of a demo model; empty for other models."""
     if name not in DEMO_MODELS:
         return {}
     demo = DEMO_MODELS[name]

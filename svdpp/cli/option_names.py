@@ -17,7 +17,7 @@ OPTION_OF_FIELD = {
     "denoisers": "denoiser",
     "dummy_latent_shape": "latent-shape",
 }
-#: Names of options that errors name, and that are not fields of a configuration.
+#: Names of options that errors may name although they are not fields of a configuration.
 _FIELDS_OF_OPTIONS = (
     *("layout", "hosts", "clips", "prompts", "video", "max_megapixels", "peak_tflops", "debug"),
     *("out", "name", "overwrite", "resume", "latents_dir", "grace", "lease"),

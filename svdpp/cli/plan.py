@@ -32,7 +32,7 @@ from svdpp.plan.split import EXPERTS, MAX_RANKS
 #: Version of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
 
-# Most visits of clips at ranks that are drawn, which takes about a second.
+# Maximum number of clips times stages that are drawn. Drawing so many takes about a second.
 _MAX_DRAWN = 50_000
 _MAX_CUTS = 16
 _COMPARISON_COLUMNS = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
@@ -46,7 +46,7 @@ _DEFAULT_WORLD = 4
 # Device files of NVIDIA's driver, on Linux and under WSL.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _CLIPS_PER_RANK = 2
-# Number of clips for each rank with which the start and end of a run matter little.
+# Clips for each rank in a comparison of layouts: so many that start and end of a run matter little.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 
 
@@ -59,7 +59,10 @@ def _seconds(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
-    """Options of the pipeline and of the forecast. Given times replace those of `--costs`."""
+    """Options of the pipeline and of the forecast.
+
+    Times that are given as options replace the times of `--costs`.
+    """
 
     world: Annotated[int | None, gpus_option("all GPUs, or 4")] = None
     clips: Annotated[
@@ -211,7 +214,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> CostModel:
-        """Return the costs, with the given times, and with `--memory` the memory of the parts.
+        """Return the costs with the times given as options, and with `--memory` the parts' memory.
 
         Args:
             ranks_per_host: Number of ranks on each host; None: all ranks are on one host.
@@ -254,8 +257,8 @@ def plan(
 ) -> None:
     """Show which rank does which steps, when, and how long it takes.
 
-    `svdpp run` follows this plan with the same options. Times come from the costs. The default
-    costs are published ones, of SVD-XT at 576x1024 under TensorRT.
+    `svdpp run` follows this plan with the same options. Times are computed from the costs. The
+    default costs are published times of SVD-XT at 576x1024 under TensorRT.
     """
     _check_contradictions(context, options)
     world_size, ranks_per_host = options.world_and_per_host()
@@ -296,10 +299,11 @@ def plan(
 def _default_world() -> int:
     """Return the number of GPUs that `svdpp run` would use; 4 on a machine without GPUs."""
     if not any(map(os.path.exists, _DRIVERS)):
-        return _DEFAULT_WORLD  # known without importing NVML
+        # Without a device file of the driver there is no GPU, and NVML need not be imported.
+        return _DEFAULT_WORLD
     from svdpp.launch.gpus import visible_gpus
 
-    with contextlib.suppress(RequestError):  # `run` reports why it cannot use the GPUs
+    with contextlib.suppress(RequestError):  # `svdpp run` reports why the GPUs cannot be used
         return len(visible_gpus()) or _DEFAULT_WORLD
     return _DEFAULT_WORLD
 
@@ -348,7 +352,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     )
     if console.as_json:
         return
-    # Of replicas that are alike only the first is shown.
+    # If all replicas are alike, only the first replica is shown.
     shown = layout.replica_ranks[0] if layout.replicas_are_alike else range(layout.world_size)
     console.show({"ranks": [ranks[rank] for rank in shown]})
     if len(shown) < layout.world_size:
@@ -381,7 +385,7 @@ def _rank_json(layout: Layout, rank: int) -> dict[str, Any]:
 
 
 def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
-    """Print a picture of the ranks' work over time; if there are many clips, of the first ones."""
+    """Print a picture of the ranks' work over time, for the first clips if there are many."""
     if layout.world_size > MAX_ROWS:
         console.result(f"(no picture: {layout.world_size} ranks are too many)")
         return
@@ -393,7 +397,10 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
 
 
 def _layout_json(layout: Layout) -> dict[str, Any]:
-    """Return the properties of a layout for JSON; those of experts only if the model has two."""
+    """Return the properties of a layout for JSON.
+
+    The split of experts is left out for one expert.
+    """
     facts = {"description": str(layout), **layout.parallel.to_json()}
     if layout.expert_boundary is not None:
         facts["expert_boundary"] = layout.expert_boundary
@@ -424,7 +431,7 @@ def _print_forecasts(
 
 
 def _extrapolation(rows: Sequence[LayoutForecast]) -> str:
-    """Return the remark about clips that a forecast has not computed; empty if it computed all."""
+    """Return a remark if a forecast is extrapolated from the first clips; else empty."""
     forecasts = [row.forecast for row in rows if row.forecast is not None]
     computed = min((each.computed_clips for each in forecasts), default=0)
     if all(each.computed_clips == each.clips for each in forecasts):

@@ -46,7 +46,7 @@ class ProfileOptions(WithoutAppearance, WithoutLayout, PromptOptions):
         flag("--overwrite", panel=RECOVERY, help="Replace the file if it exists.", common=True),
     ] = False
 
-    # The costs depend on none of these.
+    # These fields are not options of `svdpp profile`, because the costs do not depend on them.
     checksum: bool = False
     steps: int | None = None
     seed: int | None = None
@@ -67,8 +67,8 @@ def profile(console: Console, launched: World | None, options: ProfileOptions) -
     """Measure the costs that plans are based on.
 
     The costs are the times of encode, step, decode and transfer, and an estimate of the
-    memory of each part. All ranks work at the same time, as in a run. On the CPU they share its
-    cores, so the costs hold for this number of ranks and threads. Other commands read the file by
+    memory of each part. All ranks work at the same time, as in a run. On a CPU the ranks share the
+    cores, so the costs hold for this number of ranks and threads. Other commands read the file with
     --costs.
     """
     request = options.request(launched=launched)

@@ -47,15 +47,16 @@ if TYPE_CHECKING:
 
     from svdpp.driver.pipeline import Pipeline
 
-# Seconds between lines that show that the run goes on, if there is no live display.
+# Seconds between summary lines that are printed if there is no live display.
 _LINE_SECONDS = 60.0
-# Largest size of a log file, and number of older ones that are kept: a server runs for months.
+# Maximum bytes of a log file, and number of older log files that are kept, because a server may run
+# for months.
 _FILE_BYTES = 50_000_000
 _OLD_FILES = 4
 _FORMAT = "{time:HH:mm:ss.SSS} {level: <7} rank {extra[rank]} {message}"
 # Seconds between warnings about latent checkpoints, because all ranks report a full disk.
 _WARNING_SECONDS = 3600.0
-# Level of sends and receives, between INFO and DEBUG.
+# Log level of transfers between ranks, which is between INFO and DEBUG.
 _TRANSFER = "PACKET"
 logger.level(_TRANSFER, no=15)
 _ACTION_LABELS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH: "writing"}
@@ -72,8 +73,8 @@ class Progress(Bars):
         num_clips: Number of all clips; None: those of `schedule`.
         costs: Assumed costs until they are measured; costs that are not measured keep their ratio
             to a step. None: a step takes 1, all else 0.
-        ranks: Whether each rank has a line, and each clip is announced. False: there is only a
-            summary.
+        ranks: Whether each rank has a line, and each clip is announced. False: only a summary is
+            shown.
     """
 
     def __init__(
@@ -151,21 +152,21 @@ class Progress(Bars):
         self._print_summary()
 
     def _print_summary(self) -> None:
-        """Print a line now and then, where nothing live is shown."""
+        """Print a summary line every `_LINE_SECONDS` if there is no live display."""
         if self.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             self._remark_console.info(self._summary())
 
     @property
     def summary_line(self) -> str:
-        """Line for the end of the command: clips, time and rate."""
+        """Summary line at the end of the command: number of clips, time and rate."""
         seconds = (self._ended or time.monotonic()) - (self._first_work_at or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
         done = pluralize(self.num_done, "clip")
         return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the summary first, then the ranks, which rich cuts if the terminal is too low."""
+        """Yield the summary first, because rich cuts off the last lines on a small terminal."""
         yield Text(self._summary(), no_wrap=True, overflow="ellipsis")
         if self.tasks:
             yield self.make_tasks_table(self.tasks)
@@ -227,7 +228,7 @@ class Progress(Bars):
         return f"{self._title}: {self._counted}{self._lost}, {how}{about}"
 
     def _seconds_left(self, elapsed: float) -> float | None:
-        """Return the forecast seconds left, by the costs known so far; None if none are known."""
+        """Return a forecast of the seconds left from measured costs; None without any costs."""
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
@@ -247,7 +248,7 @@ class Progress(Bars):
 
 
 class ServerProgress(Progress):
-    """Progress of clips that a server makes: they are counted, and the time left is the server's.
+    """Progress of clips that a server makes. The time left comes from the server.
 
     Args:
         console: Console of the command.
@@ -256,18 +257,18 @@ class ServerProgress(Progress):
     """
 
     def __init__(self, console: Console, title: str, labels: Sequence[str]) -> None:
-        self._eta: tuple[float, float] | None = None  # before rich asks for the summary
+        self._eta: tuple[float, float] | None = None  # set before rich calls `get_renderables`
         super().__init__(console, title, (), labels=labels, num_clips=len(labels), ranks=False)
 
     def begin(self) -> None:
-        """Note that the server works on a clip."""
+        """Record that the server has begun a clip."""
         self._first_work_at = self._first_work_at or time.monotonic()
 
     def set_eta(self, seconds: float | None) -> None:
         """Set the time until the last clip is finished.
 
         Args:
-            seconds: Time by the server's forecast; None: it is unknown.
+            seconds: Forecast of the server in seconds; None: unknown.
         """
         self._eta = None if seconds is None else (time.monotonic(), seconds)
         self._print_summary()
@@ -285,7 +286,7 @@ class ServerProgress(Progress):
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
-    """Return a name for each clip: that of its input, and the seed if seeds differ.
+    """Return a name for each clip: the name of its input, and the seed if clips have several seeds.
 
     Args:
         requests: Requests of the clips.
@@ -313,11 +314,11 @@ def open_log(
     quiet: bool = False,
     warns: bool = False,
 ) -> None:
-    """Configure the log: records for stderr, and more of them for a file.
+    """Configure the log: records on stderr, and more detailed records in a file.
 
     Args:
         verbosity: Level for stderr: 0 none, 1 ranks, transfers and clips, 2 also steps.
-        log_file: Path of a file for JSON lines; None: none is written.
+        log_file: Path of a file for JSON lines; None: no log file is written.
         write: Function that prints a record to stderr.
         quiet: Whether not even warnings are printed.
         warns: Whether warnings are printed even at verbosity 0.
@@ -343,7 +344,10 @@ def open_log(
 
 
 class _LogFile(RotatingFileHandler):
-    """Log file that warns once if it cannot be written; loguru's would print every record."""
+    """Log file that warns once if it cannot be written.
+
+    A file of loguru would warn at each record.
+    """
 
     terminator = ""  # a serialized record has its own line break
 
@@ -358,7 +362,7 @@ class _LogFile(RotatingFileHandler):
             raise OutputError(text, details={"path": str(path), "errno": error.errno}) from error
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return only the text, which already includes the exception."""
+        """Return the message of a record, which already contains the traceback."""
         return record.getMessage()
 
     def close(self) -> None:
@@ -379,7 +383,8 @@ class _LogFile(RotatingFileHandler):
 
 def _redact(record: Record) -> None:
     record["message"] = printable(redact(record["message"]))
-    record["file"].path = redact(record["file"].path)  # often below the home folder
+    # The path of a source file often contains the home folder.
+    record["file"].path = redact(record["file"].path)
 
 
 class EventLog:
@@ -427,7 +432,8 @@ class EventLog:
             case ClipDone():
                 log.info("{} is finished", clip)
             case PromptTruncated():
-                # Without the text, because prompts are private and a log may have other readers.
+                # The prompt's text is not logged, because prompts are private and others may read
+                # the log.
                 log.warning(
                     "{}: the model does not read the last {} characters of its prompt",
                     *(clip, len(event.text)),
@@ -445,7 +451,7 @@ class EventLog:
 
 
 def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
-    """Run a rank other than 0 that a launcher has started.
+    """Run a rank other than rank 0 in a process that a launcher has started.
 
     Args:
         pipeline: Pipeline of this rank.
@@ -459,6 +465,6 @@ def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
     def say(sentence: str, is_loud: bool) -> None:
         log.error(sentence)
         if is_loud and world.local_rank == 0:
-            console.error(RankError(sentence, "is its host down, or the network to it?"))
+            console.error(RankError(sentence, "is the host or the network down?"))
 
     pipeline.serve(say=say)

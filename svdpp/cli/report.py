@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Run that is reported."""
+    """Option of `svdpp report`: the run to report on."""
 
     folder: Annotated[Path, path_argument("FOLDER", "Folder of a run, or a run.json.")]
     peak_tflops: PeakTflops = None
@@ -37,9 +37,10 @@ class ReportOptions:
 def report(console: Console, options: ReportOptions) -> None:
     """Say what limits a finished run, and what would make it faster.
 
-    It reads the figures that svdpp run leaves in run.json: where each rank's time went, which rank
-    limits the others and why, how much memory was left, and how good the forecast was. It counts
-    the FLOPs of the model's calls, in seconds, for TFLOP/s and the utilisation of the devices.
+    The command reads the figures that svdpp run writes to run.json: where each rank's time went,
+    which rank limits the others and why, how much memory was left, and how good the forecast was.
+    For TFLOP/s and the utilisation of the devices, the command counts the FLOPs of the model's
+    calls, which takes seconds.
     """
     from svdpp.diagnostics.report import read_report
     from svdpp.diagnostics.utilisation import Speeds, speeds_of

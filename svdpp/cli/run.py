@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 
 # Number of clips whose measurements a run keeps, in about 10 MB of memory.
 _TRACE_CLIPS = 1000
-_FEW_CLIPS = 8  # checking these takes a second or two
+# Number of existing clips whose check takes only a second or two.
+_FEW_CLIPS = 8
 
-# Remarks on images that are printed: each size of the clips has its own.
+# Maximum number of remarks on images that are printed. Each size of clips can cause a remark.
 _MAX_REMARKS = 8
 
 _UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
@@ -101,10 +102,10 @@ class RunOptions(ServerRunOptions):
         return None if self.name is None else NameTemplate(self.name, sampling)
 
     def check_jobs(self) -> None:
-        """Check that no option is given that each line of `--jobs` has itself.
+        """Check that no option is given whose value each line of `--jobs` has.
 
         Raises:
-            RequestError: Such an option is given.
+            RequestError: Such an option is given on the command line.
         """
         if self.jobs is None:
             return
@@ -117,7 +118,7 @@ class RunOptions(ServerRunOptions):
             require(not value, wrong, f"leave {name} out, and write it into the lines")
 
     def line_defaults(self, sampling: SamplingConfig) -> LineDefaults:
-        """Return the values of lines of `--jobs` for fields that a line does not give.
+        """Return the default values of fields that a line of `--jobs` leaves out.
 
         Args:
             sampling: Sampling parameters of these options.
@@ -192,7 +193,7 @@ def run(
         serve_member(command.pipeline(config), launched, console)
         return
     jobs, input_errors = command.check_jobs(config, jobs, input_errors)
-    # Without those of lines that are left out.
+    # Lines that are left out may name further LoRAs, which need not be loaded.
     config = replace(config, model=replace(config.model, clip_loras=loras_of(jobs)))
     if options.dry_run:
         command.show_plan(config, jobs, why, input_errors)
@@ -230,7 +231,7 @@ class RunCommand:
         options: RunOptions,
         traces: TraceOptions,
     ) -> RunCommand:
-        """Parse and check options, as far as that needs neither torch nor the contents of files.
+        """Parse options, and make those checks that need neither torch nor the contents of files.
 
         Args:
             console: Console of the command.
@@ -263,7 +264,7 @@ class RunCommand:
 
     @cached_property
     def line_reader(self) -> LineReader | None:
-        """Reader of the lines of `--jobs`; None: there is no such file.
+        """Reader of the lines of the jobs file; None: `--jobs` is not given.
 
         Raises:
             InputError: The file cannot be read.
@@ -300,10 +301,10 @@ class RunCommand:
         require(is_given, missing, "svdpp run photo.jpg")
 
     def read_jobs(self) -> tuple[list[RunJob], list[SvdppError]]:
-        """Return the clips that are asked for, with their names; only rank 0 has them.
+        """Return the requested clips with their names. Ranks other than rank 0 get an empty list.
 
         Returns:
-            Jobs, and with `--keep-going` an error for each file or line that makes no clip.
+            Jobs, and with `--keep-going` an error for each file or line of which no clip is made.
 
         Raises:
             InputError: A file is missing, unreadable or hostile.
@@ -347,13 +348,14 @@ class RunCommand:
         reader = self.line_reader
         assert reader is not None
         jobs, errors = reader.read(reader.file.lines())
-        if not jobs:  # else the model's own checks follow, and all errors are raised at once
+        # If there are jobs, `check_jobs` checks them too, and raises all errors together.
+        if not jobs:
             self._raise_line_errors(errors, 0)
             raise InputError(f"{reader.file.name} has no lines", "write one clip in each line")
         return jobs, errors
 
     def _raise_line_errors(self, errors: Sequence[SvdppError], num_jobs: int) -> None:
-        """Raise the errors of lines, unless the clips of the others are to be made."""
+        """Raise the errors of lines, unless `--keep-going` makes the clips of the valid lines."""
         from svdpp.driver.job_lines import raise_line_errors
 
         reader = self.line_reader
@@ -362,9 +364,10 @@ class RunCommand:
             raise_line_errors(errors, reader.file, num_jobs, hint)
 
     def pipeline_sampling(self, jobs: Sequence[RunJob]) -> SamplingConfig:
-        """Return the parameters with which ranks are started: those of the largest clip.
+        """Return the sampling parameters with which ranks are started: those of the largest clip.
 
-        Under a launcher they are those of the options, because only rank 0 knows the clips.
+        Under a launcher, the parameters on the command line are returned, because only rank 0 knows
+        the clips.
 
         Args:
             jobs: Jobs of the run.
@@ -383,10 +386,11 @@ class RunCommand:
         Args:
             config: Configuration of the run.
             jobs: Jobs of the run.
-            errors: Errors of inputs and lines that make no clip.
+            errors: Errors of inputs and lines of which no clip is made.
 
         Returns:
-            Jobs, and with `--keep-going` an error for each that makes no clip.
+            Valid jobs, and with `--keep-going` the errors of inputs, lines and jobs of which no
+            clip is made.
 
         Raises:
             RequestError: The model or the ranks cannot make a clip, or outputs exist.
@@ -417,7 +421,7 @@ class RunCommand:
         return left, errors
 
     def pipeline(self, config: PipelineConfig, jobs: Sequence[RunJob] = ()) -> Pipeline:
-        """Return the pipeline, which is not started.
+        """Create the pipeline without starting it.
 
         Args:
             config: Configuration of the run.
@@ -441,7 +445,7 @@ class RunCommand:
         )
 
     def plan(self, config: PipelineConfig, jobs: Sequence[RunJob]) -> tuple[Pipeline, RunPlan]:
-        """Return the pipeline and the clips that it is to make.
+        """Create the pipeline, and select the clips that the pipeline has to make.
 
         Args:
             config: Configuration of the run.
@@ -474,10 +478,11 @@ class RunCommand:
         Args:
             pipeline: Pipeline, which is not started.
             clips: Clips to make, and clips that are finished.
-            input_errors: Errors of inputs of which no clip is made.
+            input_errors: Errors of inputs and lines of which no clip is made.
 
         Raises:
-            SvdppError: A clip is lost or was refused; the error with the highest exit code.
+            SvdppError: A clip is lost or was rejected. Of several errors, the one with the highest
+                exit code is raised.
         """
         from svdpp.diagnostics.report import analyze
         from svdpp.driver.manifest import open_manifest
@@ -507,7 +512,7 @@ class RunCommand:
         raise_lost(lost, len(skipped) + len(made) + len(lost))
 
     def _print_remarks(self, made: list[dict[str, Any]]) -> None:
-        """Print what the metadata of the made clips say of their bits, and how to prove one."""
+        """Print remarks on the exactness of the clips, and a command that verifies a clip."""
         console, out = self.console, self.policy.folder
         if any(metadata.get("memory_pressure") for metadata in made):
             console.info(
@@ -516,21 +521,21 @@ class RunCommand:
             )
         if any(each.get("cfg_parallel", 1) > 1 and each["exact"] == "unproven" for each in made):
             console.info(
-                "not called exact: pairs divide a batch of two; svdpp verify --cfg-parallel 2"
+                "exactness is not claimed, because CFG pairs divide a batch of two; to check it: "
+                "svdpp verify --cfg-parallel 2"
             )
         if exact := [metadata for metadata in made if metadata["exact"] is True]:
             path = shlex.quote(str(out / exact[0]["output"]))
-            console.info(f"to prove one: svdpp verify {path}")
+            console.info(f"to verify a clip: svdpp verify {path}")
 
     def _run_pipeline(
         self, pipeline: Pipeline, clips: RunPlan, manifest: RunManifest
     ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunMetrics | None]:
-        """Run the pipeline, and write the manifest meanwhile.
+        """Run the pipeline, and update the manifest during the run.
 
         Returns:
-            Metadata of the finished clips, in order; errors of clips of this or an earlier run
-            whose files were removed meanwhile, by `output`; and metrics, None if nothing was
-            measured.
+            Metadata of the finished clips, in order; errors of clips whose files were removed
+            during the run, by `output`; and metrics, None if nothing was measured.
         """
         from svdpp.cli.progress import EventLog, Progress, labels
         from svdpp.diagnostics.run_metrics import metrics_of_pipeline
@@ -540,7 +545,9 @@ class RunCommand:
         console, requests, config = self.console, clips.requests, pipeline.config
         if not requests:
             pipeline.dismiss()
-            with manifest:  # a run that was killed after its last clip left an old manifest
+            # Written even if all clips exist, because a killed run may have left an outdated
+            # manifest.
+            with manifest:
                 return [], {}, None
         console.info(_describe(config, clips.clips))
         progress = Progress(
@@ -589,7 +596,7 @@ class RunCommand:
             config: Configuration of the run.
             jobs: Jobs of the run, checked.
             why: Remark on the layout.
-            input_errors: Errors of inputs and lines that make no clip.
+            input_errors: Errors of inputs and lines of which no clip is made.
         """
         from svdpp.driver.jobs import plan_clips
         from svdpp.driver.request import describe_assumed_costs
@@ -633,7 +640,7 @@ class RunCommand:
 
 
 def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
-    """Return what becomes of images that a user may not expect, for each size of the clips."""
+    """Return remarks on unexpected changes to the images, for each size of the clips."""
     from svdpp.media.inputs import input_remarks
 
     files: dict[tuple[int, int, str], tuple[SamplingConfig, dict[MediaFile, None]]] = {}
@@ -650,7 +657,10 @@ def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
 def _clip_row(
     config: PipelineConfig, clips: RunPlan, clip: PlannedClip, end: float | None
 ) -> dict[str, Any]:
-    """Return what a dry run tells of a clip; `end` is the forecast of its end, in seconds."""
+    """Return a dry run's row for a clip.
+
+    `end` is the forecast time of the clip's end in seconds.
+    """
     sampling, job = clip.sampling or config.sampling, clip.job
     file, folder = job.made_from.media_file, clips.resolver.folder
     about = {
@@ -665,9 +675,10 @@ def _clip_row(
 
 
 def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict[str, float | int]]:
-    """Forecast the first clips: when each ends, and the time of all.
+    """Forecast when each of the first clips ends, and how long all clips take.
 
-    The costs are those of the pipeline's parameters; a clip of another size counts by its pixels.
+    The costs are for the pipeline's sampling parameters. The times of a clip of another size are
+    scaled by its pixels.
     """
     from svdpp.driver.run_plan import BATCH_SIZE
     from svdpp.plan.forecast import simulate_schedule
@@ -683,7 +694,7 @@ def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict
     for span in spans:
         ends[span.clip] = max(ends[span.clip], span.end)
     total = max(ends)
-    if len(first) < len(clips.clips):  # the others at the same rate
+    if len(first) < len(clips.clips):  # the remaining clips are assumed to finish at the same rate
         steps = [
             (clip.sampling or config.sampling).num_inference_steps * each
             for clip, each in zip(clips.clips, pixels, strict=True)

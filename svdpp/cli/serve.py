@@ -258,7 +258,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         ),
     ] = 15.0
 
-    # Not an option, because each request has its own seed.
+    # `seed` is not an option of `svdpp serve`, because each request has its own seed.
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -291,7 +291,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
                 wrong = f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
                 raise RequestError(wrong, details={"examples": "1024x576,768x448", "value": part})
             width, height = int(match[1]), int(match[2])
-            sized = replace(sampling, width=width, height=height)  # raises if the family forbids it
+            # Raises if the family does not allow the size.
+            sized = replace(sampling, width=width, height=height)
             sizes.append((sized.width, sized.height))
         return tuple(dict.fromkeys(sizes))
 
@@ -306,8 +307,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
 def serve(console: Console, launched: World | None, options: ServeOptions, log: LogOptions) -> None:
     """Serve clips over HTTP, with a queue that survives crashes and a web page.
 
-    The first SIGTERM or Ctrl-C takes no more requests and finishes the clips in progress; what is
-    left goes on at the next start. The second one ends at once.
+    After the first SIGTERM or Ctrl-C, the server accepts no more requests and finishes the clips in
+    progress; unfinished clips continue at the next start. A second signal ends the server at once.
     """
     if options.new_key is not None:
         _create_key(console, options.new_key, options.api_key_file)
@@ -319,17 +320,17 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
     from svdpp.media.output_files import private_files
 
     try:
-        with private_files():  # before any process is started that writes clips
+        with private_files():  # entered before processes are started that write clips
             if is_secondary_rank(launched):
                 _serve_rank(console, options, launched, log)
             else:
                 _serve(console, options, launched, log)
     except Interrupted:
-        console.info("ended before it served")
+        console.info("the server ended before it accepted requests")
 
 
 def _serve_rank(console: Console, options: ServeOptions, launched: World, log: LogOptions) -> None:
-    """Work as another rank than rank 0, which serves."""
+    """Run a rank other than rank 0. Only rank 0 serves HTTP."""
     from svdpp.cli.progress import serve_member
     from svdpp.driver.pipeline import Pipeline
 
@@ -347,7 +348,7 @@ def _serve_rank(console: Console, options: ServeOptions, launched: World, log: L
 def _serve(
     console: Console, options: ServeOptions, launched: World | None, log: LogOptions
 ) -> None:
-    """Check the options, the quick checks first, and serve until a signal comes."""
+    """Check the options, quick checks first, and serve until a signal arrives."""
     from svdpp.cli.progress import EventLog
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.serve.auth import check_host
@@ -374,7 +375,7 @@ def _serve(
             on_ready=lambda: console.info("ready to make clips"),
         )
         server.run()
-    console.info("ended; the next start goes on with what is left")
+    console.info("ended; unfinished clips continue at the next start")
 
 
 def _config(options: ServeOptions, launched: World | None) -> tuple[PipelineConfig, str]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from svdpp.driver.manifest import RunManifest
 
 _MAX_PATIENCE_SECONDS = 30 * 86400.0
-# Options that mean the same for a server, or nothing.
+# Options that are allowed with `--server`: they have the same effect as in a local run, or none.
 _TAKEN = frozenset(
     {"steps", "num_frames", "height", "width", "fit", "fps", "param", "seed", "negative_prompt"}
     | {"last_image", "video", "max_megapixels", "jobs", "keep_going", "out", "name", "resume"}
@@ -68,7 +68,7 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
     ] = 3600.0
 
     def check_server(self, launched: World | None) -> None:
-        """Check that the options are such as a server takes.
+        """Check that all given options are allowed in a run at a server.
 
         Args:
             launched: World of the launcher that started this process; None if none did.
@@ -82,7 +82,7 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         for each in fields(self):
             value, name = getattr(self, each.name), each.name
             is_given = value != each.default
-            if each.default is MISSING:  # options of the layout, by name
+            if each.default is MISSING:  # the field is a mapping of layout options
                 is_given, name = bool(value), next(iter(value), name)
             wrong = f"`{name}` is for ranks of this machine, and the server has its own"
             is_taken = each.name in _TAKEN or not is_given
@@ -92,7 +92,7 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         require(is_in_range, wrong, value=self.server_timeout, highest=_MAX_PATIENCE_SECONDS)
 
     def server_sampling(self, family: str) -> dict[str, Any]:
-        """Return the sampling parameters that are given, by their names.
+        """Return the sampling parameters that are given on the command line, by name.
 
         Args:
             family: Family of the server's model.
@@ -149,7 +149,7 @@ def run_at_server(
 
 @dataclass(frozen=True, kw_only=True)
 class _ServerRun:
-    """Run at a server, whose lines are checked."""
+    """Run of a jobs file at a server, after all lines were read and checked."""
 
     console: Console
     options: ServerRunOptions
@@ -170,7 +170,7 @@ class _ServerRun:
         connection: Connection,
         model: ServerModel,
     ) -> _ServerRun:
-        """Read and check the lines.
+        """Read and check the lines of the jobs file.
 
         Raises:
             InputError: The file or an image cannot be read.
@@ -225,7 +225,7 @@ class _ServerRun:
         )
 
     def show_plan(self) -> None:
-        """Print what the server would be asked for."""
+        """Print the clips that would be requested from the server."""
         for error in self.input_errors:
             self.console.info(error.message)
         noun = pluralize(len(self.clips), "clip")
@@ -256,7 +256,7 @@ class _ServerRun:
         )
 
     def execute(self) -> None:
-        """Send what is not made yet, follow it, and print the clips.
+        """Request the missing clips from the server, download finished ones, and print all.
 
         Raises:
             SvdppError: A clip is lost or was refused; the error with the highest exit code.
@@ -297,7 +297,7 @@ class _ServerRun:
         made: dict[str, dict[str, Any]],
         lost: list[dict[str, Any]],
     ) -> None:
-        """Send the clips and download them; add their JSON to `made`, and errors to `lost`."""
+        """Request and download clips; add the JSON of each clip to `made`, and errors to `lost`."""
         from svdpp.cli.progress import ServerProgress
         from svdpp.client.batch_run import Watchers
         from svdpp.worker.messages import ClipDone, ClipFailed
@@ -338,17 +338,17 @@ class _ServerRun:
         self.console.info(progress.summary_line)
 
     def _way_on(self, run: BatchRun, num_made: int) -> str:
-        """Return what a user can do whose command has ended before its clips."""
+        """Return advice for the case that the command ends before the server has made all clips."""
         if not run.batch_ids:
             return ""
         finished = f"{num_made} of {pluralize(len(self.clips), 'clip')} downloaded"
         path = f"/v1/batches/{run.batch_ids[-1]}/cancel"
         cancel = f"curl -X POST {shlex.quote(self.connection.url + path)}"
-        go_on = "to go on: the same command with --resume"
-        return f"{finished}, the server goes on; {go_on}; to end it: {cancel}"
+        go_on = "to continue: the same command with --resume"
+        return f"{finished}, the server continues; {go_on}; to cancel: {cancel}"
 
     def _manifest(self, before: dict[str, dict[str, Any]]) -> RunManifest:
-        """Return the manifest of the run, which is written with the table of its clips."""
+        """Return the manifest of the run. The manifest also writes the table of the run's clips."""
         from svdpp.driver.clip_table import ClipTable
         from svdpp.driver.manifest import RunManifest
 
@@ -380,7 +380,7 @@ class _ServerRun:
 
 
 def _requested(clip: ServerClip) -> dict[str, Any]:
-    """Return what is known of a clip before the server has made it, as in its JSON."""
+    """Return the metadata of a clip that are known before the server has made the clip."""
     job, sampling = clip.job, clip.job.sampling
     assert sampling is not None
     file = job.made_from.media_file

@@ -62,7 +62,7 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
         ),
     ] = None
 
-    # Not options, because a rehearsal does not depend on them.
+    # These fields are not options of `svdpp simulate`, because a rehearsal does not depend on them.
     revision: str | None = None
     variant: str | None = None
     lora: list[str] | None = None
@@ -94,8 +94,8 @@ def simulate(
     """Rehearse a run with real processes, without weights or GPUs.
 
     Processes and transfers are those of `svdpp run`. The ranks share the cores of this machine, so
-    the measured times are those of the rehearsal. The forecast below them replays the same plan
-    with the mean of the measured costs.
+    the measured times hold only for the rehearsal. The forecast below these times simulates the
+    same plan with the mean measured costs.
     """
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import example_requests

@@ -49,7 +49,7 @@ _MORE_MEMORY = (
     "verify again with more free GPU memory: fewer `num_frames`, or a smaller `decode_chunk_size`"
 )
 
-# Words for verdicts in tables.
+# Words for the verdicts, as shown in tables.
 _WORDS = {
     "bitwise equal": "equal",
     "within tolerance": "within",
@@ -110,7 +110,7 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
         ),
     ] = 0.0
 
-    # Not needed, because tensors are compared at every transfer.
+    # `checksum` is not an option, because a verification compares tensors at every transfer anyway.
     checksum: bool = False
 
     @property
@@ -152,7 +152,8 @@ def verify(
     clips = find_clips([] if options.as_family else inputs)
     if clips:
         _check_effective(context)
-        if not is_secondary_rank(launched):  # only rank 0 works, because one device is enough
+        # Verifying finished clips needs one device, so only rank 0 works.
+        if not is_secondary_rank(launched):
             _verify_clips(console, clips, options, tolerance)
         return
     require(options.image is None, "--image is for finished clips", "give the image as INPUT")
@@ -165,7 +166,7 @@ def verify(
     config, why = options.request(
         num_clips=None if launched else len(requests),
         launched=launched,
-        # A verification need not be fast.
+        # The CPU is allowed for every model, because a verification need not be fast.
         device=options.device_name(any_on_cpu=True),
         from_image=from_image,
         has_last_image=has_last_image,
@@ -266,7 +267,11 @@ def _verify_clips(
 
 
 def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
-    """Print the checks of a single clip, or a line for each of several; raise if one failed."""
+    """Print all checks of a single clip, or a line for each of several clips.
+
+    Raises:
+        SvdppError: A clip differs or could not be verified.
+    """
     different = [proof for proof in proofs if proof.different]
     errors = [proof.error for proof in proofs if proof.error is not None]
     is_single = len(proofs) == 1
@@ -291,7 +296,7 @@ def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
     if different:
         first = different[0]
         words = f"{first.path.name!r} is not as recorded: {first.differences}"
-        # Other bits can have the cause that the hint names, a damaged file cannot.
+        # The hint names a cause of different bits, which cannot explain a damaged file.
         recomputed = any(check.what != "file" for proof in different for check in proof.different)
         raise VerificationError(
             words if is_single else f"{many} differ: {words}",

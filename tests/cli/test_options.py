@@ -437,7 +437,7 @@ def test_what_profile_and_run_suggest_next() -> None:
     made = svdpp_here("run", NASTY, *DEMO, *TINY, "--fit", "crop")
     assert made.code == 0, made
     line = made.err.splitlines()[-1]
-    assert line.startswith("to prove one: svdpp verify ")
+    assert line.startswith("to verify a clip: svdpp verify ")
     assert shlex.split(line)[-1] == "out/$(touch x); 'a' b_0.mp4"
     assert not Path("x").exists()
 

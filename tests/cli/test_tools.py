@@ -19,7 +19,7 @@ from tests.support.made_up_runs import EVEN, leave, replayed, round_of
 from tests.support.shell import Answer, assert_error, svdpp_here
 
 #: The first line of `doctor`, before its imports.
-BEGIN = "importing PyTorch and diffusers, then trying one thing after the other"
+BEGIN = "importing PyTorch and diffusers, then running the checks one by one"
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert answer.err == (
         f"{BEGIN}\n"
         "demo on 2 cpu ranks has what it needs\n"
-        f"svdpp run has another default: svdpp doctor --model {DEFAULT_MODEL}\n"
+        f"svdpp run has another default model: svdpp doctor --model {DEFAULT_MODEL}\n"
     )
     verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = ["devices", "ffmpeg", "output folder", "model", "memory", "transfers", "cut test"]
@@ -162,7 +162,7 @@ def test_a_bench_measures_every_case_and_its_costs_make_a_plan(
 ) -> None:
     place, answer = benched
     assert answer.code == 0, answer
-    assert "nothing of real ones" in answer.err
+    assert "nothing about real models" in answer.err
     (found,) = json.loads(answer.out)
     assert list(found["cases"]) == ["pipeline", "data parallel", "diffusers"]
     assert found["same_bits"] is True

@@ -59,7 +59,7 @@ def test_frames_per_second_may_be_a_fraction() -> None:
     assert (film.fps, film.frames) == (23.976, 49)
     assert params_to_json(film)["seconds"] == "2.04"
     assert WAN.to_json()["fields"]["fps"]["type"] == "number"
-    assert refusal(fps="24", seconds="1000").message.startswith("1000 seconds of 24 frames are")
+    assert refusal(fps="24", seconds="1000").message.startswith("1000 seconds at 24 fps are")
     assert refusal(fps="0.5").details["faults"][0]["field"] == "fps"
 
 

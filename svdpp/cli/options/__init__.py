@@ -1,1 +1,1 @@
-"""The options of the command line: each is declared once, in the group that it belongs to."""
+"""Options of the command line. Each option is declared once, in one group of options."""

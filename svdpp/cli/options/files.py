@@ -54,7 +54,7 @@ def clips_option(help: str, default: str | bool) -> Any:
 
     Args:
         help: Help text.
-        default: Default, in words; False: `help` tells it.
+        default: Default, in words; False: the help text already contains the default.
     """
     return option(
         panel=LAYOUT,
@@ -265,7 +265,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(ImageOptions):
-    """Options of inputs: images and seeds, each combination of which becomes a clip; or jobs."""
+    """Options of inputs: images and seeds, whose combinations become clips; or a jobs file."""
 
     inputs: Annotated[
         list[str] | None, argument("INPUT", "Images or videos: files, folders, quoted globs.")
@@ -458,8 +458,8 @@ class TraceOptions:
         """Check that the trace can be written, before any work.
 
         Raises:
-            RequestError: The name does not end in `.json`.
-            OutputError: The folder cannot be written, or something else has that name.
+            RequestError: The trace's name does not end in `.json`.
+            OutputError: The trace's folder cannot be written, or the path is not a file.
         """
         from svdpp.media import output_files
 
@@ -473,7 +473,7 @@ class TraceOptions:
 
     @property
     def paths(self) -> list[str]:
-        """Requested files, quoted for a shell."""
+        """Paths of the requested trace files, quoted for a shell."""
         return [] if self.trace is None else [shlex.quote(str(self.trace))]
 
     @contextlib.contextmanager
@@ -502,7 +502,8 @@ class TraceOptions:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OutputError):  # report the failure of the run
+            # An error of the run is more important than a trace that cannot be written.
+            with contextlib.suppress(OutputError):
                 file.close()
             raise
         file.close()

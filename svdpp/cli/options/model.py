@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint, InputUse
 
 _MAX_SEEDS = 100_000
-#: Names of options that only families with prompts have.
+#: Names of parameters that only families with prompts have.
 PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
 
 
@@ -214,7 +214,10 @@ class ModelOptions:
 
     @property
     def family(self) -> str:
-        """Family of the model, for which its configs are read and perhaps downloaded."""
+        """Family of the model.
+
+        To find it, the model's configs are read, and downloaded if necessary.
+        """
         return "svd" if self.checkpoint is None else self.checkpoint.family
 
     @cached_property
@@ -229,7 +232,8 @@ class ModelOptions:
         """
         if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return None
-        from svdpp.models.checkpoint import find_checkpoint  # light commands need it rarely
+        # Light commands rarely need this import.
+        from svdpp.models.checkpoint import find_checkpoint
 
         return find_checkpoint(self.model_config("cpu"), weights=False)
 
@@ -262,7 +266,7 @@ class ModelOptions:
             more: Further fields of the configuration.
 
         Raises:
-            RequestError: An option is wrong, or not for the dummy model.
+            RequestError: An option has an invalid value, or does not apply to the dummy model.
         """
         dtype = self.dtype
         if dtype is None:
@@ -360,7 +364,7 @@ def parse_seeds(text: str) -> list[int]:
     Raises:
         RequestError: The text is not a list of seeds and ranges, or has too many seeds.
     """
-    seeds: dict[int, None] = {}  # used as a set that keeps its order
+    seeds: dict[int, None] = {}  # a dictionary serves as an ordered set
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:

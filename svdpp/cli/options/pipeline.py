@@ -44,7 +44,7 @@ def layout_options_field(**shown_defaults: str) -> Any:
 
 
 def _layout_option(kind: Any, about: LayoutOption, shown_default: str) -> Any:
-    """Return the annotation of a layout's option."""
+    """Return Typer's annotation for an option of the layout."""
     if kind is bool:
         return Annotated[bool | None, flag(about.flag, panel=LAYOUT, help=about.help)]
     choices: Any = Literal[about.choices] if about.choices else kind
@@ -197,7 +197,7 @@ class PipelineOptions(ModelOptions):
         """Return the device; `auto` depends on the GPUs of this machine and on the model.
 
         Args:
-            any_on_cpu: Whether `auto` may choose the CPU for every model, as for a check.
+            any_on_cpu: Whether `auto` may choose the CPU for every model, not only for small ones.
 
         Raises:
             RequestError: The machine has no GPU, and the model is too slow for a CPU.
