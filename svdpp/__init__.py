@@ -1,7 +1,7 @@
 """svdpp: video diffusion over several devices by splitting the denoising steps.
 
 The public names are imported when they are first used, so that `import svdpp` and light commands do
-not import torch. Their types are in `__init__.pyi`.
+not import torch. The types of the public names are in `__init__.pyi`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Comparison of two benchmarks: ratios of their metrics, with the noise between rounds."""
+"""Comparison of two benchmarks: ratios of their metrics, and whether they exceed the noise."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from svdpp.bench.targets import DATA_PARALLEL, ONE_DEVICE, PIPELINE
 from svdpp.config.limits import read_small_file
 from svdpp.errors import InputError
 
-#: Compared metrics and their labels; the rate is also divided by that of the other cases.
+#: Compared metrics and their labels. The clip rate is also compared as a speed-up over the
+#: baselines.
 _COMPARED = {
     RATE: "clips/min",
     "first_clip_seconds": "first clip, s",
     "step_p50_seconds": "step, s",
 }
-#: Ratios closer to 1 than this are never called different, however small their spread.
+#: Maximum distance from 1 of a ratio that always counts as equal, however small the noise.
 _NEGLIGIBLE = 0.01
-#: Fields of the section `pipeline` that diffusers on one device depends on.
+#: Fields of the section `pipeline` that affect the measurement of diffusers on one device.
 _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
 
 
@@ -33,8 +34,9 @@ class Ratio:
 
     The range spans the ratios of single rounds, widened on a logarithmic scale: by the larger
     spread of the two times 2 for 3 rounds, 1 for 4, 1/2 for 5 and so on, and by the drift of the
-    machine. If A and B are equally fast, the range misses 1 in at most 2 of 1000 comparisons (by
-    simulation: normal, exponential and Student's t with 2 degrees of freedom; 3 to 9 rounds).
+    machine. If A and B are equally fast, the range excludes 1 in at most 2 of 1000 comparisons.
+    This was found by simulations with normal, exponential and Student's t noise (2 degrees of
+    freedom) and 3 to 9 rounds.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether the difference is within noise; None if unknown."""
+        """Whether the difference of A and B is within noise; None if the noise is unknown."""
         if self.is_baseline or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
@@ -108,13 +110,13 @@ class Comparison:
     settings: list[str]
     """Configuration fields that differ, such as `pipeline.world: 2, 4`."""
     machines: list[str]
-    """Facts about the machines that differ, in the same form."""
+    """Facts about the machines that differ, such as `gpu: NVIDIA A100, NVIDIA H200`."""
     same_bits: bool | None
-    """Whether the clips have the same latents; None if the two made different clips."""
+    """Whether the clips of A and B have the same latents; None if A and B made different clips."""
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether every difference is within noise; None if unknown."""
+        """Whether every metric's difference is within noise; None if the noise is unknown."""
         verdicts = [ratio.is_noise for ratio in self.ratios]
         if False in verdicts:
             return False
@@ -124,7 +126,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Verdict in one sentence."""
+        """Result of the comparison in one sentence."""
         if self.is_equal is None:
             return "unknown: a single round has no spread; use --measure.repeats=3 or more"
         beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
@@ -156,7 +158,7 @@ def compare(a: Path, b: Path) -> Comparison:
         for summary in (summary_a, summary_b):
             is_later = summary["schema_version"] > SCHEMA_VERSION
             if is_later or not summary["cases"][PIPELINE]["rounds"]:
-                raise ValueError("of a later version, or without a round")
+                raise ValueError("the summary is of a later version, or has no rounds")
         facts = [_machine(_read(folder / ENVIRONMENT)) for folder in (a, b)]
         machines = _differences(facts[0], facts[1])
         config_a, config_b = summary_a["config"], summary_b["config"]
@@ -193,21 +195,29 @@ def _read(path: Path) -> Any:
 
 
 def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return versions of the libraries and the hardware; that of svdpp may be what is compared."""
+    """Return hardware and versions of the libraries, without svdpp's own version.
+
+    Two versions of svdpp may be what a user compares.
+    """
     versions = {name: version for name, version in facts["versions"].items() if name != "svdpp"}
     host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
     return {"versions": versions, "host": host, "gpus": facts["devices"]["gpus"]}
 
 
 def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
-    """Yield the ratios; those to other cases of a round first, which the machine's drift spares."""
+    """Yield the ratios of all metrics.
+
+    Speed-ups over the baselines come first: both sides are measured in the same round, so a drift
+    of the machine's speed does not affect them.
+    """
     for case in (ONE_DEVICE, DATA_PARALLEL):
         if case in a["speedups"] and case in b["speedups"]:
             rounds = a["speedups"][case]["rounds"], b["speedups"][case]["rounds"]
             yield ratio(f"{PIPELINE} / {case}", *rounds)
     for name, words in _COMPARED.items():
         alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
-        # If diffusers did not fit on the device, the drift of the machine is unknown.
+        # The drift of the machine's speed is measured by diffusers. It is unknown if diffusers ran
+        # out of memory.
         drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
         for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
             values = _values(a, case, name), _values(b, case, name)

@@ -51,13 +51,16 @@ from svdpp.plan.parallel import Split, canonical_split, layout_fields, layout_op
 _MAX_ROUNDS = 1000
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
 
-#: Float that is also read from text, because YAML 1.1 reads 1e3 as text.
+#: Float that also accepts text, because YAML 1.1 parses 1e3 as text.
 Number = Annotated[float, Field(strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """Base of the sections: no unknown fields, and strict types, so that `true` is not 1."""
+    """Base class of the sections.
+
+    Unknown fields are rejected, and types are strict: `true` is not 1.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -116,14 +119,14 @@ class Ranks(_Layout):  # type: ignore[misc]
     """Seconds within which the ranks must be ready."""
 
 
-#: Names of sampling parameters in this section that differ from those of their fields.
+#: Names of sampling parameters in the section `workload` that differ from the fields' names.
 _SHORT_NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
 
 
 def _parameters() -> dict[str, Any]:
     """Return type and default of the sampling parameters of all families.
 
-    Each default is None, which stands for the model's own.
+    Each default is None, which means the model's default.
     """
     kinds: dict[type, Any] = {int: Annotated[int, Field(ge=0)], float: Number}
     return {
@@ -142,16 +145,20 @@ class Workload(_Sampled):  # type: ignore[misc]
     clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
     """Measured clips of each round, without the warm-up."""
     images: list[str] = Field(default=[])
-    """Paths of images, which the clips use in turn. Empty: the four examples of svdpp, or none for
-    a model that also makes clips from text."""
+    """Paths of images, which the clips use in turn. Empty: svdpp's four example images, or no image
+    for a model that also makes clips from text."""
     prompts: list[str] | None = Field(default=None, min_length=1)
-    """Prompts, each combined with each image. None: an example, if the model takes prompts."""
+    """Prompts, each combined with each image. None: an example prompt, if the model takes
+    prompts."""
     negative_prompt: str | None = None
     decode_chunk_size: Positive | None = None
     fit: Fit = "stretch"
 
     def sampling_values(self) -> dict[str, Any]:
-        """Return the sampling parameters by the names of their fields; None: the model's own."""
+        """Return the sampling parameters by the names of their fields.
+
+        None means the model's default.
+        """
         field_of = {short: name for name, short in _SHORT_NAMES.items()}
         values = self.model_dump(exclude={"clips", "images", "prompts", "negative_prompt"})
         return {field_of.get(name, name): value for name, value in values.items()}
@@ -161,7 +168,7 @@ class Measure(Section):
     """Number of rounds, warm-up and seeds."""
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
-    """Number of clips that pass every rank before the measured ones, in each round."""
+    """Number of warm-up clips in each round, which pass every rank before the measured clips."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
     """Number of rounds. Each round starts new processes for every case."""
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
@@ -218,7 +225,7 @@ class BenchConfig(Section):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of what is measured: all fields but the experiment's name and the targets."""
+        """SHA-256 of all fields except the experiment's name and the targets."""
         values = self.model_dump(mode="json", exclude={"experiment", "targets"})
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -239,8 +246,8 @@ def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
 
     Args:
         name: Path of a YAML file, or the name of a configuration that comes with svdpp.
-        overrides: Assignments `section.field=value` with the value in YAML; the last one of a field
-            wins.
+        overrides: Assignments `section.field=value` with the value in YAML. Of several assignments
+            to a field, the last one applies.
 
     Raises:
         InputError: The file cannot be read, or is not YAML.
@@ -276,7 +283,7 @@ def pipeline_config(asked: BenchConfig, launched: World | None = None) -> Pipeli
         launched: World of the launcher that started this process; None if none did.
 
     Raises:
-        RequestError: The fields contradict each other, the model or the machine.
+        RequestError: The fields contradict each other, or do not suit the model or the machine.
     """
     ranks, workload = asked.pipeline, asked.workload
     shape = tuple(asked.model.latent_shape)
@@ -333,7 +340,7 @@ def _find(name: str) -> Path:
 def _parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML value; reject aliases, because a few nested ones could exhaust the memory."""
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-        raise yaml.YAMLError("aliases are not taken: write the value out")
+        raise yaml.YAMLError("YAML aliases are not accepted: write the value out")
     return yaml.safe_load(text)
 
 
@@ -358,7 +365,7 @@ def _override(content: dict[str, Any], text: str) -> None:
     if not equals or not dotted:
         raise RequestError(f"an override is section.field=value, got {text!r}")
     *sections, key = dotted.split(".")
-    if sections[:1] == ["targets"] and len(sections) > 1:  # a target's name may have a dot
+    if sections[:1] == ["targets"] and len(sections) > 1:  # the name of a target may contain a dot
         sections = ["targets", ".".join(sections[1:])]
     values = content
     for section in sections:
@@ -372,7 +379,7 @@ def _override(content: dict[str, Any], text: str) -> None:
 
 
 def _known(where: str) -> str:
-    """Return a hint: a field of that name in another section, a similar one, or the sections."""
+    """Return a hint for an unknown field: a known field or section with a similar name."""
     names, last = list(BenchConfig.model_fields), where.rpartition(".")[2]
     for section, about in BenchConfig.model_fields.items():
         names += [f"{section}.{name}" for name in getattr(about.annotation, "model_fields", ())]

@@ -46,7 +46,7 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Append a round's metrics and spans; they are kept if the benchmark fails later.
+        """Append a round's metrics and spans to files, which remain if the benchmark fails later.
 
         Args:
             done: Measured round.
@@ -69,8 +69,8 @@ class Results:
         """Write summary, table and costs.
 
         Returns:
-            Content of `summary.json`. Its `limits` describe the pipeline's round with the median
-            makespan.
+            Content of `summary.json`. The field `limits` analyses the pipeline's round with the
+            median makespan.
         """
         bench, path = self._bench, self.folder / COSTS
         cases = {case: _case(bench, case) for case in bench.cases}
@@ -107,8 +107,8 @@ def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
         trace: Measurements of the round.
 
     Yields:
-        Dict of the span's kind, rank, clip and further fields of that kind; `start` and `end` are
-        seconds since the first span of any rank began.
+        Dictionary with the span's kind, rank, clip and further fields. `start` and `end` are in
+        seconds since the earliest span of all ranks began.
     """
     spans: list[TimedSpan] = [*trace.spans, *trace.steps, *trace.waits, *trace.transfers]
     spans.sort(key=lambda span: (span.start, span.rank))
@@ -133,11 +133,11 @@ def _kind_of(span: TimedSpan) -> dict[str, Any]:
 
 
 def write_table(path: Path, cases: Mapping[str, Any]) -> None:
-    """Write the metrics as CSV: a row for each round of a case, and one for all its rounds.
+    """Write the metrics as CSV: for each case, a row for each round and a row for all rounds.
 
     Args:
         path: Path of the file.
-        cases: Field `cases` of a summary. The cell of a metric that a case lacks stays empty.
+        cases: Field `cases` of a summary. If a case lacks a metric, the metric's cell is empty.
     """
     names = next((list(about["over_rounds"]) for about in cases.values()), [])
     with path.open("w", encoding="ascii", newline="") as file:
@@ -166,8 +166,8 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     """Return one value of a metric for all rounds; None if no round has it.
 
     The value is the geometric mean, so that the ratio of two cases is the mean of the rounds'
-    ratios. For shares it is the arithmetic mean, so that they still add up to 1; for memory it is
-    the maximum.
+    ratios. Fractions use the arithmetic mean, so that they still add up to 1; memory uses the
+    maximum.
     """
     values = [metrics[name] for metrics in rounds if metrics[name] is not None]
     if not values:
@@ -180,7 +180,7 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
 
 
 def _round_metrics(bench: Bench, done: Round) -> dict[str, Any]:
-    """Return a round's metrics by the names of `METRICS`; `rounds.jsonl` has those of each rank."""
+    """Return the metrics of a round for all ranks together, by the names of `METRICS`."""
     metrics, forecast = done.metrics, done.metrics.forecast_seconds
     steps, ranks = [step.end - step.start for step in done.trace.steps], done.metrics.ranks
     wall = sum(rank.wall for rank in ranks)

@@ -32,7 +32,8 @@ from svdpp.plan.costs import PartFlops
 from svdpp.verification.verify import run_reference
 from svdpp.worker.device import reset_peak
 
-# A week, which is longer than any measurement of diffusers on one device.
+# Seconds that other ranks wait for the next pipeline: a week, longer than any measurement of
+# diffusers on one device.
 _BETWEEN_PIPELINES_SECONDS = 7 * 86400.0
 
 
@@ -58,7 +59,7 @@ class Bench:
     config: PipelineConfig
     rounds: list[Round] = field(default_factory=list)
     out_of_memory: dict[str, OutOfMemoryError] = field(default_factory=dict)
-    """Errors of the baselines that do not fit on the devices, by case."""
+    """Out-of-memory errors of baselines that do not fit on the devices, by case."""
 
     def __post_init__(self) -> None:
         self.requests = _requests(self.asked, self.config)
@@ -67,7 +68,7 @@ class Bench:
 
     @cached_property
     def flops(self) -> PartFlops:
-        """FLOPs of one clip, counted from the model's configs, which takes seconds once."""
+        """FLOPs of one clip, counted from the model's configs. The first use takes seconds."""
         return count_flops(self.config)
 
     def check_targets(self) -> None:
@@ -102,9 +103,9 @@ class Bench:
     ) -> None:
         """Measure every case once in each round.
 
-        A baseline that runs out of memory is a result, recorded in `out_of_memory`. Every other
-        error ends the benchmark, as does a lack of memory in ranks that a launcher has started,
-        because they cannot start again.
+        If a baseline runs out of memory, this is recorded in `out_of_memory`. Every other error
+        ends the benchmark. Under a launcher, lack of memory ends the benchmark too, because the
+        ranks cannot be restarted.
 
         Args:
             log: Function that gets a line for each measured case.
@@ -112,7 +113,7 @@ class Bench:
             open_observer: Function that opens the progress display.
         """
         repeats = self.asked.measure.repeats
-        self.flops  # noqa: B018  counted first, so that an error does not waste a measurement
+        self.flops  # noqa: B018  counted before any measurement, which an error here would waste
         for number, case in turns(self.cases, repeats):
             if case in self.out_of_memory:
                 continue
@@ -140,10 +141,10 @@ class Bench:
             pipeline.run(self.requests[:2])
 
     def _measure(self, case: str, number: int, title: str, open_observer: OpenObserver) -> Round:
-        reset_peak()  # a launcher's rank 0 computes in a thread of this process
+        reset_peak()  # under a launcher, rank 0 computes in a thread of this process
         config = self.cases[case]
-        # Clips go to the replicas, and within each to its decoders, in turn: this many clips reach
-        # every rank.
+        # Number of clips that reach every rank: clips go to the replicas in turn, and in each
+        # replica to the decoders in turn.
         parallel = config.parallel
         num_routes = parallel.data_parallel_size * parallel.num_decoders
         num_warmups = self.asked.measure.warmups * num_routes
@@ -175,7 +176,7 @@ class Bench:
 
 
 def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, case) in the order of measurement; successive rounds begin with other cases.
+    """Yield (round, case) in the order of measurement. Each round begins with another case.
 
     Args:
         cases: Names of the cases.
@@ -187,14 +188,14 @@ def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
 
 
 def launched_pipelines(asked: BenchConfig, config: PipelineConfig) -> Iterator[Pipeline]:
-    """Yield the pipelines that a launcher's rank other than 0 joins, one after the other.
+    """Yield the pipelines that a rank other than rank 0 joins under a launcher, one after another.
 
-    Between two of them rank 0 may measure diffusers. The other ranks wait for it for up to a week;
-    if rank 0 ends, the launcher ends them.
+    Between two pipelines, rank 0 may measure diffusers, and the other ranks wait up to a week. If
+    rank 0 ends, the launcher ends the other ranks.
 
     Args:
         asked: Configuration of the benchmark.
-        config: Configuration of its pipeline, the same on all ranks.
+        config: Configuration of the benchmark's pipeline, the same on all ranks.
     """
     cases = cases_of(config)
     configs = [cases[case] for _, case in turns(cases, asked.measure.repeats) if case != ONE_DEVICE]
@@ -208,8 +209,8 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     """Return the pipeline and its baselines by name, with their configurations.
 
     Args:
-        config: Configuration of the pipeline. If it is data parallel itself, it has no data
-            parallel baseline.
+        config: Configuration of the pipeline. If the pipeline itself is data parallel, the data
+            parallel baseline is left out.
     """
     cases = {PIPELINE: config}
     if config.layout.replica_size > 1:
@@ -218,14 +219,14 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 
 
 def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
-    """Return the requests: all inputs with the first seed, then all with the second, and so on."""
+    """Return requests for all inputs with the first seed, then with the second seed, and so on."""
     is_dummy = config.model.is_dummy
     inputs = [ClipInput()] if is_dummy else _inputs(asked.workload, config)
     return round_robin(inputs, asked.measure.seeds, asked.workload.clips)
 
 
 def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:
-    """Return each image with each prompt; the image is None if clips start from text."""
+    """Return each combination of an image and a prompt. Without images, the image is None."""
     sampling = config.sampling
     images: Sequence[MediaFile | None] = [None]
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:
@@ -248,8 +249,8 @@ def differing(rounds: Sequence[Round]) -> list[str]:
     """Return the cases, rounds and clips whose bits differ from diffusers'; empty if none do.
 
     Args:
-        rounds: Rounds of all cases, at least one. Without a round of diffusers the first round is
-            the reference.
+        rounds: Rounds of all cases, at least one. Without a round of diffusers, all rounds are
+            compared with the first one.
     """
     first = next((done for done in rounds if done.case == ONE_DEVICE), rounds[0])
     return [

@@ -35,13 +35,13 @@ class Bound(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     min: _Number | None = None
-    """Least value, in the unit of the metric; None: no lower bound."""
+    """Smallest allowed value, in the unit of the metric; None: no lower bound."""
     max: _Number | None = None
-    """Largest value, in the unit of the metric; None: no upper bound."""
+    """Largest allowed value, in the unit of the metric; None: no upper bound."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> Self:
-        """Check that there is a bound, and that `min` is not above `max`."""
+        """Check that at least one bound is given, and that `min` is not above `max`."""
         if self.min is None and self.max is None:
             raise ValueError("needs min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -69,16 +69,16 @@ class Outcome(NamedTuple):
     bound: str
     """Bound, such as ">= 0.95"."""
     measured: float | None
-    """Value over all rounds; None if no round has it."""
+    """Measured value over all rounds; None if no round has the metric."""
     met: bool
     """Whether the value is within the bound; False if it was not measured."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the case and the metric that the name of a target means.
+    """Split the name of a target into the case and the metric.
 
     Args:
-        name: Name as `METRIC`, which means the pipeline's, or as `CASE.METRIC`, such as
+        name: `METRIC` for a metric of the pipeline, or `CASE.METRIC`, such as
             `diffusers.step_p50_seconds`.
     """
     case, _, metric = name.rpartition(".")
@@ -86,13 +86,13 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Check that a target's name is that of a metric or of a speed-up.
+    """Check that a target names a known metric or speed-up.
 
     Args:
         name: Name of the target, as in the configuration.
 
     Raises:
-        RequestError: The name is neither; the hint proposes the nearest one.
+        RequestError: The name is unknown. The hint proposes the most similar known name.
     """
     case, metric = split_name(name)
     if name in SPEEDUPS or (case in CASES and metric in METRICS):
@@ -154,8 +154,8 @@ def check_met(found: Sequence[Outcome]) -> None:
         found: Outcomes of all targets.
 
     Raises:
-        TargetMissedError: A target is missed; the error names each missed one, with its bound and
-            the measured value.
+        TargetMissedError: A target is missed. The error names each missed target, with its bound
+            and the measured value.
     """
     missed = [each for each in found if not each.met]
     if not missed:

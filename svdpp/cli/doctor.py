@@ -52,8 +52,8 @@ def doctor(
 ) -> None:
     """Check in half a minute that a run has what it needs.
 
-    The last check makes a clip of the demo model on two ranks, split once after each step. Nothing
-    is downloaded. The exit code is that of the first check that fails.
+    The last check makes a clip of the demo model with one step on each rank, and compares it with
+    diffusers. Nothing is downloaded. The exit code is that of the first check that fails.
     """
     config = _examined(launched, options)
     console.info("importing PyTorch and diffusers, then running the checks one by one")

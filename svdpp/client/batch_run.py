@@ -1,7 +1,7 @@
 """Run at a server: sends jobs as batches, follows the batches, and downloads the clips.
 
 `server.json` in the output folder lists the batches and their jobs. The file is written before a
-batch is sent. It has the idempotency key by which the server detects a repeated request. So a
+batch is sent, and has the idempotency key by which the server detects a repeated request. So a
 command that was interrupted at any moment can continue with the same batches.
 """
 
@@ -90,7 +90,7 @@ def read_state(path: Path) -> ServerState | None:
         return ServerState(**values, parts=parts)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         text = f"{str(path)!r} is not the state of a run at a server"
-        hint = "`overwrite` makes all clips again"
+        hint = "`overwrite` makes all clips"
         raise InputError(text, hint, details={"path": str(path)}) from error
 
 
@@ -173,7 +173,7 @@ class BatchRun:
             if before != now:
                 raise RequestError(
                     f"this folder's batches are at {name} {before!r}, not {now!r}",
-                    f"use the same {name}, or another `out` folder; `overwrite` makes all again",
+                    f"use the same {name}, or another `out` folder; `overwrite` makes all clips",
                     details={"before": before, "now": now},
                 )
         for part in earlier.parts:
@@ -187,8 +187,8 @@ class BatchRun:
                 self._say(f"going on with {part.batch}")
 
     def _find(self, part: Part) -> bool:
-        """Query a batch of an earlier run; leave out its clips that ended without a video."""
-        if part.batch is None:  # the response was lost
+        """Query a batch of an earlier run; remove clips that ended without a video."""
+        if part.batch is None:  # the response with the batch's id was lost
             page = self._connection.get("/v1/batches", limit=_PAGE)
             found = [
                 each for each in page["data"] if (each["metadata"] or {}).get("run") == part.key
@@ -334,7 +334,8 @@ class BatchRun:
     def _follow_part(self, part: Part, watchers: Watchers) -> bool:
         """Query a batch once, and download finished clips; return whether a clip has ended."""
         assert part.batch is not None
-        batch = self._batch(part.batch)  # first, so that the list of videos is not older
+        # Queried before the list of videos, so that the list is never older than the batch.
+        batch = self._batch(part.batch)
         if batch["status"] == "failed":
             clips = [self._pending[name] for name in part.clips if name in self._pending]
             self._state.parts.remove(part)
@@ -370,8 +371,8 @@ class BatchRun:
                 page = self._page(batch, after, _PAGE, "asc")
             except NotThereError:
                 if after is None:
-                    return  # the batch itself was removed
-                after = self._cursors[batch] = None  # the video was removed
+                    return  # the batch was removed from the server
+                after = self._cursors[batch] = None  # the video at the cursor was removed
                 continue
             for each in page["data"]:
                 yield each
@@ -384,7 +385,7 @@ class BatchRun:
             after = page["last_id"]
 
     def _take(self, part: Part, view: Mapping[str, Any], watchers: Watchers) -> None:
-        """Handle the outcome of one video: download it, or report its error."""
+        """Handle a video that has ended: download its clip, or report its error."""
         name = str(view["custom_id"])
         if view["status"] != "queued":
             watchers.on_started()
@@ -423,7 +424,7 @@ class BatchRun:
             if hashlib.file_digest(content, "sha256").hexdigest() != metadata["file_sha256"]:
                 raise ServerError(
                     f"{clip.output!r} has another SHA-256 than its JSON at the server says",
-                    "a proxy may change it; run the command again with `resume`",
+                    "a proxy may have changed the file; run the command again with `resume`",
                     details={"clip": clip.output},
                 )
             content.seek(0)
@@ -445,7 +446,7 @@ def _lost_error(view: Mapping[str, Any]) -> ServerError:
 
 
 def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:
-    """Whether the output folder has a clip, unchanged and with its job's inputs and parameters.
+    """Whether the output folder has an unchanged file of a clip, made from the job's inputs.
 
     Args:
         folder: Folder of the clips.

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class NotThereError(ServerError):
-    """Error for an id that the server does not have, or has no more."""
+    """The server does not have the requested id, or has removed its object."""
 
 
 class Connection:
@@ -53,7 +53,7 @@ class Connection:
         try:
             parsed = httpx2.URL(url)
         except httpx2.InvalidURL as error:
-            raise RequestError(f"`server` is no URL: {first_line(error)}") from error
+            raise RequestError(f"`server` is not a URL: {first_line(error)}") from error
         is_http = parsed.scheme in ("http", "https") and bool(parsed.host)
         require(is_http, "`server` takes a URL such as http://127.0.0.1:8000")
         has_secret = bool(parsed.userinfo or parsed.query or parsed.fragment)
@@ -154,7 +154,7 @@ class Connection:
                     failed_at = time.monotonic()
                 if time.monotonic() - failed_at >= self._patience_seconds:
                     raise self._away_error(error) from error
-                if wait == 2 * _FIRST_WAIT_SECONDS:  # the second time
+                if wait == 2 * _FIRST_WAIT_SECONDS:  # only once, at the second failure
                     self._say(f"waiting for the server: {self._reason(error)}")
                 wished = error.retry_seconds if isinstance(error, _BusyError) else 0.0
                 time.sleep(min(max(wait, wished), _MAX_WAIT_SECONDS))
@@ -205,7 +205,7 @@ class Connection:
 
 
 class _BusyError(Exception):
-    """Error response of a server that may accept the same request later."""
+    """The server is busy, and may accept the same request later."""
 
     def __init__(self, message: str, retry_after: str) -> None:
         super().__init__(message)
@@ -213,12 +213,12 @@ class _BusyError(Exception):
 
 
 def _error_in(answer: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a response from svdpp or from a proxy, as a JSON object of svdpp."""
+    """Return the error in a response of svdpp or of a proxy, as a JSON object like svdpp's."""
     error: Any = None
     try:
         error = answer.json()["error"]
         if not isinstance(error["message"], str):
-            raise ValueError("it is no error of svdpp")
+            raise ValueError("it is not an error of svdpp")
     except (ValueError, KeyError, TypeError):
         error = {"message": f"HTTP {answer.status_code} {answer.reason_phrase}"}
     return {"hint": "", "code": "", **error, "details": error.get("details") or {}}

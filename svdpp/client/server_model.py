@@ -19,7 +19,7 @@ from svdpp.errors import InputError, RequestError, ServerError, nearest
 from svdpp.media.inputs import MediaFile
 
 _IMAGE_FIELD = "input_reference"
-# Bytes of a line's prompts, parameters and names, besides its files.
+# Bytes that are reserved in each line for prompts, parameters and names, besides the files.
 _LINE_OVERHEAD_BYTES = 256 * 2**10
 
 
@@ -45,7 +45,7 @@ class ServerModel:
         return int(self.description["limits"]["max_batch_lines"])
 
     def defaults(self, values: Mapping[str, Any], **more: Any) -> LineDefaults:
-        """Return the values for fields that lines do not set.
+        """Return the default values of fields that lines leave out.
 
         Args:
             values: Sampling parameters from the command line's options, by name.
@@ -96,7 +96,7 @@ class ServerModel:
         if size not in sizes:
             raise RequestError(
                 f"the server makes {', '.join(sizes)}, not {size}",
-                "choose one of them; whoever starts the server can add others",
+                "choose one of these sizes, or ask the server's operator to add the size",
                 details={"field": "width", "size": size, "sizes": list(sizes)},
             )
         self._check_loras(job)
@@ -106,7 +106,7 @@ class ServerModel:
         if num_bytes > limit:
             most = limit * 3 // 4
             raise RequestError(
-                f"its files have {num_bytes * 3 // 4} bytes, and a batch takes {most} in a line",
+                f"the clip's files have {num_bytes * 3 // 4} bytes, and a line may have {most}",
                 "save the image as JPEG, or make it smaller",
                 details={"bytes": num_bytes * 3 // 4, "highest": most},
             )
@@ -124,7 +124,7 @@ class ServerModel:
             if path.is_file() and _sha256_of(path) != listed[name]:
                 raise RequestError(
                     f"`loras`: {str(path)!r} is another file than {name!r} of the server",
-                    "leave the folder out to use the server's",
+                    "to use the server's file, give the LoRA's name without a folder",
                     details={"field": "loras", "path": str(path)},
                 )
 
@@ -175,14 +175,14 @@ def server_model(answer: Mapping[str, Any]) -> ServerModel:
         assert model["family"] in SAMPLING_CLASSES
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise ServerError(
-            "the server takes no batches, or runs a family that this svdpp does not know",
-            "it needs svdpp serve of this version",
+            "the server accepts no batches, or runs a family that this svdpp does not know",
+            "use the same version of svdpp for client and server",
         ) from error
     return ServerModel(model)
 
 
 def _files(job: RunJob) -> list[tuple[str, MediaFile]]:
-    """Return the files of a job, each after the name of its field in a request."""
+    """Return field name and file of each input file of a job."""
     made_from = job.made_from
     files = [(_IMAGE_FIELD, made_from.media_file), ("last_image", made_from.last_image)]
     return [(name, file) for name, file in files if file is not None] + [*made_from.videos]

@@ -2,8 +2,8 @@
 
 Each rank is a process, with a track for compute (steps within their actions), a track for each link
 and its counters. The format is "Trace Event Format", Google, 2016, linked from
-https://perfetto.dev/docs/faq (JSON trace format). The file is written as a JSON array, the form
-that viewers read without the closing bracket too: the file of a killed run can be opened.
+https://perfetto.dev/docs/faq (JSON trace format). The file is a JSON array, which viewers can read
+even without the closing bracket. So the trace of a killed run can be opened too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TraceEvent = dict[str, Any]
 
 
 class TraceFile:
-    """Observer that writes the trace of a run while it goes on, in constant memory.
+    """Observer that writes the trace of a run during the run, in constant memory. Not thread-safe.
 
-    The file is created when the first work is done, and completed by `close`. Time 0 is the
-    creation of this object, by the monotonic clock. Not thread-safe.
+    The file is created when a rank has finished its first action, and completed by `close`. Time 0
+    is the creation of this object, by the monotonic clock.
 
     Args:
         path: Path of the file.
@@ -39,7 +39,7 @@ class TraceFile:
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._path = path
         self._begin = time.monotonic()
-        # The array form has no other place for a description of the run.
+        # The description of the run is an event, because the JSON array has no other place for it.
         about_run = _event("i", 0, _COMPUTE, "svdpp", s="g", cat="run", ts=0, args=dict(about))
         self._unwritten = [about_run]
         self._span_builder = SpanBuilder()
@@ -49,7 +49,10 @@ class TraceFile:
         self._error: OSError | None = None
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Write the spans that an event completes. A write error is only raised by `close`."""
+        """Write the spans that an event completes.
+
+        Errors of writing are raised later, by `close`.
+        """
         if self._error is not None:
             return
         self._unwritten += self._events(rank, event)
@@ -61,10 +64,10 @@ class TraceFile:
                 self._error = error
 
     def close(self) -> None:
-        """Complete the file. If no work was done, no file exists.
+        """Complete the file. If no rank finished an action, no file is created.
 
         Raises:
-            OutputError: The file could not be written, now or earlier.
+            OutputError: The file could not be written, in this or an earlier call.
         """
         with output_files.disk_errors(f"{str(self._path)!r} cannot be written"):
             if self._file is not None:
@@ -116,10 +119,11 @@ class TraceFile:
                 yield from self._transfer(placed)
 
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
-        """Yield one rank's slice for a transfer, and its end of the arrow between the two ranks."""
+        """Yield a rank's slice for a transfer, and this rank's end of the arrow between ranks."""
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
-        if link not in self._tracks:  # transfers of one link never overlap
+        # One track for each link, because transfers on one link never overlap.
+        if link not in self._tracks:
             self._tracks[link] = 1 + sum(other == rank for other, _, _ in self._tracks)
             end = "to" if is_send else "from"
             yield from _track(rank, self._tracks[link], f"{end} rank {peer}")
@@ -139,13 +143,19 @@ class TraceFile:
     def _slice(
         self, rank: int, track: int, name: str, category: str, start: float, end: float, **args: int
     ) -> _TraceEvent:
-        """Return an event with start and duration. Both ends are rounded first, so slices nest."""
+        """Return an event with start and duration.
+
+        Start and end are rounded before the duration is computed, so that slices nest exactly.
+        """
         ts = self._microseconds(start)
         duration = self._microseconds(end) - ts
         return _event("X", rank, track, name, cat=category, ts=ts, dur=duration, args=args)
 
     def _microseconds(self, when: float) -> int:
-        """Return whole microseconds: with fractions, rounded sums would make slices overlap."""
+        """Return a time in whole microseconds.
+
+        With fractions, rounding errors could make slices overlap.
+        """
         return round((when - self._begin) * 1e6)
 
 

@@ -54,7 +54,7 @@ _LIBRARIES = (
     *("numpy", "pillow", "imageio-ffmpeg"),
 )
 
-#: Environment variables that are shown if they are set. No others are shown.
+#: Environment variables that `svdpp env` shows if they are set. No other variables are shown.
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING"),
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -93,7 +93,7 @@ def environment() -> dict[str, Any]:
     return dict(redact_all(facts))
 
 
-#: Fields to query by nvidia-smi. It ignores CUDA_VISIBLE_DEVICES and lists all GPUs.
+#: Fields that are queried with nvidia-smi, which ignores CUDA_VISIBLE_DEVICES and lists all GPUs.
 _CLOCKS = (
     *("index", "name", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
     *("power.limit", "power.default_limit", "persistence_mode"),
@@ -112,7 +112,7 @@ def gpu_clocks(output: Callable[..., str | None]) -> list[dict[str, str]]:
 
 
 def _clock_mhz() -> dict[str, float] | None:
-    """Return current, least and highest clock of the CPU in MHz; None if they are unknown."""
+    """Return current, minimum and maximum clock of the CPU in MHz; None if the clock is unknown."""
     try:
         clock = psutil.cpu_freq()
     except (OSError, NotImplementedError):
@@ -146,7 +146,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return commit and state of the checkout that svdpp runs from; None if it is installed."""
+    """Return commit and state of the git checkout of svdpp; None if svdpp does not run from one."""
     root = Path(svdpp.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
@@ -197,9 +197,10 @@ def _run_command(*command: str) -> str | None:
 # --- checks --------------------------------------------------------------------------------------
 
 _GIB = 2**30
-#: Free bytes that suffice for about a hundred clips and the log.
+#: Minimum free bytes of the output folder's disk, enough for about a hundred clips and the log.
 _MIN_FREE_BYTES = 2**28
-# Size of the test clips: small and quick, but real work for libx264 and the demo model.
+# Height and width, frames and steps of the test clips: few, but real work for libx264 and the demo
+# model.
 _SIDE, _FRAMES, _STEPS = 64, 4, 4
 
 
@@ -212,13 +213,16 @@ class Check:
     detail: str
     """Measured facts, the error's message, or the reason why the check was skipped."""
     fix: str = ""
-    """Hint if the check failed; empty if it passed or no hint is known."""
+    """Hint for the user if the check failed; empty if the check passed or no hint is known."""
     exit_code: int = 0
     """Exit code of the error; 0 if the check did not fail."""
 
 
 class _Skipped(Exception):
-    """Exception of a check that does not apply, or depends on a failed check; its text says why."""
+    """A check was skipped, because it does not apply or depends on a failed check.
+
+    The text of the exception is the reason.
+    """
 
 
 def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
@@ -253,7 +257,7 @@ def _devices(config: PipelineConfig, _: Path) -> str:
 
 
 def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
-    """Encode some frames; `write_clip` reads them back and compares their shape."""
+    """Encode a short clip by `write_clip`, which reads the clip back and compares the shape."""
     find_ffmpeg()
     frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), np.uint8)
     frames[:, :, :, 0] = np.arange(_SIDE)
@@ -328,7 +332,7 @@ def _transfers(config: PipelineConfig, _: Path) -> str:
 
 
 def _cut_test(config: PipelineConfig, _: Path) -> str:
-    """Compare a clip of the demo model, cut after each step, with diffusers' whole call."""
+    """Compare a clip of the demo model, made with one step on each rank, with diffusers."""
     sampling = SvdSampling(
         num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
     )
@@ -343,14 +347,14 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
     result = verify(demo, example_requests(demo, 1))
     if (found := result.first_difference) is not None:
         raise VerificationError(
-            f"other bits than diffusers' whole call: {found}",
-            "report it with the output of svdpp env",
+            f"the bits differ from those of diffusers' whole call: {found}",
+            "report this error with the output of svdpp env",
             details=found.to_json(),
         )
     return f"the demo model on {_STEPS} ranks has the bits of diffusers ({config.model.dtype})"
 
 
-#: Function of each check, and the checks that must have passed before it.
+#: Checks by name: the function, and the names of checks that must have passed before.
 _CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str], tuple[str, ...]]] = {
     "devices": (_devices, ()),
     "ffmpeg": (_ffmpeg, ()),
@@ -361,7 +365,7 @@ _CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str], tuple[str, ...]]
     "cut test": (_cut_test, ("devices",)),
 }
 
-#: Hints for checks whose errors have none.
+#: Hints by the name of a check, for errors that have no hint of their own.
 _FIXES = {
     "output folder": "name another folder with `out`",
     "transfers": "on GPUs try PIPELINE_BACKEND=gloo",
@@ -381,7 +385,7 @@ def profile(
     open_observer: OpenObserver,
     prompt: str | None,
 ) -> CostModel:
-    """Measure the times of a run's parts on the devices of `config`, all ranks working at once.
+    """Measure encode, step, decode and transfer on the devices, with all ranks working at once.
 
     All ranks work, because CPU ranks share cores and memory bandwidth, and a single rank would be
     faster than in a run. Memory is not measured but estimated from the model's configs.
@@ -395,7 +399,8 @@ def profile(
     """
     config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
-    # Not all ranks work until the first clip reaches the last rank, so as many clips are added.
+    # Until the first clip reaches the last rank, some ranks are idle. So one more clip is made for
+    # each rank.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)
@@ -413,11 +418,11 @@ def profile(
 def measured_config(config: PipelineConfig) -> PipelineConfig:
     """Return a configuration with few steps, for the measurement.
 
-    Each rank has two. A single rank of a model with prompts has four, so that each of two experts
-    has a step.
+    Each rank gets two steps. A single rank of a model with prompts gets four, so that each of two
+    experts has a step.
 
     Args:
-        config: Configuration of which all other fields are kept.
+        config: Configuration to measure. All fields but the number of steps are kept.
     """
     shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
     steps = _STEPS_PER_RANK * shares
@@ -429,8 +434,8 @@ def median_costs(
 ) -> CostModel:
     """Return the median costs of all clips in `traces`.
 
-    On GPUs and on several hosts, ranks of different speed get costs of their own. On one CPU the
-    differences are noise.
+    On GPUs and on several hosts, ranks of different speed get separate costs. On a single CPU,
+    differences between ranks are noise.
 
     Args:
         config: Configuration of the measured run.

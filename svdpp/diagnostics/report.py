@@ -1,4 +1,4 @@
-"""Report on a finished run: clips, times, limits, and a faster layout."""
+"""Report on a finished run: clips, times, causes that limit the speed, and a faster layout."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from svdpp.plan.parallel import layout_options
 
 SCHEMA_VERSION = 3
 _NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
-# Smallest share of the run's time for which a cause is reported.
+# Minimum fraction of the run's time that a cause must cost to be reported.
 _WORTH_NAMING = 0.05
-# Ratio to the median of the other ranks at which a step counts as slow.
+# A rank counts as slow if its step takes this many times as long as the other ranks' median step.
 _SLOW = 1.15
-# Smallest gain for which another layout is advised; smaller ones are noise of the forecast.
+# Minimum speed-up for which another layout is advised. Smaller speed-ups are within the forecast's
+# error.
 _WORTH_A_CHANGE = 1.05
-# Most clips of a forecast, for each rank; more clips do not change the result.
+# Maximum number of clips for each rank in a forecast. More clips would not change the result.
 _CLIPS_PER_RANK = 16
 
 
 class Finding(NamedTuple):
-    """Cause that makes a run longer than its work needs."""
+    """Cause that makes a run take longer than necessary."""
 
     kind: str
     """Identifier, such as `decode`, `disk` or `few_clips`."""
@@ -39,7 +40,7 @@ class Finding(NamedTuple):
     rank: int | None = None
     """Rank that limits the others; None if no single rank does."""
     lost_seconds: float = 0.0
-    """Seconds by which the run would be shorter without this cause, estimated."""
+    """Estimated seconds by which the run would be shorter without this cause."""
 
 
 # Format of an option on the command line.
@@ -47,14 +48,14 @@ _OPTION_FORMAT = "--{} {}"
 
 
 class Advice(NamedTuple):
-    """Advice: layout that would finish the same clips on the same ranks soonest, by forecast."""
+    """Advice to use another layout, by forecast the fastest for the same clips and ranks."""
 
     text: str
-    """Layout and gain, for the user."""
+    """Sentence for the user, with the advised layout and its speed-up."""
     options: str
-    """Options to add to the command."""
+    """Options that select the advised layout, to be added to the command."""
     times_as_fast: float
-    """Forecast speed divided by that of the run's layout."""
+    """Forecast speed of the advised layout, divided by the forecast speed of the run's layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,9 @@ class RunAnalysis:
 
     metrics: RunMetrics
     findings: tuple[Finding, ...]
-    """Causes, the costliest first; at least one."""
+    """Causes that limit the run, the costliest first; at least one."""
     advice: Advice | None
-    """Layout to try; None if none is faster by more than noise."""
+    """Advice to use another layout; None if no layout is clearly faster."""
 
     @property
     def lines(self) -> list[str]:
@@ -79,8 +80,8 @@ class RunAnalysis:
     def forecast_error(self) -> float | None:
         """Relative error of the forecast: 0.1 if the run took a tenth longer than forecast.
 
-        The forecast uses the measured costs. None: there is no forecast, or the run has too few
-        clips, because the first clip warms up.
+        The forecast uses the measured costs. None: no forecast exists, or the run has too few
+        clips, so that the warm-up in the first clip dominates.
         """
         metrics, seconds = self.metrics, self.metrics.forecast_seconds
         is_long = metrics.clips > metrics.world_size
@@ -98,7 +99,9 @@ class RunAnalysis:
 
 
 def _find_limits(metrics: RunMetrics) -> list[Finding]:
-    """Return the causes that limit the run, the costliest first; `balanced` if there is none.
+    """Return the causes that limit the run, the costliest first.
+
+    If none is found, return the finding `balanced`.
 
     The busiest rank sets the pace of a full pipeline. A cause is a reason why this rank is busier
     than the mean of all ranks, or a resource that this rank waits for.
@@ -112,12 +115,12 @@ def _find_limits(metrics: RunMetrics) -> list[Finding]:
 
 
 def _busiest(metrics: RunMetrics) -> RankRunMetrics:
-    """Return the rank that works longest; waits for images and disks count as work."""
+    """Return the rank that works longest. Its waits for images and disks count as work."""
     return max(metrics.ranks, key=lambda rank: rank.compute + rank.image_wait + rank.writer_wait)
 
 
 def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield the cause for which the busiest rank is busier than the other ranks."""
+    """Yield the main cause why the busiest rank is busier than the other ranks."""
     limit = _busiest(metrics)
     others = [rank for rank in metrics.ranks if rank is not limit]
     excess = limit.compute - statistics.fmean(rank.compute for rank in metrics.ranks)
@@ -132,7 +135,8 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
     def more(work: WorkMetrics, theirs: list[WorkMetrics]) -> float:
         return work.seconds / slowness - statistics.fmean(each.seconds for each in theirs)
 
-    # Seconds of the excess that each cause explains, its kind, and its text.
+    # For each possible cause: seconds of the busiest rank's excess that it explains, kind, and
+    # text.
     lost, kind, why = max(
         (more(limit.decode, [rank.decode for rank in others]), "decode",
          f"its decodes take {limit.decode.seconds / limit.compute:.0%} of its work"),
@@ -148,7 +152,7 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def _waits(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield the causes that keep ranks from working, with 0 seconds where one had no effect."""
+    """Yield the causes for which ranks wait. Causes without an effect have 0 seconds."""
     rank = max(metrics.ranks, key=lambda rank: rank.image_wait)
     text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
     yield Finding("images", text, rank.rank, rank.image_wait)
@@ -180,18 +184,18 @@ def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> R
     Args:
         metrics: Metrics of the finished run.
         costs: Path of a file with the measured costs.
-        option: Format of an option of the layout; that of a benchmark differs from a command
-            line's.
+        option: Format of a layout's option, given name and value. A benchmark's overrides have
+            another format than options of a command.
     """
     advice = _advise_layout(metrics, costs, option)
     return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)
 
 
 def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | None:
-    """Return the layout with the best forecast, if it is enough faster than the run's layout.
+    """Return the layout with the best forecast, if it is clearly faster than the run's layout.
 
-    The forecasts of both layouts are compared, because measured times include parts that no
-    forecast includes.
+    The forecasts of the two layouts are compared, instead of a forecast and the measured time,
+    because measured times include delays that forecasts ignore.
     """
     if metrics.costs is None or not metrics.forecast_seconds:
         return None
@@ -226,18 +230,18 @@ def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | No
     return Advice(text, " ".join(option.format(*each) for each in options.items()), times)
 
 
-# --- the report on a folder ----------------------------------------------------------------------
+# --- report on a run's folder --------------------------------------------------------------------
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], RunAnalysis | None]:
     """Read the report on a run, and its analysis.
 
     Args:
-        path: Path of the run's manifest, or of its folder.
+        path: Path of the run's manifest, or of the run's output folder.
 
     Returns:
         Report as plain values, and the analysis. The analysis is None if the run was killed, made
-        no clip, or is of an earlier version.
+        no clip, or used an earlier version of svdpp.
 
     Raises:
         InputError: The manifest is missing, damaged, or of another kind.
@@ -252,7 +256,7 @@ def read_report(path: Path) -> tuple[dict[str, Any], RunAnalysis | None]:
             if clip["state"] == "failed"
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{str(manifest)!r} does not say what became of its clips") from error
+        raise InputError(f"{str(manifest)!r} has no results of its clips") from error
     metrics = parse_run_metrics(content, repr(str(manifest)))
     analysis = None if metrics is None else analyze(metrics, manifest)
     report = {
@@ -273,6 +277,6 @@ def _find_manifest(path: Path) -> Path:
         return manifests[0]
     raise InputError(
         f"{str(path)!r} has {f'{len(manifests)} runs' if manifests else f'no {MANIFEST}'}",
-        f"name a run's folder, or one of its files *.{MANIFEST}; a bench prints what limits it",
+        f"name a run's folder, or a file *.{MANIFEST} in it; svdpp bench prints its own report",
         details={"path": str(path), "runs": len(manifests)},
     )

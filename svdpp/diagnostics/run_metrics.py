@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from svdpp.driver.trace import RankMetrics, Trace
     from svdpp.plan.actions import Schedule
 
-# Ranks whose times of one step differ by less than this ratio count as equally fast.
+# Maximum ratio between the step times of two ranks that count as equally fast.
 _SAME_SPEED = 1.1
 
 # Fields of a model on which its FLOPs depend.
 _MODEL_FIELDS = ("name", "family", "revision", "variant", "dtype", "dummy_latent_shape")
 
-#: Types with limits, which are checked when a manifest is read: it is untrusted input.
+#: Numbers with limits, because a manifest that is read is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
@@ -36,14 +36,14 @@ PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkMetrics:
-    """Number of times that a rank did one kind of work, and its mean seconds."""
+    """Work of one kind on a rank: number of times, and mean seconds of each."""
 
     count: Count = 0
     mean_seconds: Amount = 0.0
 
     @property
     def seconds(self) -> float:
-        """Seconds of all times together."""
+        """Total seconds of this work."""
         return self.count * self.mean_seconds
 
 
@@ -56,41 +56,43 @@ class RankRunMetrics:
     device_name: str = ""
     """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
     start: Count = 0
-    """First step of a clip that the rank does."""
+    """Index of the first denoising step that the rank computes."""
     end: Count = 0
-    """Step after the last one that the rank does."""
+    """Index after the last denoising step that the rank computes."""
     wall: Amount
     """Seconds from the first start to the last end of any rank's work."""
     compute: Amount
-    """Seconds of the rank's work."""
+    """Seconds in which the rank computed."""
     wait: Amount = 0.0
-    """Seconds blocked without a transfer: by a neighbour, or by an image or file."""
+    """Seconds in which the rank was blocked without a transfer: by another rank, an image or a
+    file."""
     transfer: Amount = 0.0
-    """Seconds blocked while a packet was arriving; transfers during compute do not count."""
+    """Seconds in which the rank was blocked while a packet arrived. Transfers during compute do not
+    count."""
     idle: Amount = 0.0
-    """Seconds before the rank's first wait or work, and after its last."""
+    """Seconds before the rank's first action or wait, and after its last action or wait."""
     image_wait: Amount = 0.0
-    """Seconds waited for images to be read."""
+    """Seconds in which the rank waited for images to be read."""
     packet_wait: Amount = 0.0
-    """Seconds waited for packets; includes `transfer`."""
+    """Seconds in which the rank waited for packets, including `transfer`."""
     writer_wait: Amount = 0.0
-    """Seconds waited for the thread that writes clips."""
+    """Seconds in which the rank waited for the thread that writes clips."""
     step: WorkMetrics = WorkMetrics()
     encode: WorkMetrics = WorkMetrics()
     decode: WorkMetrics = WorkMetrics()
     decode_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Mean fraction of a clip's frames that one of its decodes makes."""
+    """Mean fraction of a clip's frames that one DECODE action of the rank produces."""
     write: WorkMetrics = WorkMetrics()
-    """Clips written, in a thread beside the other work."""
+    """Writing of clips, in a thread that runs at the same time as the rank's other work."""
     load_seconds: Amount = 0.0
     allocated_bytes: Count | None = None
     """Peak bytes of tensors on the GPU; None on the CPU."""
     peak_bytes: Count | None = None
-    """Peak bytes of memory on the GPU; for a CPU rank, of its process."""
+    """Peak bytes of memory on the GPU; on the CPU, peak bytes of the rank's process."""
     sent_bytes: Count | None = None
     """Bytes of tensors sent to other ranks, from the rank's start to its last sample."""
     received_bytes: Count | None = None
-    """Bytes of tensors received from other ranks in the same time."""
+    """Bytes of tensors received from other ranks, from the rank's start to its last sample."""
     resident_bytes: Count | None = None
     """Largest resident set of the process in bytes, sampled once a second."""
     gpu_load: Amount | None = None
@@ -102,7 +104,10 @@ class RankRunMetrics:
 
     @property
     def unaccounted(self) -> float:
-        """Seconds of `wall` in none of its four parts, which are measured independently."""
+        """Seconds of `wall` that are in none of `compute`, `wait`, `transfer` and `idle`.
+
+        The four parts are measured independently, so the value shows the error of measurement.
+        """
         return self.wall - self.compute - self.wait - self.transfer - self.idle
 
 
@@ -117,7 +122,7 @@ class RunMetrics:
     num_steps: PositiveCount
     """Number of denoising steps of a clip."""
     cfg_parallel: PositiveCount = 1
-    """Number of ranks that share the guidance of a step: 2 in pairs, else 1."""
+    """Number of ranks that share the two guidance passes of a step: 2 in CFG pairs, else 1."""
     decodes: bool = True
     """Whether the clips were decoded."""
     start_seconds: Amount = 0.0
@@ -135,7 +140,8 @@ class RunMetrics:
     transfer_seconds: Amount = 0.0
     """Mean seconds of one transfer, measured at its receiver."""
     costs: CostModel | None = None
-    """Measured costs, of each rank if their speeds differ; None if no step was measured."""
+    """Measured costs, separate for each rank if the ranks' speeds differ; None if no step was
+    measured."""
     forecast_seconds: Amount | None = None
     """Forecast seconds of the same actions at these costs; None if no forecast is possible."""
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -199,7 +205,8 @@ def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> 
 
     Args:
         pipeline: Pipeline that has ended.
-        requests: Requests of its clips, in order. Only the last ones count if its trace is limited.
+        requests: Requests of the pipeline's clips, in order. If the trace keeps only some clips,
+            the last requests count.
 
     Returns:
         Metrics; None if no rank has done an action.
@@ -210,7 +217,8 @@ def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> 
     schedule = pipeline.schedule(kept) if is_whole else None
     metrics = collect_run_metrics(pipeline.trace, pipeline.config, schedule)
     if metrics is not None and any(request.sampling is not None for request in requests):
-        return replace(metrics, sampling={})  # the FLOPs of clips that differ are not counted
+        # FLOPs can be counted only if all clips have the same parameters.
+        return replace(metrics, sampling={})
     return metrics
 
 
@@ -218,7 +226,7 @@ def _rank_metrics(trace: Trace, config: PipelineConfig, rank: int) -> RankRunMet
     share, reported = config.layout.all_shares[rank], trace.rank_metrics[rank]
     spans = [span for span in trace.spans if span.rank == rank]
     compute = sum(span.end - span.start for span in spans)
-    # Fraction of the run that a limited trace has kept.
+    # Fraction of the run's work that the trace has kept, if the trace is limited to some clips.
     kept = compute / reported.compute_seconds if reported.compute_seconds else 1.0
 
     fractions = [span.action.fraction for span in spans if span.action.kind is Kind.DECODE]
@@ -266,7 +274,7 @@ def _stats_fields(reported: RankMetrics) -> dict[str, Any]:
 
 
 def _time_breakdown(trace: Trace, rank: int) -> dict[str, Any]:
-    """Return the parts of a rank's time in seconds, by name; each is measured independently."""
+    """Return a rank's seconds of compute, wait, transfer and idle time, by name."""
     begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
     end = max(span.end for span in trace.spans)
     waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]
@@ -287,7 +295,7 @@ def _time_breakdown(trace: Trace, rank: int) -> dict[str, Any]:
 def _overlap(
     waits: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]
 ) -> float:
-    """Return the seconds of `waits` during which at least one of `transfers` was under way."""
+    """Return the seconds of `waits` during which at least one of `transfers` was in progress."""
     reached, joined = float("-inf"), []
     for start, end in sorted(transfers):
         joined.append((max(start, reached), end))
@@ -305,7 +313,7 @@ def _work_metrics(seconds: Iterable[float]) -> WorkMetrics:
 
 
 def _whole_clip_seconds(span: Span) -> float:
-    """Return the seconds that a whole clip would take, if the rank decodes only a part of it."""
+    """Return the seconds to decode a whole clip, scaled up if the rank decodes only some frames."""
     return (span.end - span.start) / span.action.fraction
 
 
@@ -330,11 +338,11 @@ def average_costs(
 
     Args:
         config: Configuration of the traced run.
-        traces: Traces with steps, at least one.
+        traces: One or more traces that contain steps.
         average: Function that averages the seconds of one kind of work.
-        per_rank: Whether each rank gets costs of its own if the seconds of a step differ by more
-            than a tenth. A rank without steps counts as fast as the others.
-        fields: Further fields of the `CostModel`.
+        per_rank: Whether ranks get separate costs if their seconds of a step differ by more than a
+            tenth. A rank without steps is assumed to be as fast as the other ranks.
+        fields: Further fields of the returned `CostModel`.
     """
     host_of = CostModel(ranks_per_host=fields.get("ranks_per_host")).host_of
     transfers: dict[bool, list[float]] = {False: [], True: []}
@@ -402,7 +410,7 @@ def parse_run_metrics(manifest: Mapping[str, Any], where: str) -> RunMetrics | N
         first = error.errors()[0]
         what = f"{'.'.join(map(str, first['loc'])) or 'it'} {describe_fault(first)}"
         details = fault_details(first)
-    raise InputError(f"{where}: the run's figures are damaged: {what}", details=details)
+    raise InputError(f"{where}: the run's metrics are damaged: {what}", details=details)
 
 
 def rounded(value: Any) -> Any:

@@ -18,14 +18,15 @@ from svdpp.plan.costs import PartFlops
 
 
 class DevicePeak(NamedTuple):
-    """Published peak TFLOP/s of dense matrix products: half of a number "with sparsity"."""
+    """Published peak TFLOP/s of dense matrix products: half of the peak "with sparsity"."""
 
     pattern: str
     """Regular expression for the whole name of the device, as NVML gives it."""
     half: float
     """Peak in fp16 and bf16 with accumulation in fp32, in TFLOP/s."""
     single: float
-    """Peak in fp32, in TFLOP/s: that of TF32, which torch lets cuDNN use, where a GPU has it."""
+    """Peak in fp32, in TFLOP/s. For GPUs with TF32, this is the peak in TF32, which torch lets
+    cuDNN use for fp32."""
     source: str
     """URL or title of the data sheet."""
     has_bf16: bool = True
@@ -51,7 +52,7 @@ _V100 = (
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper, V2.1, appendix A"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, V2.02, appendix A"
 
-#: Peaks of usual GPUs. Others need --peak-tflops.
+#: Published peaks of common GPUs. For other devices, users give --peak-tflops.
 PEAKS = (
     DevicePeak(r"(NVIDIA )?A100.*", half=312, single=156, source=_A100),
     DevicePeak(r"NVIDIA H100 80GB HBM3", half=1979 / 2, single=989 / 2, source=_H100),
@@ -104,7 +105,7 @@ def speed_of_rank(
 
     Args:
         metrics: Metrics of the run.
-        rank: Metrics of one of its ranks.
+        rank: Metrics of one rank of the run.
         flops: FLOPs of the run's model for one clip.
         peak: Peak of the rank's device in TFLOP/s; None if it is unknown.
     """
@@ -129,7 +130,7 @@ def speed_of_run(metrics: RunMetrics, flops: PartFlops, peaks: Iterable[float | 
 
 
 def _flops_of_rank(metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops) -> float:
-    # Each rank of a pair does half of the FLOPs of its steps.
+    # In a CFG pair, each rank does half of the FLOPs of a step.
     step = flops.step / metrics.cfg_parallel
     decoded = rank.decode.count * rank.decode_fraction
     return rank.encode.count * flops.encode + rank.step.count * step + decoded * flops.decode
@@ -146,7 +147,8 @@ def peaks_of(metrics: RunMetrics, dtype: str, override: float | None) -> list[fl
     Args:
         metrics: Metrics of the run.
         dtype: Dtype of the run's model.
-        override: Peak of every rank's device, as the user gives it; None: that of the table.
+        override: Peak of every rank's device in TFLOP/s, from the user; None: use the published
+            peaks.
     """
     return [override or peak_tflops(rank.device_name, dtype) for rank in metrics.ranks]
 
@@ -170,12 +172,13 @@ class Speeds:
 def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds:
     """Return the speeds of a finished run.
 
-    Its FLOPs are counted by this call, which takes seconds. The model's configs must still be on
-    this machine; nothing is downloaded.
+    This counts the FLOPs of the model's calls, which takes seconds. The model's configs must still
+    be on this machine; nothing is downloaded.
 
     Args:
         metrics: Metrics of the run, from its manifest.
-        peak_override: Peak of each rank's device in TFLOP/s; None: that of the table.
+        peak_override: Peak of every rank's device in TFLOP/s, from the user; None: use the
+            published peaks.
     """
     if not metrics.model or not metrics.sampling:
         return Speeds(
@@ -183,7 +186,8 @@ def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds
         )
     try:
         flops = _flops_of_model(metrics)
-    except (SvdppError, TypeError) as error:  # the model is gone, or the manifest was edited
+    # Raised if the model was removed or the manifest edited.
+    except (SvdppError, TypeError) as error:
         return Speeds(note=f"no TFLOP/s: {error}")
     peaks = peaks_of(metrics, str(metrics.model.get("dtype")), peak_override)
     unknown = {
@@ -207,7 +211,7 @@ def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds
 
 def _flops_of_model(metrics: RunMetrics) -> PartFlops:
     values = dict(metrics.model)
-    if str(values.get("name")).startswith("~/"):  # manifests shorten the user's home
+    if str(values.get("name")).startswith("~/"):  # manifests abbreviate the home folder as ~
         values["name"] = os.path.expanduser(values["name"])
     if values.get("dummy_latent_shape"):
         values["dummy_latent_shape"] = tuple(values["dummy_latent_shape"])

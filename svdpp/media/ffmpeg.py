@@ -1,4 +1,4 @@
-"""Child processes of ffmpeg: its path, its failures, and the frames that it decodes."""
+"""Child processes of ffmpeg: finding the program, running it, and decoding frames."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from PIL import Image
 
 from svdpp.errors import OutputError, without_controls
 
-# Exact rounding, without which swscale changes colours by one or two levels.
+# Filter with exact rounding. Without it, swscale changes colours by one or two levels.
 EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 _START = ("-hide_banner", "-nostdin")
 _QUIET = (*_START, "-loglevel", "error", "-xerror")
-# Number of bytes of stderr that are kept; the rest is read and dropped.
+# Maximum bytes of ffmpeg's stderr that are kept. Further output is read and dropped.
 _MAX_LOG = 2**20
 
 
@@ -38,9 +38,9 @@ def find_ffmpeg() -> str:
     Raises:
         OutputError: No ffmpeg is found.
     """
-    import imageio_ffmpeg  # here, because the import takes 50 ms
+    import imageio_ffmpeg  # imported here, because the import takes 50 ms
 
-    with contextlib.suppress(RuntimeError):  # imageio-ffmpeg has no ffmpeg
+    with contextlib.suppress(RuntimeError):  # raised if imageio-ffmpeg has no ffmpeg
         executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
         if executable is not None:
             return executable
@@ -48,9 +48,9 @@ def find_ffmpeg() -> str:
 
 
 def mp4_source(path: Path) -> list[str]:
-    """Return ffmpeg's options that open `path` as an mp4 and as nothing else."""
-    # One demuxer and no network, because a playlist can be named .mp4. `file:` allows any file
-    # name.
+    """Return ffmpeg's options for opening a file as mp4, and not as any other format."""
+    # Only one demuxer and no network are allowed, because a playlist can be named .mp4. The prefix
+    # `file:` allows any file name.
     name = f"file:{os.path.abspath(path)}"
     return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
 
@@ -66,9 +66,9 @@ def run_ffmpeg(
 
     Args:
         arguments: Options, inputs and outputs.
-        frames: Array whose bytes are its stdin.
-        seconds: Time after which it is killed.
-        files: Open descriptors that it inherits.
+        frames: Array whose bytes are written to ffmpeg's stdin; None: no input.
+        seconds: Seconds after which ffmpeg is killed.
+        files: Open file descriptors that ffmpeg inherits.
 
     Raises:
         MediaFailure: ffmpeg failed, or did not end in time.
@@ -76,7 +76,8 @@ def run_ffmpeg(
     """
     done = _finished([*_QUIET, *arguments], frames, seconds, files)
     # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
-    # 65 on). The errno is better than the last line of stderr, which is often a consequence.
+    # 65 on). An errno explains the failure better than the last line of stderr, which often names a
+    # consequence.
     if done.returncode > 256 - ord("A"):
         raise MediaFailure(f"ffmpeg failed: {os.strerror(256 - done.returncode)}")
     if done.returncode:
@@ -89,8 +90,8 @@ def probe_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] =
 
     Args:
         source: Options of the input, up to its `-i NAME`.
-        seconds: Time after which it is killed.
-        files: Open descriptors that it inherits.
+        seconds: Seconds after which ffmpeg is killed.
+        files: Open file descriptors that ffmpeg inherits.
 
     Raises:
         MediaFailure: ffmpeg did not end in time.
@@ -111,16 +112,16 @@ def decode_frames(
     """Yield the frames of a video, upright, in RGB, one at a time.
 
     Args:
-        source: Options of the input, up to its `-i NAME`, and those of the output.
+        source: Options of the input, up to its `-i NAME`, and options of the output.
         seconds: Time after which ffmpeg is killed.
-        stream: Ffmpeg's specifier of the stream to decode.
-        files: Open descriptors that it inherits.
+        stream: Stream to decode, as an ffmpeg stream specifier.
+        files: Open file descriptors that ffmpeg inherits.
 
     Raises:
         MediaFailure: The video cannot be decoded, or ffmpeg did not end in time.
         OutputError: No ffmpeg is found.
     """
-    # PPM, because its header gives the size of each frame.
+    # The output format is PPM, because its header has the size of each frame.
     output = ["-map", stream, "-vf", EXACT_SCALE, "-fps_mode", "passthrough"]
     output += ["-pix_fmt", "rgb24", "-c:v", "ppm", "-f", "image2pipe", "pipe:1"]
     with subprocess.Popen(
@@ -178,12 +179,13 @@ def _finished(
     seconds: float,
     files: tuple[int, ...],
 ) -> subprocess.CompletedProcess[bytes]:
-    # Not by imageio_ffmpeg.write_frames, which drops the exit code. In a new session ffmpeg does
-    # not get a terminal's Ctrl-C, so that the run can end it in order.
+    # imageio_ffmpeg.write_frames is not used, because it drops the exit code. In a new session,
+    # ffmpeg does not get Ctrl-C from the terminal, so that the run can stop ffmpeg in order.
     try:
         return subprocess.run(
             [find_ffmpeg(), *arguments],
-            input=b"" if frames is None else frames.data.cast("B"),  # a view: no copy of the clip
+            # A memory view, which does not copy the clip.
+            input=b"" if frames is None else frames.data.cast("B"),
             capture_output=True,
             timeout=seconds,
             start_new_session=True,
@@ -196,7 +198,7 @@ def _finished(
 def _failure(code: int, line: bytes) -> MediaFailure:
     if code < 0:
         return MediaFailure(f"ffmpeg was ended by {signal.Signals(-code).name}")
-    # A line begins with the part of ffmpeg that logs it, and its address: [mov,mp4 @
+    # A line of the log begins with the component of ffmpeg and its address: [mov,mp4 @
     # 0x55e882eb7d40].
     text = re.sub(r"^(\[[^]]*\] *)+", "", line.decode(errors="replace").strip())
     reason = without_controls(text)[:200] or "no reason given"

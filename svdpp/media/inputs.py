@@ -34,7 +34,7 @@ from svdpp.media.output_files import error_reason
 from svdpp.media.prompts import slugify_prompt
 from svdpp.media.streams import Stream, main_video, probe_streams
 
-#: Suffixes of the images that are taken from a folder or a pattern.
+#: Suffixes of image files that are found in a folder or by a glob pattern.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
@@ -51,17 +51,19 @@ MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 _MIN_SIDE = 16
 _MAX_ASPECT = 16
-# Most pixels of a padded image: padding a narrow image to a wide shape multiplies its pixels.
+# Maximum number of pixels of a padded image. Padding a narrow image to a wide frame multiplies its
+# pixels.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 _SMALLER = f"make it smaller, or raise `max_megapixels` (at most {MAX_MEGAPIXELS})"
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
-#: Image, frames of a video, or several of both by name.
+#: Decoded input of a clip: image; frames of a video; or, for several files, images and frames by
+#: name.
 DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 
-#: Conversion of an image's colours that differs from diffusers' own; empty: none.
+#: Conversion of an image's colours that diffusers' `load_image` does differently; empty: none.
 Conversion = Literal["", "over white", "scaled"]
 
 
@@ -73,11 +75,12 @@ class MediaFile:
     sha256: str
     """SHA-256 of the file, in hex."""
     width: int
-    """Width in pixels, of the upright image."""
+    """Width of the upright image in pixels."""
     height: int
-    """Height in pixels, of the upright image."""
+    """Height of the upright image in pixels."""
     conversion: Conversion = ""
-    """Conversion by which its colours differ from those of diffusers' `load_image`; empty: none."""
+    """Conversion by which the image's colours differ from the result of diffusers' `load_image`;
+    empty: none."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,11 @@ class ClipInput:
     prompt: str | None = None
     negative_prompt: str | None = None
     videos: tuple[tuple[str, MediaFile], ...] = ()
-    """Further videos that the family takes, by name."""
+    """Further videos that the model's family takes, such as a control video, by name."""
     last_image: MediaFile | None = None
-    """Image at which the clip ends; None: it ends freely."""
+    """Image that becomes the clip's last frame; None: the last frame is not given."""
     loras: tuple[Lora, ...] = ()
-    """Requested LoRAs of its clips, besides those of the model."""
+    """LoRAs that the request adds to the model for this clip."""
 
     @property
     def name(self) -> str:
@@ -124,7 +127,9 @@ class ClipInput:
 
 
 def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
-    """Return requests: all inputs with the first seed, then all with the second, in a cycle.
+    """Return requests for all inputs with the first seed, then with the second seed, and so on.
+
+    After the last seed, the first one follows again.
 
     Args:
         inputs: Inputs, at least one.
@@ -137,7 +142,7 @@ def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -
     ]
 
 
-# Ratio of the aspect ratios of frame and image from which on a remark is made.
+# Minimum ratio between the aspect ratios of frame and image for which a remark is printed.
 _STRETCHED = 1.25
 
 
@@ -148,7 +153,7 @@ _CONVERSIONS: dict[Conversion, tuple[str, str]] = {
 
 
 def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[str]:
-    """Return remarks on conversions of images that a user may not expect, one of each kind.
+    """Return remarks on unexpected conversions of images: one remark for each kind of conversion.
 
     Args:
         files: Images or videos of the clips.
@@ -178,7 +183,7 @@ def _name_first(files: Sequence[MediaFile]) -> str:
     return f"{str(first.path)!r} ({first.width}x{first.height}){more}"
 
 
-# --- the search for files -------------------------------------------------------------------------
+# --- search for files -----------------------------------------------------------------------------
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[MediaFile]:
@@ -208,11 +213,11 @@ def collect_inputs(
         inputs: Each a file (with any suffix), a folder (its files with a suffix of an image or a
             video, without hidden ones) or, if no file has that literal name, a glob pattern (files
             with such a suffix).
-        max_pixels: Largest image or frame.
+        max_pixels: Maximum number of pixels of an image or frame.
         video_frames: Frames that each video must have; None for images.
 
     Raises:
-        InputError: None can be used.
+        InputError: None of the inputs can be used.
     """
     files: list[MediaFile] = []
     problems: list[InputError] = []
@@ -244,7 +249,7 @@ def _collect_errors(problems: list[InputError]) -> Iterator[None]:
 
 
 def raise_problems(problems: Sequence[InputError], hint: str = "") -> None:
-    """Raise an error that has all problems.
+    """Raise one error that lists all problems.
 
     Args:
         problems: Errors of inputs; if empty, nothing is raised.
@@ -264,7 +269,11 @@ def raise_problems(problems: Sequence[InputError], hint: str = "") -> None:
 
 
 def _expand(text: str, *, videos: bool) -> Iterator[Path]:
-    """Yield the files that one input names, unchecked; InputError if it names none."""
+    """Yield the paths of the files that an input names.
+
+    Raises:
+        InputError: The input names no file.
+    """
     if not text:
         raise InputError("'' is an empty name")
     if "\0" in text:
@@ -303,7 +312,7 @@ _EXAMPLE_PROMPT = "a rowing boat drifts on a calm lake"
 
 
 def example_prompt(model_name: str) -> str:
-    """Return a prompt for commands that need any; for a demo one that it can follow.
+    """Return an example prompt. Demo models get a prompt from their small vocabulary.
 
     Args:
         model_name: Name of a model that takes prompts.
@@ -313,23 +322,26 @@ def example_prompt(model_name: str) -> str:
 
 
 def example_images() -> list[Path]:
-    """Return four images, sorted by name; the README in their folder gives their origin."""
+    """Return the paths of four example images, sorted by name.
+
+    The README in the images' folder describes their origin.
+    """
     return sorted(_FOLDER.glob("*.jpg"))
 
 
-#: Old name, until the next version.
+#: Former name of `example_images`, which the next version will drop.
 example_photos = example_images
 
 
 def example_requests(
     config: PipelineConfig, num_clips: int, *, seed: int = 0, prompt: str | None = None
 ) -> list[ClipRequest]:
-    """Return clips with all that the model needs: the first example image, a prompt, or both.
+    """Return example requests with the inputs that the model needs: image, prompt, or both.
 
     Args:
-        config: Its model and sampling say which inputs are needed.
-        num_clips: Number of clips, each with a seed of its own.
-        seed: Seed of the first clip; the others count from there.
+        config: Configuration whose model and sampling parameters decide which inputs are needed.
+        num_clips: Number of clips, each with another seed.
+        seed: Seed of the first clip. Each further clip has the next seed.
         prompt: Prompt of all clips, if the model takes prompts; None for an example.
 
     Raises:
@@ -338,7 +350,7 @@ def example_requests(
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)
     if prompt is not None and not takes_prompts:
-        raise RequestError(f"`prompt` is not for {config.model.name}", "leave `prompt` out")
+        raise RequestError(f"{config.model.name} takes no `prompt`", "leave `prompt` out")
     takes_image = sampling.from_image if isinstance(sampling, PromptedSampling) else not is_dummy
     first, last, *_ = map(str, example_images())
     image = first if takes_image else None
@@ -370,7 +382,7 @@ def read_bytes(path: Path) -> bytes:
     name = repr(str(path))
     details: dict[str, object] = {"path": str(path)}
     try:
-        # O_NONBLOCK, because opening a pipe would wait for its writer.
+        # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputError(f"{name} is not a regular file", details=details)
@@ -393,17 +405,18 @@ def read_bytes(path: Path) -> bytes:
 def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, MediaFile]:
     """Read an image as an upright 8-bit RGB image.
 
-    Of an animation the first frame is read. Transparent images are composited over white, because
+    The first frame of an animation is read. Transparent images are composited over white, because
     most cut-outs are made for light pages: over black, dark outlines and shadows would vanish.
-    16-bit grey is scaled, not clipped. Colour profiles are not applied, because diffusers applies
-    none.
+    16-bit grey is scaled to 8 bits, not clipped. Colour profiles are not applied, because diffusers
+    does not apply them.
 
     Args:
         path: Path of a file in one of `FORMATS`, with any suffix.
         max_pixels: Largest number of pixels.
 
     Raises:
-        InputError: The file is not such an image, damaged, or too large, small or narrow.
+        InputError: The file is not an image of these formats, or the image is damaged, or too
+            large, small or narrow.
     """
     return _read_image_bytes(read_bytes(path), path, max_pixels)
 
@@ -412,7 +425,7 @@ def _read_image_bytes(data: bytes, path: Path, max_pixels: int) -> tuple[Image.I
     name = repr(str(path))
     try:
         with warnings.catch_warnings():
-            # Pillow warns of invalid metadata, and of sizes that are refused below anyway.
+            # Pillow warns about invalid metadata, and about large images, which are rejected below.
             warnings.simplefilter("ignore")
             image, conversion = _decode(data, max_pixels)
     except InputError as error:
@@ -427,7 +440,7 @@ def _read_image_bytes(data: bytes, path: Path, max_pixels: int) -> tuple[Image.I
     except MemoryError:
         details = {"path": str(path)}
         raise InputError(f"{name} does not fit in memory", details=details) from None
-    except Exception as error:  # on hostile bytes Pillow raises nearly any type
+    except Exception as error:  # malicious files make Pillow raise nearly any type
         details = {"path": str(path), "reason": first_line(error)}
         message = f"{name} is damaged or truncated: {first_line(error)}"
         raise InputError(message, details=details) from error
@@ -452,14 +465,16 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _check_size(*image.size, max_pixels)
         if image.format == "PNG":
-            # load() does not check the checksums of chunks: a flipped byte could change pixels.
+            # `load()` does not check the checksums of a PNG's chunks, so a damaged byte could
+            # change pixels. `verify()` does.
             with Image.open(io.BytesIO(data), formats=FORMATS) as copy:
                 copy.verify()
         image.load()
-        # After load(), because there Pillow turns a TIFF upright and drops the tag.
+        # The orientation is read after `load()`, which turns a TIFF upright and removes its
+        # orientation tag.
         orientation = image.getexif().get(_ORIENTATION)
         rgb, conversion = _to_rgb(image)
-    rgb.info.clear()  # Pillow would write all other tags again, and some have odd types
+    rgb.info.clear()  # else `exif_transpose` would also write all other tags, and fail on some
     rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
     return ImageOps.exif_transpose(rgb), conversion
 
@@ -486,14 +501,15 @@ def _to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
             "has grey of 32 bits, whose white is not defined: save it with 16 bits",
             details={"bits": 32, "max_bits": 16},
         )
-    if image.mode.startswith("I;16"):  # Pillow would clip it
+    if image.mode.startswith("I;16"):  # `convert` would clip 16-bit values instead of scaling them
         grey = (np.asarray(image).astype(np.uint32) + 128) // 257
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB"), "scaled"
     if not image.has_transparency_data:
         return image.convert("RGB"), ""
     is_opaque = True
     over_white = Image.new("RGB", image.size)
-    for top in range(0, image.height, _BAND_ROWS):  # in bands, because each step makes a copy
+    # Converted in horizontal bands to save memory, because each step makes a copy.
+    for top in range(0, image.height, _BAND_ROWS):
         box = (0, top, image.width, min(top + _BAND_ROWS, image.height))
         rgba = image.crop(box).convert("RGBA")
         is_opaque = is_opaque and rgba.getchannel("A").getextrema()[0] == 255
@@ -503,21 +519,22 @@ def _to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
 
 
 def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
-    """Fit the image to the aspect ratio `width`:`height` without resampling; diffusers resizes it.
+    """Fit an image to the aspect ratio of a frame without resampling; diffusers resizes it later.
 
     Args:
         image: Upright RGB image.
         width: Width of the frame, in pixels.
         height: Height of the frame, in pixels.
-        fit: `stretch` leaves the image as it is; `crop` keeps the largest centred part with that
-            ratio; `pad` adds black bars on both sides.
+        fit: `stretch` leaves the image as it is; `crop` keeps the largest centred part with the
+            frame's aspect ratio; `pad` adds black bars on both sides.
 
     Raises:
         InputError: Padding would take too many pixels.
     """
     if fit == "stretch":
         return image
-    # The side that a crop keeps is the side that a pad extends.
+    # Of an image that is too wide, a crop keeps the height, and a pad extends the height. Of any
+    # other image, both apply to the width.
     too_wide = image.width * height > image.height * width
     across = max(1, round(image.height * width / height))
     down = max(1, round(image.width * height / width))
@@ -542,7 +559,7 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     return canvas
 
 
-# --- what a clip starts from ----------------------------------------------------------------------
+# --- inputs of a clip -----------------------------------------------------------------------------
 
 
 def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia | None:
@@ -553,7 +570,8 @@ def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia |
         sampling: Sampling parameters of the clip.
 
     Returns:
-        Image, frames of a video, or several of both by name; None if the clip starts from text.
+        Image; frames of a video; or, for several files, images and frames by name. None if the clip
+        starts from text.
 
     Raises:
         InputError: A file cannot be read, or has changed since the run began.
@@ -571,17 +589,17 @@ def decode_input(
 ) -> tuple[Image.Image | list[Image.Image], MediaFile]:
     """Return one file of a clip as an image or as frames, and a description of the file.
 
-    Frames of a video are resized by the filter that diffusers uses. An image counts as a video that
-    shows nothing else.
+    Frames of a video are resized with the same filter as in diffusers. An image in place of a video
+    is repeated for all frames.
 
     Args:
         data: Content of the file.
         path: Path of the file, for messages.
         sampling: Sampling parameters of the clip.
-        name: Name of the file among those of the clip.
+        name: Name of the input that the file is for, such as `image` or `last_image`.
 
     Raises:
-        InputError: The file is not what the clip needs, damaged, or beyond the limits.
+        InputError: The file is of the wrong kind, damaged, or exceeds a limit.
     """
     side, fit = sampling.videos.get(name), sampling.fit
     width, height = side or sampling.width, side or sampling.height
@@ -603,16 +621,15 @@ def probe_video(path: Path, num_frames: int, max_pixels: int) -> MediaFile:
     """Check that a video has enough frames, by decoding them.
 
     Args:
-        path: Path of a video, animation or image; an image counts as a video that shows nothing
-            else.
-        num_frames: Number of frames that the clip takes.
+        path: Path of a video, animation or image. An image is repeated for all frames.
+        num_frames: Number of frames that the clip uses.
         max_pixels: Largest number of pixels of a frame.
 
     Returns:
-        Description of the file, with the size of the last of these frames.
+        Description of the file. Width and height are those of the last frame that was decoded.
 
     Raises:
-        InputError: The file has fewer frames, cannot be decoded, or is above the limits.
+        InputError: The file has too few frames, cannot be decoded, or exceeds a limit.
     """
     data = read_bytes(path)
     with path.open("rb") as file:
@@ -623,9 +640,14 @@ def probe_video(path: Path, num_frames: int, max_pixels: int) -> MediaFile:
 def _frames(
     data: bytes, file: IO[bytes], path: Path, count: int, max_pixels: int
 ) -> Iterator[Image.Image]:
-    """Yield the first `count` frames, upright, one at a time; `file` has the same bytes as `data`.
+    """Yield the first frames of a file, upright, one at a time; an image is repeated.
 
-    An image that is not an animation is repeated.
+    Args:
+        data: Content of the file.
+        file: Open file with the same content, for ffmpeg.
+        path: Path of the file, for messages.
+        count: Number of frames.
+        max_pixels: Maximum number of pixels of a frame.
     """
     demuxer = demuxer_of(data)
     if demuxer is not None:
@@ -648,7 +670,7 @@ def _is_animation(data: bytes) -> bool:
     try:
         with Image.open(io.BytesIO(data), formats=_ANIMATED) as image:
             return int(getattr(image, "n_frames", 1)) > 1
-    except Exception:  # the reading of the image names what is wrong with it
+    except Exception:  # `_read_image_bytes` will report the error of the file
         return False
 
 
@@ -664,7 +686,7 @@ def _animation_frames(
                 yield _to_rgb(frame)[0]
     except InputError as error:
         raise InputError(f"{name} {error.message}", error.hint, details=error.details) from None
-    except Exception as error:  # on hostile bytes Pillow raises nearly any type
+    except Exception as error:  # malicious files make Pillow raise nearly any type
         details = {"path": str(path), "reason": first_line(error)}
         message = f"{name} is damaged or truncated: {first_line(error)}"
         raise InputError(message, details=details) from error
@@ -674,7 +696,7 @@ def _video_frames(
     demuxer: str, file: IO[bytes], path: Path, count: int, max_pixels: int
 ) -> Iterator[Image.Image]:
     name = repr(str(path))
-    # ffmpeg can open no other file.
+    # These options keep ffmpeg from opening other files or network addresses.
     source = ["-protocol_whitelist", "file", "-codec_whitelist", _DECODERS]
     source += ["-filter_threads", "1", "-max_pixels", str(max_pixels), "-threads", "2"]
     source += ["-f", demuxer, "-i", f"file:/dev/fd/{file.fileno()}"]

@@ -1,4 +1,4 @@
-"""Kinds of media files by their first bytes, and hints how to convert unsupported ones."""
+"""Detection of media files by their first bytes, and hints how to convert unsupported files."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 from PIL import features
 
-#: Image formats that Pillow may decode. Decoders of others, such as EPS, start external programs.
+#: Image formats that Pillow may decode. Its decoders of some other formats, such as EPS, start
+#: external programs.
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 if features.check("avif"):
     FORMATS = (*FORMATS, "AVIF")
 
-# Demuxers of ffmpeg for videos: offset of bytes in the file, the bytes, and the demuxer. Playlists
-# are left out, because they could name other files.
+# Signatures of video formats: offset in the file, bytes there, and ffmpeg's demuxer. Playlists are
+# not supported, because they could name other files.
 _DEMUXERS = (
     *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     (0, b"\x1aE\xdf\xa3", "matroska"),
 )
-# Brands of ISO files that hold images, which otherwise look like an mp4.
+# Brands of ISO media files that contain images. Without the brand, such a file looks like an mp4.
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF = (b"avif", b"avis")
 
@@ -30,7 +31,7 @@ class UnsupportedKind(NamedTuple):
     name: str
     """Name with its article, such as `an AVI video`."""
     hint: str
-    """Hint how to convert the file, in which `{name}` stands for its name."""
+    """Hint how to convert the file. `{name}` in the hint stands for the file's name."""
 
 
 _UNSUPPORTED = (
@@ -61,7 +62,7 @@ _AVIF_IMAGE = UnsupportedKind(
 
 
 def demuxer_of(data: bytes) -> str | None:
-    """Return the demuxer of ffmpeg for a video, by its first bytes; None if it is not supported."""
+    """Return ffmpeg's demuxer for a video, from the file's first bytes; None if unsupported."""
     if is_iso_image(data):
         return None
     known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
@@ -74,7 +75,7 @@ def is_iso_image(data: bytes) -> bool:
 
 
 def unsupported_kind(data: bytes) -> UnsupportedKind | None:
-    """Return the unsupported kind of a file, by its first bytes; None if it is not a known one."""
+    """Return the unsupported kind of a file, from its first bytes; None if the kind is unknown."""
     if is_iso_image(data):
         return _HEIC_IMAGE if _is_heic(data) else _AVIF_IMAGE
     for place, magic, second_place, second_magic, kind in _UNSUPPORTED:
@@ -84,6 +85,9 @@ def unsupported_kind(data: bytes) -> UnsupportedKind | None:
 
 
 def _is_heic(data: bytes) -> bool:
-    """Whether an image is HEIC. Both kinds can have the brand `mif1`; compatible brands decide."""
+    """Whether an ISO image is HEIC, not AVIF.
+
+    Both can have the major brand `mif1`; then the compatible brands decide.
+    """
     brands = data[8 : int.from_bytes(data[:4], "big")][:256]
     return not any(brand in brands for brand in _AVIF)

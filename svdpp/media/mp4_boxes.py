@@ -1,4 +1,4 @@
-"""Boxes of an mp4 that players obey and ffmpeg ignores: colours, crop, stereo, projection."""
+"""Boxes of an mp4 that change how players show it, but that ffmpeg ignores: crop, stereo, etc."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import BinaryIO
 
 from svdpp.media.ffmpeg import MediaFailure
 
-# Boxes of a video's sample entry without effect on players, or with one that `read_streams`
-# compares.
+# Boxes of a video's sample entry that are allowed: they have no effect on players, or an effect
+# that `read_streams` compares.
 _HARMLESS = {"avcC", "btrt", "fiel", "free", "pasp", "colr"}
 _PATH = ("moov", "trak", "mdia", "minf", "stbl", "stsd")
-# Bytes of a video's sample entry before its boxes, and of `stsd` before its entries.
+# Number of bytes before the boxes in a video's sample entry, and before the entries in `stsd`.
 _ENTRY_FIELDS, _STSD_FIELDS = 78, 8
 _MAX_COLOURS = 2**20
 _MAX_BOXES = 10_000
 
 
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
-    """Yield a phrase for an error message for each difference in boxes that change the picture.
+    """Compare the boxes of two mp4 files that change the picture; yield a phrase per difference.
 
     Args:
         ours: Path of the mp4 to check.
@@ -43,7 +43,8 @@ def _sample_entry(path: Path) -> tuple[set[str], set[bytes]]:
         file.seek(0, 2)
         for begin, end in _find(file, 0, file.tell(), _PATH):
             for entry, start, stop in _boxes(file, begin + _STSD_FIELDS, end):
-                if entry not in ("avc1", "avc3"):  # `stream_differences` reports another codec
+                # A different codec is reported by `stream_differences`.
+                if entry not in ("avc1", "avc3"):
                     continue
                 for kind, first, last in _boxes(file, start + _ENTRY_FIELDS, stop):
                     kinds.add(kind)
@@ -77,4 +78,4 @@ def _boxes(file: BinaryIO, begin: int, end: int) -> Iterator[tuple[str, int, int
             return  # the bytes after the last whole box are not a box
         yield header[4:8].decode("latin-1"), start, stop
         begin = stop
-    raise MediaFailure("it has too many boxes")
+    raise MediaFailure("the mp4 has too many boxes")

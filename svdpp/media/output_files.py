@@ -1,7 +1,8 @@
 """Atomic writes of files and folders, locks of folders, and errors of disks.
 
-A file is written under a hidden name in the same folder and renamed when it is complete. Its writer
-holds a lock on it, by which other runs tell a file that is being written from an abandoned one.
+A file is written under a hidden name in the same folder and renamed when it is complete. While a
+process writes a file, it holds a lock on the file. So other runs can distinguish a file in progress
+from an abandoned file.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _LOCK = ".svdpp-lock"
 
 @contextlib.contextmanager
 def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
-    """Yield an empty file or folder that replaces `name` if the block ends without an error.
+    """Yield the path of an empty file or folder, which replaces `name` if the block succeeds.
 
     Parent folders of `name` are created, and links are followed.
 
     Args:
         name: Path of the file or folder.
-        suffix: End of the temporary name, by which writers choose the format.
-        files: Pattern of the names of a folder's files; an existing folder that has others is not
-            replaced. None: the output is a file.
+        suffix: Suffix of the temporary name, because writers choose the format by the suffix.
+        files: Pattern for the names of the files in an output folder. An existing folder with other
+            files is not replaced. None: the output is a file.
 
     Raises:
         OutputError: The output cannot be written, or the block raised an OSError, a ValueError, a
@@ -51,7 +52,7 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
         yield temporary
         fsync(temporary)
         _move(temporary, path)
-        with contextlib.suppress(OSError):  # some file systems refuse to sync a folder
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
             fsync(path.parent)
     except (OSError, ValueError, RuntimeError, SvdppError) as error:
         hint = error.hint if isinstance(error, SvdppError) else ""
@@ -96,7 +97,7 @@ def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
             yield why_not
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # raised if the folder is not empty
                 folder.rmdir()
 
 
@@ -106,7 +107,7 @@ def remove_abandoned(folder: Path) -> None:
     Files of other hosts stay, because other hosts may not see a lock on a shared file system.
     """
     for path in folder.glob(f".svdpp-{_host()}-*"):
-        # Its writer is alive, or this user may not remove it.
+        # Removing a file fails if its writer is alive or this user may not remove it.
         with contextlib.suppress(OSError):
             _remove_if_abandoned(path)
 
@@ -122,7 +123,8 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
 
 def json_text(record: Mapping[str, object]) -> str:
     """Return `record` as indented JSON, as `write_json` writes it."""
-    text = io.StringIO()  # `dumps` would keep a list of every piece of a long manifest
+    # `json.dumps` would need more memory, for a list of all pieces of a long manifest.
+    text = io.StringIO()
     json.dump(dict(record), text, indent=2, allow_nan=False)
     text.write("\n")
     return text.getvalue()
@@ -143,15 +145,16 @@ def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(OSError):  # the caller reports the original failure
+        # The caller reports the error because of which the file is removed.
+        with contextlib.suppress(OSError):
             path.unlink()
 
 
 def check_writable(folder: Path) -> None:
     """Check that a file can be written to `folder`, or that `folder` can be created.
 
-    The folder is not created, because another run could find it before it is removed again. Files
-    that killed writers left in it are removed.
+    A missing folder is not created for the check, because another run could find it before its
+    removal. Files that killed writers left in the folder are removed.
 
     Raises:
         OutputError: The folder cannot be written to or created.
@@ -161,7 +164,7 @@ def check_writable(folder: Path) -> None:
         while not existing.exists():
             existing = existing.parent
         if not existing.is_dir():
-            raise NotADirectoryError("it, or a folder above it, is a file")
+            raise NotADirectoryError("the path, or a folder above it, is a file")
         with tempfile.TemporaryFile(dir=existing) as probe:
             probe.write(b"svdpp")
         remove_abandoned(folder)
@@ -176,10 +179,10 @@ def check_replaceable(name: str, files: re.Pattern[str] | None = None) -> None:
 
     Args:
         name: Path of the file or folder.
-        files: Pattern of the names of a folder's files; see `atomic_output`.
+        files: Pattern for the names of the files in an output folder; see `atomic_output`.
 
     Raises:
-        OutputError: `name` exists and is not such a file or folder.
+        OutputError: `name` exists, and is of the wrong kind or a folder with other files.
     """
     with disk_errors(f"{name!r} cannot be written"):
         _check_place(Path(os.path.realpath(name)), files)
@@ -195,13 +198,13 @@ def fsync(path: Path) -> None:
 
 
 def error_reason(error: BaseException) -> str:
-    """Return the error's `strerror`, else its text, else its type."""
+    """Return the reason in an error: `strerror`, or the error's text, or its type's name."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Give only this user access to files that the block, or a process that it starts, creates."""
+    """Make files that the block or its child processes create accessible to this user only."""
     before = os.umask(0o077)
     try:
         yield
@@ -229,13 +232,15 @@ def disk_errors(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
-    """Lock a file during the block; yield the reason why it cannot be locked, "" if it is."""
+    """Lock a file during the block; yield "", or the reason why locking is not possible."""
     descriptor, why_not = _open_locked(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
     try:
         yield why_not
     finally:
         with contextlib.suppress(OSError):
-            if not why_not:  # fails while others share the lock: the last of them removes the file
+            # An exclusive lock fails while others hold a shared lock, so the last holder removes
+            # the file.
+            if not why_not:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
         os.close(descriptor)
@@ -247,7 +252,7 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
-            # The previous holder may just have removed the file that was opened.
+            # The previous holder of the lock may have removed the file after it was opened here.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor, ""
         except BlockingIOError:
@@ -267,7 +272,7 @@ def _check_place(path: Path, files: re.Pattern[str] | None) -> None:
         if others:
             raise FileExistsError(f"the folder holds other files, such as {sorted(others)[0]!r}")
     elif path.exists() and (files is not None or not path.is_file()):
-        raise FileExistsError("something else has that name")
+        raise FileExistsError("the path is not a regular file or folder")
 
 
 def _move(temporary: Path, path: Path) -> None:
@@ -275,8 +280,8 @@ def _move(temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
         return
     # A rename cannot replace a folder that is not empty, so the old folder is renamed first.
-    # Between the two renames it is the only complete one, so `remove_abandoned` must not match its
-    # name.
+    # Between the two renames the old folder is the only complete one, so its name must not match
+    # the pattern of `remove_abandoned`.
     old = path.with_name(f".svdpp-old-{secrets.token_hex(4)}")
     os.rename(path, old)
     try:
@@ -290,8 +295,8 @@ def _move(temporary: Path, path: Path) -> None:
 def _make_locked(path: Path, *, is_folder: bool) -> int:
     """Create and lock an empty file or folder; return the descriptor that holds the lock.
 
-    `remove_abandoned` of another run can remove it before it is locked; it is then created again.
-    The lock ends with the process.
+    If `remove_abandoned` of another run removes the file before it is locked, it is created again.
+    The lock ends with the process at the latest.
     """
     while True:
         if is_folder:
@@ -302,7 +307,8 @@ def _make_locked(path: Path, *, is_folder: bool) -> int:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        # Where the file system has no locks, `remove_abandoned` removes nothing either.
+        # Without the lock the file is still safe: on such a file system, `remove_abandoned` cannot
+        # lock files either, and removes none.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
@@ -311,11 +317,12 @@ def _make_locked(path: Path, *, is_folder: bool) -> int:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    # O_NONBLOCK, because opening a pipe of that name would wait for a writer.
+    # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another run may have removed the file meanwhile, and its writer created it again.
+        # Before the file was locked here, another run may have removed it, and its writer may have
+        # created it again.
         if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
             remove(path)
     finally:

@@ -12,11 +12,12 @@ from svdpp.config.limits import read_small_file
 from svdpp.config.pipeline import check_prompt
 from svdpp.errors import InputError, RequestError
 
-# Byte order mark. Inside a text it is invisible, but tokenizers make tokens of it.
+# Byte order mark. It is invisible in a text, but tokenizers turn it into tokens.
 _MARK = "\ufeff"
-# Number of characters of a prompt in the name of its clips.
+# Maximum number of characters of a prompt that a clip's file name contains.
 _NAME_CHARACTERS = 48
-# UTF-32 first, because its little-endian mark begins with that of UTF-16.
+# Byte order marks and their encodings. UTF-32 comes first, because its little-endian mark begins
+# with the mark of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -29,13 +30,12 @@ _MARKS = (
 def parse_prompts(data: bytes, name: str) -> list[str]:
     """Return the prompts of a text file, one for each line.
 
-    Blank lines are skipped, and lines whose first character after spaces is `#`. Byte order marks
-    are dropped, also inside the text, where concatenated files have them.
+    Blank lines and comment lines, which begin with `#`, are skipped. Byte order marks are removed
+    everywhere, because concatenated files have them inside the text.
 
     Args:
-        data: Content of the file: UTF-8, with or without a byte order mark, or UTF-16 or UTF-32
-            with one.
-        name: Name of option and file, for messages.
+        data: Content of the file: UTF-8, or UTF-16 or UTF-32 with a byte order mark.
+        name: Option and file name, for error messages.
 
     Raises:
         InputError: A line is not text or not a valid prompt, or the file has no prompt.
@@ -62,7 +62,7 @@ def decode_text(data: bytes, name: str) -> str:
 
     Args:
         data: Content of the file: UTF-8, or UTF-16 or UTF-32 with a byte order mark.
-        name: Option and file, for messages.
+        name: Option and file name, for error messages.
 
     Raises:
         InputError: A line is not text.
@@ -84,21 +84,21 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def _split_lines(text: str) -> list[str]:
-    # Not by splitlines(), which also splits at form feeds and other separators inside a prompt.
+    # `splitlines()` is not used, because it also splits at form feeds and other separators.
     return re.split(r"\r\n|\r|\n", text)
 
 
 def read_caption(image: Path) -> str | None:
-    """Return the text of the file beside an image that has its name and ends in `.txt`.
+    """Return the caption of an image: the text in the `.txt` file of the same name beside it.
 
     Args:
         image: Path of the image.
 
     Returns:
-        The text with one blank in place of each line break; None: there is no such file.
+        Caption, with a space in place of each line break; None: the text file does not exist.
 
     Raises:
-        InputError: The file cannot be read, or holds no prompt.
+        InputError: The text file cannot be read, or contains no prompt.
     """
     path = image.with_suffix(".txt")
     if not path.exists():

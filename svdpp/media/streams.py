@@ -1,4 +1,4 @@
-"""Streams of a video file as ffmpeg lists them: kind, codec, pixel aspect, rotation and times."""
+"""Streams of a video file, parsed from ffmpeg's log: kind, codec, pixel aspect, rotation, times."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from pathlib import Path
 from svdpp.media.ffmpeg import MediaFailure, mp4_source, probe_log, run_ffmpeg
 
 _SECONDS = 600.0
-# Bytes of a listing of packets: enough for a million. A file can have any number of empty packets.
+# Maximum bytes of ffmpeg's list of packets, enough for a million packets. The limit is needed
+# because a malicious file can have any number of empty packets.
 _MAX_LISTING = 48 * 2**20
 
 # `  Stream #0:1[0x2](und): Video: h264 (High) (avc1 / 0x31637661), ..., 12288 tbn (default)`.
-# Metadata cannot imitate the line: ffmpeg indents their continuation lines deeper.
+# Text of metadata cannot imitate such a line, because ffmpeg indents metadata deeper.
 _STREAM = re.compile(r"^  Stream #0:(\d+)(?:\[\w+\])?(?:\([^)]*\))?: (\w+): ([^\s,]+)(.*)$")
 _MATRIX = re.compile(r"^ +display ?matrix: (.+)$", re.IGNORECASE)
 _HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
 _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
-# Colours and fields of a frame in the log of the filter `showinfo`.
+# Colour properties and interlacing of a frame in the log of ffmpeg's filter `showinfo`.
 _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
-# Seconds before the first frame that muxers without edit lists leave for reordered frames.
+# Maximum seconds before the first frame that count as no delay. Muxers without edit lists leave
+# such a gap for reordered frames.
 _UNSEEN_SECONDS = Fraction(1, 2)
 # Codecs of single images. Beside a real video, a stream with one of them is a cover.
 _STILLS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
@@ -39,7 +41,7 @@ class Stream:
     codec: str
     """ffmpeg's name of the codec, such as `h264`; `none` if it is unknown."""
     is_default: bool = False
-    """Whether players choose this stream among those of its kind."""
+    """Whether players choose this stream among the streams of the same kind."""
     is_cover: bool = False
     """Whether the stream is a cover image (attached picture)."""
     rotation: str = ""
@@ -77,7 +79,7 @@ def probe_streams(
 
 
 def main_video(streams: Sequence[Stream]) -> Stream | None:
-    """Return the first video stream that is not a cover, or None.
+    """Return the first video stream that is not a cover; None if there is none.
 
     Covers are streams that are marked as such, and single images beside a moving video.
     """
@@ -94,8 +96,8 @@ def read_streams(path: Path) -> list[Stream]:
     Raises:
         MediaFailure: The file cannot be read, or has too many packets.
     """
-    # Without -copyts ffmpeg would subtract the first packet's time, until which a player shows
-    # nothing.
+    # Without -copyts, ffmpeg would subtract the time of the first packet. A player shows nothing
+    # until this time, so it has to be compared.
     source = ["-copyts", *mp4_source(path)]
     streams = {each.index: each for each in probe_streams(source)}
     arguments = ["-map", "0", "-c", "copy", "-copy_unknown", "-fs", str(_MAX_LISTING)]
@@ -103,14 +105,14 @@ def read_streams(path: Path) -> list[Stream]:
         [*source, *arguments, "-f", "framecrc", "pipe:1"], seconds=_SECONDS
     ).decode(errors="replace")
     if len(listing) >= _MAX_LISTING:
-        raise MediaFailure("it has too many packets")
+        raise MediaFailure("the file has too many packets")
     units, shown = dict[int, Fraction](), dict[int, list[tuple[Fraction, Fraction]]]()
     for line in listing.splitlines():
         if match := _HEADER.match(line):
             name, index, above, below = match[1], int(match[2]), int(match[3]), int(match[4])
             if name == "tb":
                 units[index] = Fraction(above, below)
-            elif above and below:  # 0/1: unknown, which players show as 1/1
+            elif above and below:  # 0/1 means unknown; players then assume 1/1
                 streams[index] = replace(streams[index], pixel_aspect=Fraction(above, below))
         elif match := _PACKET.match(line):
             index, unit = int(match[1]), units[int(match[1])]
@@ -128,23 +130,24 @@ def read_streams(path: Path) -> list[Stream]:
 def read_colours(path: Path) -> set[str]:
     """Return colour range, matrix, primaries, transfer and field order of the frames of an mp4.
 
-    These are the values of the H.264 stream; those of the container are in its box `colr`.
+    The values come from the H.264 stream. The container's box `colr` may have other values.
 
     Args:
-        path: Mp4 of at most as many frames as a clip has.
+        path: Path of an mp4 that has no more frames than a clip may have.
 
     Raises:
         MediaFailure: ffmpeg did not end in time.
     """
-    # Side data of frames could fill the log.
+    # The frames' side data are deleted, because they could fill the log.
     filters = "sidedata=mode=delete,showinfo=checksum=0"
     output = ["-map", "0:v:0", "-nostats", "-vf", filters, "-f", "null", "-"]
     return set(_FRAME_LOOK.findall(probe_log([*mp4_source(path), *output], seconds=_SECONDS)))
 
 
-# Seconds by which ffmpeg's versions may round a frame's time differently, at most.
+# Maximum difference in seconds between two times that count as equal, because versions of ffmpeg
+# round the times of frames differently.
 _SAME_SECONDS = 2e-3
-# Seconds of silence that encoders of sound add at the beginning and the end, at most.
+# Maximum seconds of silence that audio encoders add at the beginning and at the end.
 _SAME_SOUND_SECONDS = 0.1
 
 

@@ -33,7 +33,7 @@ from svdpp.media.streams import read_colours, read_streams, stream_differences
 
 Frames = npt.NDArray[np.uint8]
 
-#: Samples of shape (N, channels), and the sample rate in Hz.
+#: Sound of a clip: samples of shape (N, channels), and the sample rate in Hz.
 AudioSamples = tuple[npt.NDArray[np.int16], int]
 
 FORMAT_SUFFIXES: Mapping[VideoFormat, str] = {
@@ -44,17 +44,17 @@ FORMAT_SUFFIXES: Mapping[VideoFormat, str] = {
 }
 MAX_NAME_BYTES = 200
 
-# Frame rates of television, which NTSC lowers by a factor of 1000/1001.
+# Nominal frame rates of television. NTSC multiplies them by 1000/1001.
 _NTSC = (24, 30, 48, 60, 120, 240)
 _KEY = "svdpp"
-# A line of ffmetadata, in which line breaks of a value are escaped.
+# Entry of an ffmetadata file. Line breaks in its value are escaped by a backslash.
 _ENTRY = re.compile(r"(?:[^\\\n]|\\.)+", re.DOTALL)
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
-_WRITE_SECONDS = 60.0  # and one more for each frame
+_WRITE_SECONDS = 60.0  # plus one second for each frame
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-_AAC_BLOCK = 1024  # samples
+_AAC_BLOCK = 1024  # in samples
 
 
 def write_clip(
@@ -69,16 +69,16 @@ def write_clip(
 
     The clip is written under a temporary name, read back and checked, and then renamed. `mp4` is
     H.264, yuv420p, bt709, with `audio` as AAC. `gif` and `webp` loop forever; gif has times in
-    1/100 s, and at most 50 frames per second. `frames` is a folder of 00000.png and so on, which
-    replaces an existing folder only if that has no other files.
+    1/100 s, and at most 50 frames per second. `frames` is a folder of 00000.png and so on. An
+    existing folder is replaced only if it has no other files.
 
     Args:
         frames: Frames, uint8 of shape (F, H, W, 3), RGB.
         output: Path, format and quality.
         fps: Frames per second; an mp4 has the rate that `frame_rate` returns.
-        metadata: JSON values by name, as `read_metadata` will return them.
-        audio: Samples, int16 of shape (N, channels), and their rate in Hz; None: silent. Only an
-            mp4 has sound.
+        metadata: JSON values by name, which the clip stores and `read_metadata` returns.
+        audio: Samples, int16 of shape (N, channels), and the sample rate in Hz; None: no sound.
+            Formats other than mp4 ignore the sound.
 
     Returns:
         SHA-256 of the written file, as by `file_sha256`.
@@ -101,7 +101,7 @@ def write_clip(
         if output.format == "mp4" and audio is not None:
             _check_audio(temporary, audio)
         if read_metadata(temporary) != json.loads(text):
-            raise MediaFailure("read back, its metadata are not those that were written")
+            raise MediaFailure("read back, the clip's metadata differ from the written metadata")
         return file_sha256(temporary)
 
 
@@ -126,7 +126,7 @@ def check_output(output: OutputConfig) -> None:
     """Check that `write_clip` can replace what exists at the output's path.
 
     Raises:
-        OutputError: Something else has that name.
+        OutputError: The path exists and cannot be replaced.
     """
     check_replaceable(output.path, _FRAME_NAME if output.format == "frames" else None)
 
@@ -138,7 +138,7 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     by its duration, divided by the greatest common divisor of all durations.
 
     Raises:
-        InputError: The file is damaged, of another format, or above the limits of a clip.
+        InputError: The file is damaged, has another format, or exceeds the limits of a clip.
     """
     with _reading(path, format):
         if format == "mp4":
@@ -156,14 +156,14 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
     """Compare how a player shows two files, apart from their pixels and samples.
 
-    For an mp4 these are its streams: number, kind, codec, pixel aspect, colours, rotation, times,
-    and which are the default. For gif and webp these are duration, loop, orientation, transparency
-    and further content.
+    Of an mp4, the streams are compared: number, kind, codec, pixel aspect, colours, rotation,
+    times, and default streams. Of a gif or webp, the durations, loop, orientation, transparency and
+    further content are compared.
 
     Args:
         ours: File to check.
-        theirs: File that is right.
-        format: Format of both.
+        theirs: File that is known to be right.
+        format: Format of both files.
 
     Returns:
         A clause for each difference, such as "its loop is once instead of endless".
@@ -220,7 +220,7 @@ def folder_faults(folder: Path) -> list[str]:
     """
     with _reading(folder, "frames"):
         names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
-        faults = dict[str, str]()  # the first file with each fault
+        faults = dict[str, str]()  # by fault: the first file that has the fault
         for name in names:
             with Image.open(folder / name, formats=["PNG"]) as image:
                 for fault in _png_faults(image):
@@ -233,20 +233,20 @@ class FolderDifference:
     """Differences between the entries of a folder and the frames of a clip, by name."""
 
     missing: tuple[str, ...]
-    """Frames that the folder lacks, or has as something other than a file."""
+    """Names of frames that are missing in the folder, or are not regular files."""
     surplus: tuple[str, ...]
-    """Frames after the clip's last one, in the order of their names."""
+    """Names of frames beyond the clip's last frame, sorted."""
     others: tuple[str, ...]
-    """Entries that are not frames: other files, and folders with a `/` after the name."""
+    """Names of entries that are not frames: other files, and folders, with a `/` after the name."""
 
     @property
     def has_folders(self) -> bool:
-        """Whether an entry is a folder; then `file_sha256` cannot hash the clip."""
+        """Whether an entry is a folder, so that `file_sha256` cannot hash the clip."""
         return any(name.endswith("/") for name in self.others)
 
     @property
     def faults(self) -> list[str]:
-        """A clause for each kind of difference; empty if there is none."""
+        """Clause for an error message for each kind of difference; empty without differences."""
         kinds = (
             ("it lacks", self.missing),
             ("it has frames beyond its last", self.surplus),
@@ -256,7 +256,7 @@ class FolderDifference:
 
 
 def folder_difference(folder: Path, num_frames: int) -> FolderDifference:
-    """Compare the names in a folder of frames with those that `write_clip` gives.
+    """Compare the names in a folder of frames with the names that `write_clip` uses.
 
     Args:
         folder: Folder of a clip.
@@ -362,7 +362,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         yield
     except SvdppError:
         raise
-    except Exception as error:  # on damaged files Pillow raises nearly any type
+    except Exception as error:  # Pillow raises exceptions of nearly any type on damaged files
         details = {"path": str(path), "reason": error_reason(error)}
         message = f"{str(path)!r} cannot be read as {what}: {error_reason(error)}"
         raise InputError(message, details=details) from error
@@ -376,10 +376,11 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) ->
         images, times = _read_animation(path, format)
         count: float = sum(times) / _frame_ms(format, fps)
         if len(images) == 1 and np.ptp(frames, axis=0).max() <= 8:
-            count = len(frames)  # webp stores equal frames as one, without a duration
+            # Webp stores successive equal frames as one, and one frame has no duration.
+            count = len(frames)
         shape = (count, *images.shape[1:])
     if shape != frames.shape:
-        raise MediaFailure(f"read back, its shape is {shape} instead of {frames.shape}")
+        raise MediaFailure(f"read back, the clip's shape is {shape} instead of {frames.shape}")
 
 
 def _encode_mp4(
@@ -392,8 +393,8 @@ def _encode_mp4(
     codec = ["-vf", filters, "-c:v", "libx264", "-crf", str(crf)]
     tags = ["-movflags", "use_metadata_tags+faststart", "-map_metadata", "1"]
     maps = ["-map", "0:v"]
-    # Metadata and sound go in files: stdin carries the frames, and Linux limits an argument to
-    # 128 KiB.
+    # Metadata and sound are passed in files, because stdin carries the frames, and Linux limits an
+    # argument to 128 KiB.
     with tempfile.TemporaryFile() as listing, tempfile.TemporaryFile() as audio_file:
         escaped = re.sub(r"([=;#\\\n])", r"\\\1", text)
         listing.write(f";FFMETADATA1\n{_KEY}={escaped}\n".encode())
@@ -432,14 +433,16 @@ def _check_audio(path: Path, audio: AudioSamples) -> None:
     samples, rate = audio
     read, read_rate = read_audio(path)
     read_seconds, seconds = len(read) / read_rate, len(samples) / rate
-    # An AAC encoder adds at most two blocks: it delays the sound, and fills the last block.
+    # An AAC encoder makes the sound longer by at most two blocks: it delays the sound, and pads the
+    # last block.
     longest = (len(samples) + 2 * _AAC_BLOCK) / rate
     if not seconds - 1e-3 <= read_seconds <= longest:
-        raise MediaFailure(f"read back, its sound has {read_seconds} s, not {seconds}")
+        raise MediaFailure(f"read back, the clip's sound has {read_seconds} s, not {seconds}")
 
 
 def _frame_ms(format: VideoFormat, fps: float) -> int:
-    # GIF has times in 1/100 s, and browsers show a frame of less than 2/100 s for 10/100 s.
+    # GIF stores durations in 1/100 s. Browsers show a frame with a duration below 2/100 s for
+    # 10/100 s.
     return max(2, round(100 / fps)) * 10 if format == "gif" else round(1000 / fps)
 
 
@@ -448,7 +451,8 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: float, text: str
     exif = Image.Exif()
     exif[ExifTags.Base.ImageDescription] = text
     extra = {"comment": text.encode()} if format == "gif" else {"exif": exif, "quality": 90}
-    buffer = io.BytesIO()  # in memory, because Pillow hides the cause if the disk is full
+    # Encoded in memory, because Pillow's error does not tell that the disk is full.
+    buffer = io.BytesIO()
     first.save(
         buffer,
         format,
@@ -462,13 +466,14 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: float, text: str
 
 
 def _read_animation(path: Path, format: VideoFormat) -> tuple[Frames, list[int]]:
-    """Return the stored frames, uint8 (F, H, W, 3), and the milliseconds that each is shown."""
+    """Return the stored frames, uint8 (F, H, W, 3), and the duration of each in milliseconds."""
     times: list[int] = []
 
     def images(animation: Image.Image) -> Iterator[Image.Image]:
         for image in ImageSequence.Iterator(animation):
             yield image
-            times.append(int(image.info.get("duration", 0)))  # known after the image is decoded
+            # A frame's duration is known only after the frame is decoded.
+            times.append(int(image.info.get("duration", 0)))
 
     with Image.open(path, formats=[format]) as animation:
         return _stacked(images(animation)), times
@@ -492,15 +497,15 @@ def _stacked(images: Iterable[Image.Image]) -> Frames:
         _check_size(len(frames) + 1, image.height, image.width)
         frames.append(np.asarray(image.convert("RGB")))
     if not frames:
-        raise MediaFailure("it has no frames")
+        raise MediaFailure("the clip has no frames")
     return np.stack(frames)
 
 
 def _check_size(num_frames: int, height: int, width: int) -> None:
-    """Reject a clip above the limits, because it could fill the memory."""
+    """Check that a clip does not exceed the limits, because a large clip could fill the memory."""
     if num_frames > MAX_FRAMES or num_frames * height * width > MAX_CLIP_PIXELS:
         limits = f"{MAX_FRAMES} frames, or {MAX_CLIP_PIXELS} pixels"
-        raise MediaFailure(f"it has more than {limits}, the limit of a clip")
+        raise MediaFailure(f"the clip has more than {limits}, the limit of a clip")
 
 
 def _metadata_text(path: Path) -> str | None:
@@ -510,7 +515,8 @@ def _metadata_text(path: Path) -> str | None:
             text = image.info.get("comment") or image.info.get(_KEY)
             return text or image.getexif().get(ExifTags.Base.ImageDescription)
     listing = run_ffmpeg([*mp4_source(path), "-f", "ffmetadata", "pipe:1"], seconds=_READ_SECONDS)
-    # Entries are searched, not lines: the text of another tag may have a line that looks like ours.
+    # Whole entries are searched, not lines, because another tag's text may contain a line that
+    # looks like svdpp's entry.
     for entry in _ENTRY.findall(listing.decode(errors="replace")):
         if entry.startswith(f"{_KEY}="):
             return re.sub(r"\\(.)", r"\1", entry.removeprefix(f"{_KEY}="))

@@ -69,7 +69,9 @@ def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.Mon
     config = PipelineConfig(world_size=1, model=ModelConfig(name="demo"))
     *_, check = machine.run_checks(config, tmp_path)
     assert (check.verdict, check.exit_code) == ("failed", 3)
-    assert check.detail.startswith("other bits than diffusers' whole call: clip 0, the latent")
+    assert check.detail.startswith(
+        "the bits differ from those of diffusers' whole call: clip 0, the latent"
+    )
 
 
 # --- the costs, of a bench and of `svdpp profile` -------------------------------------------------

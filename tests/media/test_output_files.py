@@ -81,7 +81,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, files: re.Pattern[str] | 
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.txt").write_text("years of work")
     os.mkfifo(tmp_path / "fifo")
-    other = "something else has that name"
+    other = "the path is not a regular file or folder"
     places = {
         str(tmp_path / "file" / "x"): "File exists",
         str(tmp_path / "fifo"): other,

@@ -179,7 +179,9 @@ def test_a_clip_that_lost_a_frame_takes_no_place(
     monkeypatch.setattr(
         video, "_check_whole", lambda path, format, _, fps: check(path, format, more, fps)
     )
-    with pytest.raises(OutputError, match=r"x' cannot be written: read back, its shape is \(6"):
+    with pytest.raises(
+        OutputError, match=r"x' cannot be written: read back, the clip.s shape is \(6"
+    ):
         write(path, format, smooth())
     assert contents(path) == before
     assert os.listdir(tmp_path) == ["x"]
@@ -191,7 +193,7 @@ def test_a_clip_that_lost_a_frame_takes_no_place(
         ("echo first >&2; echo 'the cause' >&2; exit 3", "ffmpeg ended with 3: the cause"),
         ("echo what followed >&2; exit 228", "ffmpeg failed: No space left on device"),
         ("kill -9 $$", "ffmpeg was ended by SIGKILL"),  # as by the kernel for lack of memory
-        ("cat > /dev/null", "it has no frames"),
+        ("cat > /dev/null", "the clip has no frames"),
         ("exec sleep 60", "ffmpeg did not end within 1 s"),
     ],
 )
