@@ -1,12 +1,12 @@
-"""Compares `svdpp run --layout auto` with a plain script of diffusers and accelerate.
+"""Compare `svdpp run --layout auto` with a plain script that uses diffusers and accelerate.
 
     python -m benchmarks.against_accelerate [--repeats 3] [--seeds 4]
 
-Both make the same clips with the demo model, from images to mp4 files, in two processes of one
-thread each. They run in turn, timed from the command's start to its end. Prints each round and the
-ratio. The plain script is `accelerate_script` below, the usual way without svdpp: diffusers'
-pipeline, `split_between_processes` and `export_to_video` (which needs the package imageio, from
-the extra `comparison`).
+Both commands make the same clips with the demo model, from images to mp4 files, in two processes of
+one thread each. The commands run in turn, and each is timed from its start to its end. The
+benchmark prints the times of each round and their ratio. The plain script is `accelerate_script`,
+the usual way without svdpp: diffusers' pipeline, `split_between_processes` and `export_to_video`
+(which needs the package imageio, from the extra `comparison`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODEL = Path(svdpp.__file__).parent / "assets" / "demo-model"
 
 
 def accelerate_script(out: Path, num_seeds: int, images: list[str]) -> None:
-    """Animates each image with each seed, at the demo model's settings."""
+    """Animate each image with each seed, with the demo model's default settings."""
     import torch
     from accelerate import PartialState
     from diffusers import StableVideoDiffusionPipeline
@@ -56,7 +56,11 @@ def accelerate_script(out: Path, num_seeds: int, images: list[str]) -> None:
 
 
 def commands(photos: list[str], num_seeds: int, folder: Path) -> dict[str, list[str]]:
-    """By the output folder; torchrun, because without MPI accelerate starts one CPU process."""
+    """Return the commands to compare, by the name of the output folder.
+
+    The plain script is started by torchrun, because accelerate without MPI starts only one CPU
+    process.
+    """
     ours, theirs = str(folder / "svdpp"), str(folder / "accelerate")
     return {
         ours: [
@@ -73,7 +77,7 @@ def commands(photos: list[str], num_seeds: int, folder: Path) -> dict[str, list[
 
 
 def seconds(command: list[str], out: Path, num_clips: int) -> float:
-    """The wall seconds of `command`; checks that its clips exist and are complete."""
+    """Run a command, check that all of its clips are complete, and return its wall seconds."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)

@@ -1,9 +1,9 @@
-"""Print the size of the program: lines, files, functions, and the files a clip goes through.
+"""Print the size of the code: lines, files, functions, and the files that run for one clip.
 
     python -m benchmarks.code_size [--no-clip]
 
-A clip's files are those of svdpp in which a function runs, in any process of a run with the demo
-model on two CPU ranks.
+The files for a clip are the files of svdpp in which a function runs, in any process of `svdpp run`
+with the demo model on two CPU ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.options import parser_of
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT / "svdpp"
 
-# Python runs this at the start of every process. Ranks end without `atexit`, so each new file is
-# written at once; what runs during an import is not on the clip's way.
+# Python runs this code at the start of every process. It writes each new file name at once, because
+# ranks end without `atexit`. Code that runs during an import is not counted.
 _TRACER = """
 import os, sys, threading
 seen, package = set(), os.environ["TRACED_PACKAGE"] + os.sep
@@ -47,7 +47,7 @@ sys.setprofile(note)
 
 
 def _functions() -> Iterator[tuple[int, str]]:
-    """The lines of each function, and where it is."""
+    """Yield the number of lines of each function, and the function's location."""
     for path in _PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

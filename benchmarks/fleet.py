@@ -1,17 +1,20 @@
-"""What many servers ask of one PostgreSQL, and how fast they are together (docs/fleet.md).
+"""Measure the load of many servers on one PostgreSQL, and the servers' total throughput
+(docs/fleet.md).
 
     python -m benchmarks.fleet --servers 50 --threads 50 --rate 100 --requests 0
     python -m benchmarks.fleet --servers 1000 --rate 116
     python -m benchmarks.fleet --real 3
 
-Starts a database in a temporary folder. Each simulated server claims a clip, holds it for so long
-that all together complete `--rate` clips a second, completes it, requests another one (unless
-`--requests 0`), and looks after its claim as `svdpp.serve.fleet` does. No machine here has the
-memory for 3,000 connections, so the servers share those of `--threads` threads, two for each.
-`--listeners` further connections wait for notices, as one of each server does.
+The benchmark starts a database in a temporary folder. Each simulated server claims a clip,
+completes it after a delay, requests another clip (unless `--requests 0`), and renews its claim as
+`svdpp.serve.fleet` does. The delay is chosen so that all servers together complete `--rate` clips a
+second. 3,000 connections need more memory than most machines have, so the servers share the
+connections of `--threads` threads, two for each thread. `--listeners` further connections wait for
+notifications, because each real server has such a connection.
 
-With `--real` servers are started, each with two ranks of the dummy model, whose steps sleep for 100
-ms: one with nothing to do, whose statements are counted, then that one and all with a long queue.
+With `--real`, real servers are started, each with two ranks of the dummy model, whose steps sleep
+for 100 ms. The SQL statements of one idle server are counted first. Then the throughput with a long
+queue is measured, for one server and for all servers.
 """
 
 from __future__ import annotations
@@ -48,14 +51,14 @@ from tests.support.http_server import DUMMY, HttpServer
 
 _OWNERS = 20
 _JOB = {"prompt": "a sentence of eighty letters " * 3}
-# As large as a real one.
+# Metadata of a finished clip, as large as that of a real clip.
 _METADATA = {"file_sha256": "0" * 64, "conditions": "x" * 1500}
 _ABOUT = {"ranks": 8, "free": 0, "claims": 1, "sizes": ["1024x576"], "weights": "0" * 64}
 _WARM_CLIPS = 6
 
 
 class Counted(psycopg.Connection[Any]):
-    """A connection that counts the statements of all."""
+    """Connection of psycopg that counts the statements of all such connections in `number`."""
 
     number = 0
 
@@ -65,7 +68,10 @@ class Counted(psycopg.Connection[Any]):
 
 
 class Simulation:
-    """Servers that share the connections of one thread, and the seconds that each answer took."""
+    """Simulated servers that share the connections of one thread.
+
+    `seconds` has the duration of each call.
+    """
 
     def __init__(
         self, queue: JobQueue, number: int, all_servers: int, hold: float, *, requests: bool
@@ -115,7 +121,7 @@ class Simulation:
 
 
 def _server(queue: JobQueue) -> JobQueue:
-    """One more server by the same connections."""
+    """Return the queue of one more server that uses the same connections."""
     other = copy.copy(queue)
     other.server = secrets.token_hex(8)
     other._claims, other._incompatible = set(), other._incompatible.copy()
@@ -126,7 +132,7 @@ def _server(queue: JobQueue) -> JobQueue:
 def _fleet_queues(
     number: int, queued: int, connections: int
 ) -> Iterator[tuple[str, list[JobQueue]]]:
-    """A new database's URL, and servers' connections to it; so many jobs are queued in it."""
+    """Create a database with queued jobs; yield its URL, and connections of servers to it."""
     with postgres_server(fsync=True, connections=connections) as server, ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
         open_one = partial(JobQueue, folder, url=server.url)
@@ -172,7 +178,7 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
     threads = [threading.Thread(target=part.run, args=(end,)) for part in parts]
     for thread in threads:
         thread.start()
-    time.sleep(hold)  # until each server has a clip
+    time.sleep(hold)  # wait until each server has claimed a clip
     for part in parts:
         part.seconds = defaultdict(list)
     before, first = _size(queue), Counted.number
@@ -195,7 +201,7 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
 
 
 def _size(queue: JobQueue) -> list[int]:
-    """Bytes of WAL ever written, and bytes of tables and indexes."""
+    """Return the bytes of WAL written so far, and the present bytes of tables and indexes."""
     query = "SELECT pg_current_wal_lsn() - '0/0', pg_total_relation_size('jobs')"
     return [int(each) for each in queue.backend.fetch_all(query)[0]]
 
@@ -207,7 +213,8 @@ def _run_servers(asked: argparse.Namespace) -> None:
         queue = opened.enter_context(closing(JobQueue(folder, url=database.url)))
         jobs = int(asked.seconds * 20)
         server_options = (*DUMMY, "--time-scale", "0.2", "--queue", database.url, "--grace", "0")
-        server_options += ("--max-queue", str(jobs + 1))  # else they are not ready
+        # With a full queue, servers would not report that they are ready.
+        server_options += ("--max-queue", str(jobs + 1))
         secret = folder.parent / "secret"
         secret.touch(0o600)
         secret.write_text("whsec_" + base64.b64encode(bytes(32)).decode())
@@ -235,7 +242,7 @@ def _run_servers(asked: argparse.Namespace) -> None:
 
 
 def _statements(database: Postgres, seconds: float) -> int:
-    """How many statements the database gets in that time, of all kinds."""
+    """Return the number of statements that the database executes in some seconds."""
     for value in ("all", "none"):
         database.execute(f"ALTER SYSTEM SET log_statement = '{value}'")
         database.execute("SELECT pg_reload_conf()")
@@ -245,7 +252,7 @@ def _statements(database: Postgres, seconds: float) -> int:
 
 
 def _rate(queue: JobQueue, servers: int, seconds: float) -> float:
-    """Clips a second, from the end of one clip to that of another one."""
+    """Return the clips per second, measured from the end of one clip to the end of a later clip."""
     warm = _completed(queue) + servers * _WARM_CLIPS
     while _completed(queue) < warm:
         time.sleep(0.02)

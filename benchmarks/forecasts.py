@@ -1,14 +1,15 @@
-"""Compares runs with their forecasts and with each other: splits, single clips, pairs of ranks.
+"""Compare the times of runs with forecasts, for several splits, ways of submission, and CFG pairs.
 
-    python -m benchmarks.forecasts splits      seven ranks that sleep the published times, scaled
-    python -m benchmarks.forecasts one-by-one  the same, of clips submitted as a service does it
+    python -m benchmarks.forecasts splits      seven ranks that sleep for published times, scaled
+    python -m benchmarks.forecasts one-by-one  the same ranks, clips submitted one by one
     python -m benchmarks.forecasts demo        two ranks of the demo model, for every split
-    python -m benchmarks.forecasts pairs       pairs and single ranks that sleep for their steps
-    python -m benchmarks.forecasts decode      the same, for a decode by several ranks
-    python -m benchmarks.forecasts wan         a pair of a tiny Wan that computes
-    python -m benchmarks.forecasts svd         a pair of the demo model
+    python -m benchmarks.forecasts pairs       CFG pairs and single ranks, whose steps sleep
+    python -m benchmarks.forecasts decode      ranks that sleep and share a decode
+    python -m benchmarks.forecasts wan         a CFG pair that computes with a tiny Wan
+    python -m benchmarks.forecasts svd         a CFG pair that computes with the demo model
 
-What computes needs two free cores. Ranks are warm: they have made a clip before.
+Benchmarks that compute need two free CPU cores. Before each measurement, the ranks make a clip to
+warm up.
 """
 
 from __future__ import annotations
@@ -59,17 +60,19 @@ class Run(NamedTuple):
     steps: float
     """Seconds from the first to the last step of the first clip."""
     costs: CostModel
-    """The means of these clips."""
+    """Mean costs measured on these clips."""
     layout: Layout
 
     def over_forecast(self, costs: CostModel) -> float:
-        """The time of all clips, over the forecast of the same actions by `costs`."""
+        """Return the run's makespan, divided by the forecast makespan of the same actions with
+        `costs`.
+        """
         spans = simulate_schedule(self.layout.schedule(self.times.clips), costs)
         return self.times.makespan / summarise(spans, self.layout.world_size).makespan
 
 
 def measure(pipeline: Pipeline, num_clips: int) -> Run:
-    """Makes clips, and measures these without those before them."""
+    """Make clips on a started pipeline, and measure only these clips."""
     config = pipeline.config
     first = 1 + max((span.clip for span in pipeline.trace.spans), default=-1)
     trace = Trace(config.world_size, first_clip=first)
@@ -81,13 +84,13 @@ def measure(pipeline: Pipeline, num_clips: int) -> Run:
 
 
 def seconds_of(spans: list[Span], *kinds: Kind) -> float:
-    """From the start of the first to the end of the last action of these kinds."""
+    """Return the seconds from the first start to the last end of actions of some kinds."""
     chosen = [span for span in spans if span.action.kind in kinds]
     return max(span.end for span in chosen) - min(span.start for span in chosen)
 
 
 def run(config: PipelineConfig, num_clips: int) -> Run:
-    """Makes clips on ranks of their own, after one on each replica that warms up."""
+    """Start ranks, make a warm-up clip on each replica, then make and measure clips."""
     with Pipeline(config) as pipeline:
         measure(pipeline, config.parallel.data_parallel_size)
         return measure(pipeline, num_clips)
@@ -108,7 +111,10 @@ def _sleeping(
 
 
 def splits() -> None:
-    """The forecast has the times that the ranks sleep, so nothing is fitted."""
+    """Compare runs of several splits with forecasts.
+
+    The forecast uses the times that the ranks sleep, so no measured cost is fitted.
+    """
     costs = _A100.scaled(0.05)
     data_parallel = ParallelConfig(data_parallel_size=7)
     for name, parallel in {**_SPLITS, "data parallel": data_parallel}.items():
@@ -117,7 +123,10 @@ def splits() -> None:
 
 
 def one_by_one() -> None:
-    """A clip is submitted once at most W + 1 are unfinished; the rate should not be lower."""
+    """Compare clips submitted one by one with clips submitted together; the rates should be equal.
+
+    A clip is submitted when at most W + 1 clips are unfinished.
+    """
     for world_size in (4, 7):
         config = _sleeping(
             SvdSampling(),
@@ -143,7 +152,11 @@ def one_by_one() -> None:
 
 
 def demo() -> None:
-    """By the costs of the run itself, and by those of the run before, as the machine drifts."""
+    """Compare runs of the demo model with forecasts.
+
+    The costs are measured in the same run or in the run before, which shows how the machine's speed
+    drifts.
+    """
     sampling = SvdSampling(**sampling_defaults("demo"))
     config = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
     known = run(config, 2).costs
@@ -156,7 +169,7 @@ def demo() -> None:
 
 
 def pairs() -> None:
-    """Two stages of pairs against four ranks, and a pair against one rank."""
+    """Compare two stages of CFG pairs with four single ranks, and one CFG pair with one rank."""
     config = partial(_sleeping, SvdSampling(num_inference_steps=24), _ASSUMED)
     ranks, paired = (
         run(config(4), 12),
@@ -166,19 +179,19 @@ def pairs() -> None:
     say("latency, pairs over ranks", paired.times.latency / ranks.times.latency)
     alone, pair = run(config(1), 1), run(config(2, parallel=ParallelConfig(cfg_parallel_size=2)), 1)
     say("one clip's steps, pair over rank", pair.steps / alone.steps)
-    # Pairs are forecast by what ranks without pairs took for a step and a transfer.
+    # The forecast for pairs uses the times of steps and transfers that single ranks took.
     say("makespan, measured over forecast", paired.over_forecast(ranks.costs))
     say("one clip, measured over forecast", pair.over_forecast(ranks.costs))
 
 
 def decode() -> None:
-    """One clip's decode in eight chunks, by four ranks of a pipeline and by both of a pair."""
+    """Measure the decode of a clip in eight chunks, by four ranks and by a CFG pair."""
     sampling = SvdSampling(num_inference_steps=4, decode_chunk_size=1)
     costs = CostModel(step_seconds=STEP, decode_seconds=8.0)
     config = partial(_sleeping, sampling, costs, frames=8)
 
     def seconds(config: PipelineConfig) -> float:
-        """From the start of the first decode until the last rank has all frames."""
+        """Return the seconds from the first decode's start until the last rank has all frames."""
         with Pipeline(config) as pipeline:
             measure(pipeline, 1)
         return seconds_of(pipeline.trace.spans, Kind.DECODE, Kind.RECV_FRAMES)
@@ -200,11 +213,11 @@ def decode() -> None:
 
 
 def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
-    """One clip on ranks that compute with one thread each, in several rounds.
+    """Measure one clip on ranks that compute with one thread each, in several rounds.
 
-    A pair keeps two cores busy, which slows each of them down on most machines: they share memory,
-    caches and clock. So a pair is compared with a rank that is alone, and with one of two ranks
-    that make a clip each. The forecast takes its costs from the latter.
+    A CFG pair keeps two cores busy. On most machines this makes both cores slower, because they
+    share memory, caches and clock. So the pair is compared with a rank that works alone, and with
+    one of two ranks that each make a clip. The forecast uses the costs of the second case.
     """
     config = partial(PipelineConfig, model=model, sampling=sampling, num_threads=1)
     configs = (
@@ -228,7 +241,7 @@ def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
 
 
 def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
-    # Both halves of a pair step at the same time, but one of them encodes and decodes.
+    # Both ranks of a CFG pair denoise at the same time, but only one of them encodes and decodes.
     lone, whole = rank.costs, pair.times.makespan
     costs = replace(
         ranks.costs, encode_seconds=lone.encode_seconds, decode_seconds=lone.decode_seconds
@@ -244,7 +257,10 @@ def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
 
 
 def wan() -> None:
-    """A small Wan from text; most of its time is in its steps, as with published weights."""
+    """Measure a small Wan for text-to-video.
+
+    Most of its time is spent in steps, as with published weights.
+    """
     from tests.support.tiny_families import save_tiny_wan
 
     with tempfile.TemporaryDirectory() as folder:
@@ -256,7 +272,7 @@ def wan() -> None:
 
 
 def svd() -> None:
-    """The demo model, whose batch of two is divided."""
+    """Measure the demo model, whose batch of two is divided between the ranks of a CFG pair."""
     sampling = SvdSampling(num_inference_steps=12, height=256, width=256, num_frames=8)
     compute(ModelConfig(name="demo"), sampling)
 

@@ -1,10 +1,11 @@
-"""Measures the time of a status call while many clients poll and follow clips that are being made.
+"""Measure the time of a status request while many clients poll and follow clips in progress.
 
     python -m benchmarks.serve_load [--jobs 500] [--clients 200] [--interval 1]
 
 The server makes clips of the dummy model, whose steps sleep. Half of the clients poll, each once in
-an interval; the others follow event streams to their ends. Prints one line of JSON. The time of a
-call includes the client's own share, so compare only runs on one machine.
+an interval; the other half follow event streams to their ends. The benchmark prints one line of
+JSON. The time of a request includes the CPU time of the client, so compare only runs on one
+machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SUBMITTERS = 8
 
 @dataclass
 class Load:
-    """The clients of one run, in one event loop."""
+    """Clients of one benchmark run, in one event loop."""
 
     client: httpx.AsyncClient
     num_jobs: int
@@ -96,7 +97,7 @@ class Load:
 
 
 async def load(url: str, asked: argparse.Namespace) -> Load:
-    """All clients at once, until all jobs are done."""
+    """Run all clients at the same time, until all jobs have ended."""
     limits = httpx.Limits(max_connections=2 * asked.clients)
     async with httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits) as client:
         state = Load(client, asked.jobs, asked.interval, list(range(asked.jobs)))

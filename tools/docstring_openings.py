@@ -2,8 +2,9 @@
 
     python -m tools.docstring_openings
 
-A function's docstring opens with a verb, any other with the noun that it is. Openings such as
-"What" or "Of" leave the reader to find that noun. Exits with 1 if more than ten have one.
+A function's docstring should open with a verb, any other docstring with a noun. Openings such as
+"What" or "Of" leave the reader to guess the noun. The exit code is 1 if more than ten docstrings
+open badly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAX_BAD = 10
 
 
 class Docstring(NamedTuple):
-    """Docstring, or string below a field, and where it begins."""
+    """Docstring or field note, with its file and line."""
 
     path: Path
     line: int
@@ -30,13 +31,13 @@ class Docstring(NamedTuple):
 
     @property
     def first_word(self) -> str:
-        """First word without punctuation around it."""
+        """First word of the text, without punctuation around the word."""
         words = self.text.split(maxsplit=1)
         return words[0].strip("\"'`*:,.;()") if words else ""
 
 
 def find_docstrings(path: Path) -> Iterator[Docstring]:
-    """Yield every string that is a statement of its own."""
+    """Yield every docstring and field note of a file: strings that are statements."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):

@@ -96,9 +96,9 @@ def test_a_table_in_a_file_is_not_cut(capsys: pytest.CaptureFixture[str]) -> Non
         ("{", "is not a run's manifest"),
         ("[]", "is not a run's manifest"),
         ('{"schema_version": 9, "clips": []}', "schema_version must be 1"),
-        ('{"schema_version": 1, "clips": [{}]}', "does not say what became of its clips"),
-        ('{"schema_version": 1, "clips": [{"state": "failed"}]}', "does not say"),
-        ('{"schema_version": 1, "clips": [], "measured": {}}', "figures are damaged"),
+        ('{"schema_version": 1, "clips": [{}]}', "has no results of its clips"),
+        ('{"schema_version": 1, "clips": [{"state": "failed"}]}', "has no results"),
+        ('{"schema_version": 1, "clips": [], "measured": {}}', "metrics are damaged"),
     ],
 )
 def test_a_folder_without_a_readable_run_is_one_sentence(

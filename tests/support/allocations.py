@@ -1,4 +1,4 @@
-"""Memory that torch allocates on the CPU."""
+"""Measurement of the memory that torch allocates on the CPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocated_peak(work: Callable[[], object]) -> int:
-    """Peak of the bytes that torch's CPU allocator allocates during `work`."""
+    """Return the peak bytes that torch's CPU allocator allocates during `work`."""
     with torch.no_grad():
-        work()  # oneDNN creates its kernels in the first run
+        work()  # in the first run, oneDNN also allocates memory for its kernels
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             work()
     live = peak = 0

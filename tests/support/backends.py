@@ -1,4 +1,4 @@
-"""Real servers in temporary folders: PostgreSQL, and OpenStack Swift with its S3 API."""
+"""Real PostgreSQL servers, and OpenStack Swift servers with an S3 API, in temporary folders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import pytest
 
 from tests.support.processes import wait_until
 
-# --- PostgreSQL, run by an ordinary user ----------------------------------------------------------
+# --- PostgreSQL -----------------------------------------------------------------------------------
 
-#: Debian keeps the programs of each version in a folder of its own.
+#: Folders with PostgreSQL's programs. On Debian, each version has a folder of its own.
 _FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
 
 
 class Postgres:
-    """A database server; `url` is of its database `postgres`."""
+    """PostgreSQL server. `url` names its database `postgres`."""
 
     def __init__(self, folder: Path, programs: Path, *, fsync: bool, connections: int) -> None:
         self.folder, self._programs = folder, programs
@@ -51,7 +51,7 @@ class Postgres:
         self._run("pg_ctl", "-w", "-m", mode, "stop")
 
     def execute(self, statement: str, database: str = "postgres") -> None:
-        """Runs a statement, also while the database is read-only."""
+        """Run a statement, even while the database is read-only."""
         import psycopg
 
         writes = "-c default_transaction_read_only=off"
@@ -60,7 +60,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
-        """All its processes are stopped during the block."""
+        """Stop all processes of the server during the block, so that it does not respond."""
         pid = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
         main = psutil.Process(pid)
         processes = [main, *main.children(recursive=True)]
@@ -85,7 +85,7 @@ class Postgres:
 
 
 def _user() -> str | None:
-    """PostgreSQL refuses to be run by root."""
+    """Return the user who runs PostgreSQL, because PostgreSQL refuses to run as root."""
     if os.getuid() != 0:
         return None
     with contextlib.suppress(KeyError):
@@ -95,13 +95,17 @@ def _user() -> str | None:
 
 @contextlib.contextmanager
 def postgres_server(*, fsync: bool = False, connections: int = 300) -> Iterator[Postgres]:
-    """A new server; without `fsync`, only the end of the machine loses what it has committed."""
+    """Yield a new server.
+
+    Without `fsync`, a crash of the machine can lose committed changes; a crash of the server
+    cannot.
+    """
     pytest.importorskip("psycopg")
     found = shutil.which("initdb")
     programs = _FOLDERS[-1] if _FOLDERS else Path(found).parent if found else None
     if programs is None:
         pytest.skip("needs PostgreSQL: apt-get install postgresql")
-    # Not a folder of the tests, which other users may not read.
+    # A folder outside of the tests' folders, which other users cannot read.
     with tempfile.TemporaryDirectory(prefix="svdpp-postgres-", dir="/tmp") as name:
         folder = Path(name)
         if (user := _user()) is not None:
@@ -110,7 +114,8 @@ def postgres_server(*, fsync: bool = False, connections: int = 300) -> Iterator[
         try:
             yield server
         finally:
-            with contextlib.suppress(subprocess.CalledProcessError):  # a test has stopped it
+            # Raised if a test has stopped the server.
+            with contextlib.suppress(subprocess.CalledProcessError):
                 server.stop()
 
 
@@ -151,8 +156,8 @@ location = us-east-1
 use = egg:swift#tempauth
 user_svdpp_tests = secret-of-tests .admin
 """
-# eventlet 0.33, which Debian 12 has, ends an answer to HEAD without a length by a chunk, which the
-# client takes for the beginning of the next answer.
+# Patch for eventlet 0.33 of Debian 12. It sends a chunk at the end of a HEAD response without a
+# length, and the client would take the chunk for the beginning of the next response.
 _HEAD = """
 def factory(*_, **__):
     def filter(app):
@@ -169,7 +174,7 @@ def factory(*_, **__):
 
 
 class Swift:
-    """An S3 server with one bucket; `url` is of a folder in it."""
+    """S3 server with one bucket. `url` names a folder in the bucket."""
 
     url = "s3://tests/fleet"
 
@@ -183,7 +188,7 @@ class Swift:
             "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-        """By which s3fs finds it."""
+        """Environment variables from which s3fs takes the server's address and credentials."""
         (folder / "devices" / "disk").mkdir(parents=True)
         (folder / "svdpp_head.py").write_text(_HEAD)
         for part in _PARTS:
@@ -220,7 +225,7 @@ class Swift:
         return "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.log"))
 
     def _make_ring(self, part: str) -> None:
-        """One device, one copy."""
+        """Create Swift's rings with one device and one copy of each object."""
         device = f"r1z1-127.0.0.1:{self._ports[part]}/disk"
         builder = str(self._folder / f"{part}.builder")
         for arguments in (["create", "2", "1", "0"], ["add", device, "1"], ["rebalance"]):
@@ -242,7 +247,7 @@ class Swift:
 
 @contextlib.contextmanager
 def swift_server() -> Iterator[Swift]:
-    """A new server with an empty bucket."""
+    """Yield a new server with an empty bucket."""
     s3fs = pytest.importorskip("s3fs")
     if shutil.which("swift-proxy-server") is None:
         pytest.skip(

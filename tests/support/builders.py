@@ -1,4 +1,4 @@
-"""A tiny SVD, a small clip of the demo model, LoRAs, and edits of JSON files."""
+"""Builders of test data: tiny checkpoints, small configurations, LoRA files, edited JSON files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ save_tiny_checkpoint = partial(save_tiny, "svd")
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Sets keys of a JSON file; None removes the key."""
+    """Set keys of a JSON file. A key whose value is None is removed."""
     removed = {key for key, value in changes.items() if value is None}
     values = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: values[key] for key in values if key not in removed}))
 
 
 def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineConfig:
-    """The demo model over `world_size` ranks, with two frames of 64 x 64."""
+    """Return a configuration of the demo model on `world_size` ranks: two frames of 64 x 64."""
     values = {**sampling_defaults("demo"), "height": 64, "width": 64, "num_frames": 2}
     return PipelineConfig(
         world_size=world_size,
@@ -36,7 +36,7 @@ def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineCon
 
 
 def save_tiny_lora(checkpoint: Path, file: Path, *, part: str = "transformer", seed: int) -> Path:
-    """Saves a LoRA of one denoiser of `checkpoint` as `file`, and returns its path."""
+    """Save a LoRA for one denoiser of `checkpoint` as `file`, and return the path."""
     index = json.loads((checkpoint / "model_index.json").read_text())
     model = getattr(diffusers, index[part][1]).from_pretrained(checkpoint / part)
     with torch.random.fork_rng(devices=[]):
@@ -44,7 +44,8 @@ def save_tiny_lora(checkpoint: Path, file: Path, *, part: str = "transformer", s
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
         model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=targets))
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zeros, before training
+            # PEFT initialises these weights with zeros, so the LoRA would have no effect.
+            if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
     getattr(diffusers, index["_class_name"]).save_lora_weights(
         file.parent,

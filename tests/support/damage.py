@@ -1,4 +1,4 @@
-"""Faults that tests inject: each replaces, in the process of a rank, what it damages."""
+"""Faults that tests inject into the processes of ranks, by replacing functions there."""
 
 from __future__ import annotations
 
@@ -26,24 +26,29 @@ from svdpp.worker.tensor_files import solver_history
 
 
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
-    """A copy of `latent` whose middle element is the next larger number of its dtype."""
+    """Return a copy of `latent` whose middle element is the next larger number of its dtype."""
     changed = latent.clone().contiguous()
     middle = changed.view(-1)[changed.numel() // 2]
     middle.copy_(torch.nextafter(middle, torch.full_like(middle, torch.inf)))
     return changed
 
 
-#: Bytes that no machine has.
+#: Number of bytes that no machine can allocate.
 TOO_MUCH = 2**58
 
 
 def ask_for_too_much() -> torch.Tensor:
-    """Raise torch's own error of its CPU allocator."""
+    """Make torch's CPU allocator raise its own out-of-memory error."""
     return torch.empty(TOO_MUCH, dtype=torch.uint8)
 
 
 def damaged_packets(field: str, packet: Packet) -> list[Packet]:
-    """The packets that leave in place of one: with another latent, other tensors, never, twice."""
+    """Return the packets that are sent instead of a packet: changed, none, or the packet twice.
+
+    Args:
+        field: Kind of damage; see the cases below.
+        packet: Packet that the rank would send.
+    """
     tensors = dict(packet.tensors)
     latent = tensors[LATENTS]
     last = [name for name in tensors if name != STRUCTURE][-1]
@@ -67,20 +72,21 @@ def damaged_packets(field: str, packet: Packet) -> list[Packet]:
 
 @dataclass(frozen=True)
 class Damage:
-    """One fault, at one rank and clip; pickled to every rank, which calls it first.
+    """Fault at one rank and clip. It is pickled to every rank, and each rank calls it at its start.
 
-    Kinds: `hang` hangs at `place`, while heartbeats go on, until the file `until` exists, and
-    `raise` raises there, then (without `until`: never, and at once); `ulp` changes one element of
-    the latent that leaves the rank to the next larger floating-point number, `state` one of the
-    history of a multistep solver, `prediction` one of the first prediction that a rank of a pair
-    sends; `skip` omits the rank's first step of the clip; `nan` fills the latent that enters the
-    rank with NaN; `header` changes `field` of the header that the rank sends; `memory` allocates
-    more than there is at `place`; `packet` changes the packet that it sends, as `field` says: see
-    `damaged_packets`.
+    Kinds: `hang` hangs at `place` until the file `until` exists (without `until`, forever), while
+    heartbeats continue. `raise` raises at `place`, after the file `until` exists (without `until`,
+    at once). `ulp` changes one element of the latent that the rank sends to the next larger
+    floating-point number. `state` changes an element of a multistep solver's history in the same
+    way, and `prediction` an element of the first prediction that a rank of a CFG pair sends. `skip`
+    omits the rank's first step of the clip. `nan` fills the latent that the rank receives with NaN.
+    `header` changes the field `field` of the header that the rank sends. `memory` allocates more
+    memory than the machine has at `place`. `packet` changes the packet that the rank sends, by the
+    kind of damage `field`; see `damaged_packets`.
 
-    Places, of which the first two come before all clips: `start` (before the rank's first report),
-    `load` (of the model), `step<k>` of the clip, `step` (its first one on this rank), or another
-    action by its name.
+    Places: `start` (before the rank's first report) and `load` (while the model is loaded), both
+    before all clips; `step<k>` (step k of the clip); `step` (the clip's first step on this rank);
+    or the name of another action.
     """
 
     kind: str
@@ -102,17 +108,17 @@ class Damage:
             self._damage_packets()
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
-        """Whether this fault is of `kind`, at `rank` and `clip`."""
+        """Return whether this fault has the given kind, rank and clip."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
     def is_at(self, rank: int, clip: int, place: str) -> bool:
-        """Whether this is the rank, clip and place at which it acts."""
+        """Return whether this fault acts at the given rank, clip and place."""
         own_clip = clip if place in ("start", "load") else self.clip
         is_place = place == self.place or (self.place == "step" and place.startswith("step"))
         return is_place and (rank, clip) == (self.rank, own_clip)
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """Called when `rank` reaches `place`."""
+        """Hang, raise or allocate memory if this fault acts at the place that a rank reached."""
         if self.kind not in ("hang", "raise", "memory") or not self.is_at(rank, clip, place):
             return
         if self.kind == "memory" and place != "load":
@@ -171,7 +177,8 @@ class Damage:
         if self.strikes("nan", *place):
             tensors = {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
         if self.strikes("skip", *place):
-            # An encoded packet must be stepped from its first step on.
+            # After ENCODE the solver must begin with step 0, so the last step is omitted instead of
+            # the first one.
             start, end = (start + 1, end) if start else (start, end - 1)
         tensors = model.denoise(tensors, start, end, *rest)
         name = LATENTS

@@ -1,4 +1,4 @@
-"""Which numbers of an error's sentence its `details` lack (charter, row 23)."""
+"""Check that an error's `details` contain all numbers of its sentence (charter, row 23)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from svdpp.errors import SvdppError
 
-# A number of its own, or with a unit or an x between two; not a part of a name, path or option.
+# Number in a sentence: a separate word, with a unit, or joined to another number by an x. Digits in
+# names, paths or options do not match.
 _NUMBER = re.compile(r"(?<![\w./:@#-])-?\d[\d,]*(?:\.\d+)?(?=x\d|[^\w./:-]|[.,:;)]?(?:\s|$)|$)")
-# What a user typed, and names, stand in quotes; a model's version is part of its name.
+# Text whose numbers are ignored: quoted text, which has names and the user's input, and names of
+# models with a version.
 _QUOTED = re.compile(r"Wan 2\.\d|'[^']*'|\"[^\"]*\"|`[^`]*`|\S*/\S*|--?\S+")
 
 
@@ -34,7 +36,7 @@ def _flatten(value: Any) -> Iterator[Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the ways in which a sentence may write `value`: rounded, or bytes in GiB, MiB or GB."""
+    """Yield the texts by which a sentence may show `value`: rounded, or bytes in GiB, MiB or GB."""
     if isinstance(value, str):
         yield from re.findall(r"-?\d+(?:\.\d+)?", value)
     if isinstance(value, bool) or not isinstance(value, int | float):

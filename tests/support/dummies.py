@@ -1,4 +1,4 @@
-"""Small pipelines of real ranks with the dummy model, shared by the tests of the API."""
+"""Small pipelines of the dummy model with real ranks, for tests of the Python API."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from svdpp.worker.tensor_files import tensor_sha256
 
 SHAPE = (1, 4, 2, 8, 8)
 
-#: Far longer than any of these tests takes; a wait of this length is a hang.
+#: Timeout in seconds, far longer than any of these tests takes.
 HANG_SECONDS = 300
 
 
 def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineConfig:
-    """The dummy model over `world_size` ranks, a millisecond a step."""
+    """Return a configuration of the dummy model, with steps of a millisecond."""
     model = ModelConfig(name="dummy", dummy_latent_shape=SHAPE)
     sampling = SvdSampling(num_inference_steps=steps)
     return PipelineConfig(
@@ -30,7 +30,7 @@ def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineCo
 
 
 def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
-    """The latent after `steps` of `total` steps in this process, on one thread."""
+    """Compute a latent in this process, on one thread: the state after `steps` of `total` steps."""
     model = DummyModel(LatentSpec(shape=SHAPE), total, torch.device("cpu"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -42,21 +42,21 @@ def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
 
 
 def plain_hashes(steps: int, *seeds: int) -> list[str]:
-    """The hash of the last latent of a clip for each seed, made in this process."""
+    """Compute the hash of a clip's last latent in this process, for each seed."""
     return [tensor_sha256(plain_latent(seed, steps, steps)) for seed in seeds]
 
 
 def hashes(results: Iterable[ClipResult]) -> list[str]:
-    """The hash of the last latent of each clip."""
+    """Return the hash of each result's last latent."""
     return [result.metadata["latents_sha256"] for result in results]
 
 
 def clips(*seeds: int) -> list[ClipRequest]:
-    """One clip for each seed."""
+    """Return one request for each seed."""
     return [ClipRequest(seed=seed) for seed in seeds]
 
 
 def pids(pipeline: Pipeline) -> list[int]:
-    """Process ids of the ranks, by rank."""
+    """Return the process ids of a pipeline's ranks, by rank."""
     found: list[int] = pipeline._running_supervisor._group.pids
     return found

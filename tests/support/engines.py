@@ -1,4 +1,4 @@
-"""Jobs, and engines over real ranks that make them."""
+"""Jobs for tests, and engines that make the jobs on real ranks."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def new_job(**values: Any) -> Job:
 
 
 def add(store: JobQueue, **values: Any) -> str:
-    """The id of a new job."""
+    """Add a new job to a queue, and return its id."""
     return store.add(new_job(**values), max_open=None).id
 
 
 def job_of(store: JobQueue, id: str) -> Job:
-    """The job, which is there."""
+    """Return a job, which must exist."""
     job = store.get(id)
     assert job is not None
     return job
 
 
 def taken(store: JobQueue) -> Job:
-    """The next job, of which there is one."""
+    """Claim the next job, which must exist."""
     job = store.claim()
     assert job is not None
     return job
 
 
 def in_state(store: JobQueue, state: JobState, **values: Any) -> str:
-    """The id of a new job, once it has that state."""
+    """Add a new job, bring it into a state, and return its id."""
     id = add(store, **values)
     token = 0 if state is JobState.QUEUED else taken(store).fencing_token
     match state:
@@ -81,17 +81,20 @@ def in_state(store: JobQueue, state: JobState, **values: Any) -> str:
 
 
 def take_all(store: JobQueue) -> list[str]:
-    """The ids of all queued jobs, in the order in which they are taken."""
+    """Claim all queued jobs, and return their ids in the order of the claims."""
     return [job.id for job in iter(store.claim, None)]
 
 
 def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
-    """Removes what servers remove in an hour."""
+    """Remove unneeded files at once, which servers would remove within two hours."""
     remove_orphans(store, remove_orphans(store, set(), in_use), in_use)
 
 
 def dummy_config(world_size: int = 2, step_seconds: float = 0.0, **changes: Any) -> PipelineConfig:
-    """The dummy model, whose steps take `step_seconds`; only then it decodes."""
+    """Return a configuration of the dummy model, whose steps sleep for `step_seconds`.
+
+    With 0 seconds, the dummy model neither sleeps nor decodes.
+    """
     model = ModelConfig(
         name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8), dummy_sleeps=step_seconds > 0
     )
@@ -111,7 +114,7 @@ def dummy_job(seed: int, **values: Any) -> Job:
 
 @dataclass
 class Serving:
-    """A running engine and what it works with."""
+    """Running engine, with its queue and folder."""
 
     store: JobQueue
     engine: Engine
@@ -119,18 +122,18 @@ class Serving:
     folder: Path
 
     def add(self, *seeds: int, **values: Any) -> list[str]:
-        """Ids of new jobs, one for each seed."""
+        """Add a job for each seed, and return their ids."""
         return self.store_jobs(*(dummy_job(seed, **values) for seed in seeds))
 
     def store_jobs(self, *jobs: Job) -> list[str]:
-        """Stores jobs, which the engine takes."""
+        """Add jobs to the queue, and wake the engine."""
         for job in jobs:
             self.store.add(job, max_open=None)
         self.engine.dispatcher.wake()
         return [job.id for job in jobs]
 
     def made(self, *jobs: Job) -> list[Job]:
-        """The same jobs, once they have ended."""
+        """Wait until jobs have ended, and return them."""
         return self.wait_final(self.store_jobs(*jobs))
 
     def job(self, job_id: str) -> Job:
@@ -147,7 +150,7 @@ class Serving:
         wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_monitor.snapshot()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        """Waits until so many steps of the job are done; `serving` has to stop a clip there."""
+        """Wait until a job has a number of finished steps, where `serving` stops the clip."""
 
         def is_there() -> bool:
             clip = self.engine.dispatcher.get(job_id)
@@ -157,7 +160,7 @@ class Serving:
         self.wait(is_there, f"no step {step}")
 
     def go_on(self) -> None:
-        """Lets the clip go on that `serving` has stopped."""
+        """Continue the clip that `serving` has stopped."""
         (self.folder / "gate").touch()
 
     @property
@@ -181,9 +184,10 @@ def serving(
     observer: Callable[..., object] | None = None,
     url: str | None = None,
 ) -> Iterator[Serving]:
-    """An engine over `folder`, closed at the end of the block.
+    """Yield an engine with its data in `folder`; close it after the block.
 
-    `stop` is a rank, a clip of its pipeline and a step, before which the rank waits for `go_on`.
+    `stop` is a rank, the index of a clip, and a step. Before this step of the clip, the rank waits
+    until `go_on` is called.
     """
     ended: list[Job] = []
     store = JobQueue(folder, adopts=True, url=url)
@@ -227,7 +231,7 @@ def demo_config(world_size: int = 2) -> PipelineConfig:
 
 
 def demo_job(folder: Path, seed: int, photo: Path | None = None) -> Job:
-    """A job for the demo model, whose photograph is copied to the data folder."""
+    """Return a job for the demo model, after copying its image to the data folder."""
     content = (photo or example_images()[0]).read_bytes()
     job_id = new_id()
     (folder / "photos").mkdir(exist_ok=True)

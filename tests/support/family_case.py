@@ -1,4 +1,4 @@
-"""A case of the tests of families: a tiny checkpoint and a clip of it."""
+"""Test case of a model family: options of a tiny checkpoint, and of a clip."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ UNGUIDED = {"guidance_scale": 1.0}
 
 
 def size(height: int, width: int, num_frames: int, **more: Any) -> dict[str, Any]:
-    """Sampling parameters of a case."""
+    """Return the sampling parameters for a frame size and a number of frames."""
     return {"height": height, "width": width, "num_frames": num_frames, **more}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny checkpoint and a clip of it."""
+    """Test case of a model family: options of a tiny checkpoint, and of a clip that tests make with
+    it.
+    """
 
     family: str
     sampling: dict[str, Any]
@@ -32,13 +34,16 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     negative: str | None = None
     is_stateless: bool = False
-    """Whether its schedulers keep nothing from step to step."""
+    """Whether the schedulers keep no state between two steps."""
     draws: bool = False
-    """Whether it draws noise while it steps; the others draw all of it before."""
+    """Whether the pipeline draws noise during the denoising steps. Otherwise all noise is drawn
+    before the first step."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Parts of a packet that nothing reads, and why they travel."""
+    """Names of tensors in a packet that no later step reads, each with the reason why the tensor is
+    sent."""
     refused: Sequence[tuple[dict[str, Any], str]] = ()
-    """Changes of the sampling parameters that the family cannot run, and words of the error."""
+    """Changes of the sampling parameters that the family cannot run, each with words of the
+    expected error."""
 
     @property
     def dtype(self) -> str:

@@ -1,4 +1,4 @@
-"""Denoisers of tiny checkpoints as GGUF files, by the names that published files have."""
+"""Writer of GGUF files of tiny denoisers, with the tensor names of published files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import gguf
 import numpy as np
 import torch
 
-#: Original names of Wan's and LTX-Video's tensors, by parts of diffusers' names, in this order.
+#: Replacements that turn diffusers' tensor names into the original names of Wan and LTX-Video. They
+#: are applied in this order.
 ORIGINAL_NAMES: Mapping[str, Mapping[str, str]] = {
     "WanTransformer3DModel": {
         "condition_embedder.time_embedder.linear_1": "time_embedding.0",
@@ -40,12 +41,13 @@ ORIGINAL_NAMES: Mapping[str, Mapping[str, str]] = {
         "norm_k": "k_norm",
     },
 }
-#: First bytes of the 16-bit scales in a block of the types that the package cannot write.
+#: Offsets of the 16-bit scales in a block, for the quantised types that the package gguf cannot
+#: write.
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def original_name(kind: str, name: str) -> str:
-    """The name in published files of a weight that diffusers calls `name`."""
+    """Return the original name, as in published files, of a weight that diffusers calls `name`."""
     for own, original in ORIGINAL_NAMES[kind].items():
         name = name.replace(own, original)
     return name
@@ -60,10 +62,11 @@ def save_gguf(
     is_original: bool = True,
     change: Callable[[dict[str, tuple[Any, str]]], None] = lambda _: None,
 ) -> Path:
-    """Saves a denoiser of `checkpoint` with linear layers of the type `kind`, and returns the path.
+    """Save a denoiser of `checkpoint` with linear layers of the GGUF type `kind`, and return the
+    path.
 
-    Layers that are too narrow for the type, biases, norms and convolutions are F32. `change` gets
-    the arrays and types by their names, before they are written.
+    Biases, norms, convolutions, and layers that are too narrow for the type are stored as F32.
+    `change` is called before the file is written, and may modify the arrays and types.
     """
     index = json.loads((checkpoint / "model_index.json").read_text())
     model = getattr(diffusers, index[part][1]).from_pretrained(checkpoint / part)
@@ -82,7 +85,7 @@ def save_gguf(
 
 
 def write_gguf(file: Path, tensors: Mapping[str, tuple[Any, str]]) -> None:
-    """Writes arrays as tensors of the types that are named with them."""
+    """Write arrays as tensors of a GGUF file, each with its type."""
     writer = gguf.GGUFWriter(file, "wan")
     writer.add_string("general.name", "tiny")
     writer.add_array("general.tags", ["a", "b"])
@@ -102,7 +105,7 @@ def _quantised(array: Any, kind: str) -> Any:
     number = gguf.GGMLQuantizationType[kind]
     if kind not in _SCALES:
         return gguf.quants.quantize(array, number)
-    # Bytes that are random but for the scales: the package only reads these types.
+    # The package gguf can only read these types, so blocks are random bytes with valid scales.
     numbers, size = gguf.GGML_QUANT_SIZES[number]
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (array.size // numbers, size), dtype=np.uint8)

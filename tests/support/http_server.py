@@ -1,4 +1,4 @@
-"""The real server in its own process or in this one, and a client of it."""
+"""Real server in a new process or in the test's process, with an HTTP client."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from svdpp.serve.server import Server, build
 from svdpp.serve.service import ServerSettings
 from tests.support.shell import PYTHONPATH, svdpp_here
 
-#: A model that only sleeps, so that tests do not wait for the machine.
+#: Options of a model whose steps only sleep, so that tests do not depend on the machine's speed.
 DUMMY = ("--model", "dummy", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "8")
-#: About 10 ms for each step.
+#: Options of a dummy model whose steps take about 10 ms.
 QUICK = (*DUMMY, "--time-scale", "0.02")
 DEMO = ("--model", "demo", "--device", "cpu", "--world", "2", "--threads", "1", "--steps", "2")
 PHOTO = example_images()[0].read_bytes()
 
-#: For what takes long only if it hangs.
+#: Timeout in seconds for operations that take this long only if something hangs.
 HANG_SECONDS = 300.0
 
 
 class HttpServer:
-    """`svdpp serve --data folder`, until the block's end, and an HTTP client.
+    """Process of `svdpp serve --data folder` during a block, with an HTTP client.
 
-    `launcher` are arguments of Python before the command's.
+    `launcher` are arguments of Python before the arguments of the command.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HttpServer:
             self.stop()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Sends a signal to the server, and returns its exit code."""
+        """Send a signal to the server, wait for its end, and return its exit code."""
         self.process.send_signal(number)
         try:
             code = self.process.wait(HANG_SECONDS)
@@ -109,16 +109,16 @@ class HttpServer:
         return code
 
     def wait_ready(self) -> None:
-        """Waits until the ranks are ready, and the server has said so."""
+        """Wait until the ranks are ready and the server has printed that they are."""
         wait(lambda: self.client.get("/ready").status_code == 200, lambda: self.err)
         wait(lambda: "ready to make clips\n" in self.err, lambda: self.err)
 
     def request(
         self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any
     ) -> httpx.Response:
-        """Requests a clip; without a photograph if it is None."""
+        """Request a clip. Without a photograph, the request has no image."""
         headers = {"Idempotency-Key": key} if (key := form.pop("key", None)) else {}
-        # As parts of a form, which httpx would not send without a file.
+        # Fields are sent as files, because httpx would not send a multipart form without a file.
         files: dict[str, Any] = {
             name: value if isinstance(value, tuple) else (None, str(value))
             for name, value in form.items()
@@ -128,7 +128,7 @@ class HttpServer:
         return self.client.post("/v1/videos", files=files, headers=headers)
 
     def add(self, number: int = 1, **form: Any) -> list[str]:
-        """The ids of new clips."""
+        """Request clips, and return their ids."""
         ids = []
         for _ in range(number):
             answer = self.request(**form)
@@ -143,7 +143,7 @@ class HttpServer:
         return found
 
     def all_ids(self) -> list[str]:
-        """Of all clips that the client sees, the oldest first, page by page."""
+        """Return the ids of all clips that the client can see, the oldest first."""
         ids: list[str] = []
         after = ""
         while True:
@@ -154,7 +154,7 @@ class HttpServer:
             after = f"&after={page['last_id']}"
 
     def wait_for(self, id: str, status: str) -> dict[str, Any]:
-        """The clip, once it has that status."""
+        """Wait until a clip has a status, and return the clip's JSON."""
 
         def has_status() -> bool:
             found = self.video(id)
@@ -169,10 +169,11 @@ class HttpServer:
         return socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS)
 
     def raw(self, text: bytes) -> bytes:
-        """What it answers to these bytes, until it closes the connection."""
+        """Send bytes to the server, and return all bytes of its response."""
         with self.connected() as connection:
             found = b""
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has answered before the end
+            # The server responded and closed the connection before it read all bytes.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(text)
             with suppress(ConnectionResetError):
                 while part := connection.recv(65536):
@@ -180,7 +181,7 @@ class HttpServer:
         return found
 
     def form_schema(self) -> dict[str, Any]:
-        """What the OpenAPI document says about the form of a request."""
+        """Return the schema of a request's form in the OpenAPI document."""
         document = self.client.get("/openapi.json").json()
         kinds = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
         form: dict[str, Any] = kinds["multipart/form-data"]["schema"]
@@ -188,7 +189,7 @@ class HttpServer:
 
     @contextmanager
     def events(self, id: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
-        """The events of a clip: each with its id and data."""
+        """Yield the server-sent events of a clip, each with its id and data."""
         with self.client.stream("GET", f"/v1/videos/{id}/events", headers=headers) as answer:
             assert answer.status_code == 200, answer.read()
             yield self._events(answer.iter_lines())
@@ -205,9 +206,9 @@ class HttpServer:
 
 
 class ServerHere(HttpServer):
-    """`svdpp serve` in this process, whose fork server starts ranks quickly; it cannot be killed.
+    """Server in the test's own process, whose running fork server starts ranks quickly.
 
-    Its log is `err`.
+    Such a server cannot be killed. Its log is in `err`.
     """
 
     def __init__(
@@ -249,9 +250,9 @@ class ServerHere(HttpServer):
         self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()
         self._bound.close()
-        with suppress(ValueError):  # a command has set up the log anew
+        with suppress(ValueError):  # raised if a command has configured the log again
             logger.remove(self._sink)
-        # As before the server.
+        # Restore the values from before the server's start.
         sys.setswitchinterval(self._switch_seconds)
         gc.unfreeze()
         return 0
@@ -259,11 +260,11 @@ class ServerHere(HttpServer):
 
 class _UnsignalledServer(Server):
     def _catch_signals(self) -> None:
-        """A thread cannot."""
+        """Do nothing, because only the main thread can install signal handlers."""
 
 
 def asked(folder: Path, *options: str) -> tuple[ServerSettings, Keys | None]:
-    """What the command line asks for."""
+    """Parse the command line of `svdpp serve` to the server's settings."""
     found: list[tuple[ServerSettings, Keys | None]] = []
 
     def end(settings: ServerSettings, keys: Keys | None) -> None:
@@ -278,7 +279,7 @@ def asked(folder: Path, *options: str) -> tuple[ServerSettings, Keys | None]:
 
 
 def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") -> None:
-    """Waits until `happens` is true."""
+    """Wait until `happens()` is true."""
     end = time.monotonic() + HANG_SECONDS
     while not happens():
         assert time.monotonic() < end, said()
@@ -286,7 +287,7 @@ def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") ->
 
 
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """The error of an answer, which has the one shape that all errors have."""
+    """Return the error in a response, after a check that it has the form of all errors."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()

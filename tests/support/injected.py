@@ -1,9 +1,10 @@
-"""svdpp's command line with an injected fault; writes all events of the ranks to a file.
+"""Run svdpp's command line with an injected fault, and write all events of the ranks to a file.
 
     python -m tests.support.injected PLAN.json run ...
 
-PLAN.json has `events` (path of that file: one JSON object per line). It may have `stop` (fields of
-`Damage`), and `leaving_seconds` (rank 0's process spends them before it leaves the pipeline).
+PLAN.json has `events`: the path of the file for events, one JSON object per line. PLAN.json may
+have `stop`, the fields of a `Damage`, and `leaving_seconds`, which the process of rank 0 waits
+before it leaves the pipeline.
 """
 
 from __future__ import annotations

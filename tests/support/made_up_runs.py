@@ -1,4 +1,4 @@
-"""Made-up runs and benches: figures of a replayed plan, with one known bottleneck put in."""
+"""Synthetic metrics of runs and benchmarks: a simulated plan with one known bottleneck."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVEN = CostModel(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
 
 def replayed(costs: CostModel = EVEN, **size: int) -> RunMetrics:
-    """The figures of a run that took exactly what the forecast says."""
+    """Return the metrics of a run that took exactly as long as its forecast."""
     return _replayed(costs, **size)[1]
 
 
@@ -49,14 +49,17 @@ def _replayed(
 
 
 def with_rank(metrics: RunMetrics, rank: int, **changes: Any) -> RunMetrics:
-    """`metrics` with other values of one rank."""
+    """Return a copy of `metrics` with some fields of one rank changed."""
     ranks = list(metrics.ranks)
     ranks[rank] = replace(ranks[rank], **changes)
     return replace(metrics, ranks=tuple(ranks))
 
 
 def delayed(metrics: RunMetrics, rank: int, seconds: float, **changes: Any) -> RunMetrics:
-    """`metrics` of a run that took longer because one rank waited; the others waited for it."""
+    """Return a copy of `metrics` for a run that took longer, because one rank was blocked.
+
+    All other ranks wait for packets of this rank for the same seconds.
+    """
     ranks = [
         replace(
             each,
@@ -83,7 +86,7 @@ def leave(folder: Path, metrics: RunMetrics | None) -> Path:
     return path
 
 
-# --- benches -------------------------------------------------------------------------------------
+# --- benchmarks ----------------------------------------------------------------------------------
 
 
 def config_of(name: str = "dummy", **layout: Any) -> PipelineConfig:
@@ -101,7 +104,7 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 
 
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
-    """A clip of two steps, on one rank."""
+    """Return a benchmark's round with one clip of two steps on one rank."""
     costs = CostModel(step_seconds=seconds / 2)
     trace, metrics = _replayed(costs, world_size=1, num_steps=2, clips=1)
     hashes = [(sha256, None)]

@@ -12,7 +12,7 @@ from markdown_it.token import Token
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """A fenced block."""
+    """Fenced code block of a Markdown page."""
 
     language: str
     text: str
@@ -28,10 +28,10 @@ def _inline(page: str) -> Iterator[Token]:
 
 
 def code_blocks(page: str, language: str | None = None) -> list[CodeBlock]:
-    """Return the fenced blocks of a page.
+    """Return the fenced code blocks of a page.
 
     Args:
-        page: Markdown.
+        page: Markdown text of the page.
         language: Only blocks of this language; None: all.
     """
     blocks = [
@@ -43,7 +43,7 @@ def code_blocks(page: str, language: str | None = None) -> list[CodeBlock]:
 
 
 def code_spans(page: str) -> list[str]:
-    """Return the texts in backticks, those of tables too."""
+    """Return the texts in backticks, including those in tables."""
     return [token.content for token in _inline(page) if token.type == "code_inline"]
 
 
@@ -58,14 +58,14 @@ def links(page: str) -> list[str]:
 
 
 def headings(page: str) -> list[str]:
-    """Return the headings, as Markdown."""
+    """Return the texts of all headings, as Markdown."""
     return [
         text.content for opening, text in pairwise(_tokens(page)) if opening.type == "heading_open"
     ]
 
 
 def table_rows(page: str) -> list[list[str]]:
-    """Return the rows of all tables, heads too: the Markdown of each cell."""
+    """Return the rows of all tables, including header rows, with the Markdown of each cell."""
     rows: list[list[str]] = []
     for opening, content in pairwise(_tokens(page)):
         if opening.type == "tr_open":

@@ -1,4 +1,4 @@
-"""Test pictures: plain ones, PNG files with any header, and a small video."""
+"""Test files: images, PNG files with arbitrary headers, and a small video."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ffmpeg(*arguments: str | Path) -> None:
 
 
 def save_video(path: Path, seed: int = 0) -> str:
-    """Seven frames of 64 x 48."""
+    """Save a video of seven frames of 64 x 48 pixels."""
     frames = np.random.default_rng(seed).integers(0, 256, (7, 48, 64, 3), dtype=np.uint8)
     write_clip(frames, OutputConfig(path=str(path)), fps=16, metadata={})
     return str(path)

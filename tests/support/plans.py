@@ -1,4 +1,4 @@
-"""Strategies for layouts and costs, and the check that a schedule makes each clip once."""
+"""Hypothesis strategies for layouts and costs, and a check that a schedule makes each clip once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import StageGroup
 
-# Binary fractions have exact sums in any order, so times can be compared with ==.
+# Durations are binary fractions, whose sums are exact in any order, so times can be compared with
+# ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
 costs = st.builds(
     CostModel,
@@ -28,7 +29,7 @@ costs = st.builds(
 
 
 def memory(weights: tuple[float, float, float], work: tuple[float, float, float]) -> dict[str, Any]:
-    """The GiB of encode, denoise and decode, as options of `CostModel`."""
+    """Return fields of a `CostModel` for the GiB of encode, denoise and decode."""
     parts = ("encode", "denoise", "decode")
     return {
         f"{part}_{kind}_gib": size
@@ -37,7 +38,7 @@ def memory(weights: tuple[float, float, float], work: tuple[float, float, float]
     }
 
 
-#: Wan 2.2 A14B in 40 steps, roughly; its first part is the text encoder, the second one expert.
+#: Approximate fields of a `CostModel` for Wan 2.2 A14B in 40 steps.
 WAN: dict[str, Any] = {
     "num_steps": 40,
     "expert_boundary": 13,
@@ -49,7 +50,7 @@ WAN: dict[str, Any] = {
 
 @st.composite
 def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
-    """Any layout that can be built, on one host or several, of single ranks or also of pairs."""
+    """Strategy for all valid layouts on one or several hosts, with or without CFG pairs."""
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     cfg_parallel = draw(st.integers(1, 1 + pairs))
     world_size = replicas * replica_size * cfg_parallel
@@ -90,7 +91,7 @@ def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
 
 @st.composite
 def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
-    """Of ranks that are alike or differ, on one host or several."""
+    """Strategy for costs of equal or different ranks, on one or several hosts."""
     given = draw(costs)
     if draw(st.booleans()):
         steps = st.lists(st.integers(1, 8).map(lambda n: n / 2), min_size=world_size)
@@ -101,11 +102,11 @@ def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
 
 
 def steps_in(seconds: float, part: StageGroup) -> float:
-    """Steps that the stages could do of every clip in this time, if steps were divisible."""
+    """Return the steps of every clip that the stages could do in a time, if divisible."""
     return sum(fmean(stage.steps_within(seconds, part.num_steps)) for stage in part.stages)
 
 
-# --- the check of a schedule ----------------------------------------------------------------------
+# --- check of a schedule --------------------------------------------------------------------------
 
 _BEGINNINGS = (Kind.ENCODE, Kind.LOAD_CHECKPOINT)
 

@@ -1,4 +1,4 @@
-"""The processes of one run as /proc shows them, independent of the run itself."""
+"""Processes of a run, read from /proc without help of the run itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import psutil
 
-#: An environment variable of the command under test, inherited by all its processes.
+#: Environment variable that marks a command under test. All processes of the command inherit it.
 MARK = "TEST_RUN_OF_SVDPP"
 
 
@@ -22,7 +22,7 @@ def process_ids() -> Iterator[int]:
 
 
 def marked(mark: str, older: Set[int] = frozenset()) -> list[int]:
-    """Ids of the processes with `mark` in their environment, without those in `older`."""
+    """Return the ids of the processes with `mark` in their environment, except those in `older`."""
     found = []
     for pid in process_ids():
         if pid in older:
@@ -34,7 +34,7 @@ def marked(mark: str, older: Set[int] = frozenset()) -> list[int]:
 
 
 def ranks_below(folder: Path) -> dict[int, int]:
-    """Process id by rank, of ranks whose output goes to a file in `folder`."""
+    """Return the process id of each rank whose output goes to a file in `folder`, by rank."""
     found = {}
     for pid in process_ids():
         with contextlib.suppress(OSError):
@@ -45,12 +45,12 @@ def ranks_below(folder: Path) -> dict[int, int]:
 
 
 def is_there(pid: int) -> bool:
-    """Whether the process exists, also as a zombie."""
+    """Return whether a process exists; zombies count."""
     return Path(f"/proc/{pid}").exists()
 
 
 def children_of(pid: int, module: str) -> list[int]:
-    """The children of a process that run `module`."""
+    """Return the children of a process that run the Python module `module`."""
     found = []
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.Error):
@@ -61,9 +61,9 @@ def children_of(pid: int, module: str) -> list[int]:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Makes this process the parent of orphaned descendants (prctl(2), subreaper).
+    """Make this process the parent of orphaned descendants during the block (prctl(2), subreaper).
 
-    Otherwise init adopts them, and some inits reap zombies only after seconds.
+    Otherwise init adopts the orphans, and some init processes reap zombies only after seconds.
     """
     libc, set_child_subreaper = ctypes.CDLL(None), 36
     libc.prctl(set_child_subreaper, 1)
@@ -74,7 +74,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def collected(pids: Iterable[int]) -> bool:
-    """Whether all of `pids` have ended; reaps adopted ones."""
+    """Return whether all processes `pids` have ended. Adopted processes are reaped."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -82,7 +82,7 @@ def collected(pids: Iterable[int]) -> bool:
 
 
 def command_line(pid: int) -> str:
-    """The process's arguments; empty once it has ended."""
+    """Return the arguments of a process; empty if the process has ended."""
     with contextlib.suppress(OSError):
         return (
             Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -91,10 +91,11 @@ def command_line(pid: int) -> str:
 
 
 def allowing_for_others(seconds: float) -> float:
-    """A bound of the fault table, which is for an idle machine, on a loaded one.
+    """Scale a time limit for an idle machine to the present load of this machine.
 
-    The load is that of the last minute, or what runs now if that is more. `make test-jitter` pauses
-    each process for about a third of the time.
+    The load is the maximum of the last minute's load and the number of processes that run now.
+    `make test-jitter` pauses each process for about a third of the time, so limits are then
+    tripled.
     """
     running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     load = max(os.getloadavg()[0], running) / (os.cpu_count() or 1)
@@ -107,7 +108,9 @@ Happened = TypeVar("Happened")
 def wait_until(
     happens: Callable[[], Happened], seconds: float, what: str | Callable[[], str]
 ) -> Happened:
-    """Waits until `happens()` and returns what it gives; fails the test after too long."""
+    """Wait until `happens()` returns a true value, and return the value; fail the test after
+    `seconds`.
+    """
     begun = time.monotonic()
     while not (happened := happens()):
         assert time.monotonic() - begun < seconds, f"{what() if callable(what) else what}: too late"

@@ -1,4 +1,4 @@
-"""Owns the comparison of ranks that run ranges of steps with the whole `__call__` of diffusers."""
+"""Compare ranks that run ranges of steps with one whole `__call__` of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ PROMPT = "a cat walks over the grass"
 
 
 def read_folder(folder: Path, family: str | None = None) -> Any:
-    """The checkpoint in `folder`; reads no weight."""
+    """Return the checkpoint in `folder`, without reading its weights."""
     return find_checkpoint(ModelConfig(name=str(folder), family=family), weights=False)
 
 
 def model_of(checkpoint: Any, dtype: Any = "fp32") -> ModelConfig:
-    """The model that a checkpoint belongs to."""
+    """Return the `ModelConfig` of a checkpoint."""
     return ModelConfig(name=checkpoint.name, family=checkpoint.family, dtype=dtype)
 
 
 def photograph(seed: int = 0) -> Image.Image:
-    """A picture that fits no size of the tests."""
+    """Return an image whose aspect ratio differs from all frame sizes in the tests."""
     pixels = np.random.default_rng(seed).integers(0, 256, (50, 70, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def source(sampling: Any) -> ModelInput:
-    """The picture, two of them, frames of a video, or a picture and frames, fitted."""
+    """Return the fitted input that a case needs: one or two images, frames of a video, or both."""
     if sampling.has_last_image:
         return {"image": photograph(), "last_image": photograph(1)}
     if sampling.videos:
@@ -58,11 +58,11 @@ def _frames(sampling: Any, seed: int = 0, side: int | None = None) -> list[Image
 
 
 def nothing(_: int, __: torch.Tensor) -> None:
-    """Does nothing after a step."""
+    """Callback after a step that does nothing."""
 
 
 def loaded(model: Any) -> dict[str, torch.nn.Module]:
-    """The components with weights that a model has loaded."""
+    """Return the components with weights that a model has loaded."""
     return {
         name: part
         for name, part in model._pipe.components.items()
@@ -73,10 +73,12 @@ def loaded(model: Any) -> dict[str, torch.nn.Module]:
 def ranks(
     checkpoint: Checkpoint, sampling: Any, *, model: ModelConfig | None = None
 ) -> Callable[[int, int], EngineModel]:
-    """Returns models that hold only what they need: one encodes, some denoise, one decodes.
+    """Return a function that returns the model of a rank, with only the components that the rank
+    needs.
 
-    The model for steps `start` to `end` is asked for by both; `(0, 0)` encodes, and `(N, N)`
-    decodes. Equal ones are loaded once.
+    The function's arguments are the range of steps, `start` and `end`. `(0, 0)` gives the model
+    that encodes, and `(N, N)` the model that decodes. Models with the same components are loaded
+    only once.
     """
     named = model or model_of(checkpoint)
     models: dict[Roles, EngineModel] = {}
@@ -99,7 +101,7 @@ def ranks(
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A checkpoint and a clip of it, with ranks that hold only what they need."""
+    """Checkpoint and clip of a test, with ranks' models that have only the needed components."""
 
     checkpoint: Any
     sampling: Any
@@ -127,13 +129,13 @@ class TinyModel:
         return self.rank_for(self.steps, self.steps)
 
     def request(self, prompt: str = PROMPT, negative_prompt: str | None = None) -> ClipRequest:
-        """The clip's request, without prompts if the family takes none."""
+        """Return the request of the clip, without prompts if the family takes no prompts."""
         if not self.checkpoint.spec.takes_prompt:
             return ClipRequest(seed=3)
         return ClipRequest(seed=3, prompt=prompt, negative_prompt=negative_prompt)
 
     def encode(self, request: ClipRequest) -> Tensors:
-        """The packet before the first step."""
+        """Return the tensors of the packet before the first step."""
         prepared = {} if self.source is None else self.encoder.prepare(self.source)
         return self.encoder.encode(prepared, request)
 
@@ -145,7 +147,7 @@ def check_every_cut(
     request: ClipRequest,
     image: ModelInput | None,
 ) -> None:
-    """Fails unless the packets of `ranks` equal those of `whole_clip` at every cut."""
+    """Check that a clip that is split after any step has the same bits as `whole_clip`."""
     latents, frames, _ = reference
     encoder = rank_for(0, 0)
     packets = [encoder.encode({} if image is None else encoder.prepare(image), request)]
@@ -171,19 +173,20 @@ def _run(
         steps.append(step)
         assert latent.dtype == latents[step].dtype
         assert torch.equal(latent, latents[step]), f"step {step} of {start} to {end}"
-        # Strides of an axis of one element mean nothing; the first is such an axis.
+        # The stride of the first axis is ignored, because the axis has one element.
         assert latent.stride()[1:] == latents[step].stride()[1:]
 
     result: Tensors = model.denoise(received, start, end, check)
     assert steps == list(range(start, end))
     assert_equal(received, packet)
-    # A transfer makes them contiguous, so others could change the bits.
+    # A transfer makes tensors contiguous. If a tensor were not contiguous before, later results
+    # could differ in their bits.
     assert all(tensor.is_contiguous() for tensor in result.values())
     return result
 
 
 def assert_equal(ours: Tensors, theirs: Tensors) -> None:
-    """Fails unless both hold the same bits."""
+    """Check that two values contain tensors with the same bits."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
@@ -196,7 +199,9 @@ def _received(tensors: Tensors) -> Tensors:
 def whole_clip(
     model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: ModelInput | None
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """Latents after each step, frames and sound of diffusers' pipeline as it ships."""
+    """Return the latents after each step, the frames and the sound from diffusers' unmodified
+    pipeline.
+    """
     checkpoint = find_checkpoint(model)
     reference = Reference(checkpoint, model, "cpu", from_image=image is not None)
     return run_reference(reference, checkpoint.resolve_sampling(sampling), request, image)
@@ -208,7 +213,7 @@ def run_reference(
     request: ClipRequest,
     image: ModelInput | None = None,
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """The same of a pipeline that is loaded."""
+    """Return the latents after each step, frames and sound from a loaded pipeline of diffusers."""
     latents: list[torch.Tensor] = []
     _, frames, audio = reference.run(
         request,

@@ -1,4 +1,4 @@
-"""Runs the command line in this process or in a new one, without GPUs or network."""
+"""Run svdpp's command line in this process or in a new one, without GPUs or network."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from svdpp.cli.app import load_command, run_command_line
 from svdpp.errors import fields_in
 
 ROOT = Path(svdpp.__file__).parent.parent
-#: For new processes: the checkout, and what the session of tests itself has (tools/jitter).
+#: PYTHONPATH for new processes: the checkout, and the entries of the tests' own process, which
+#: `make test-jitter` sets.
 PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 PHOTO = str(ROOT / "svdpp/assets/photos/rocket.jpg")
 
-#: Options with which `run` works: a small model that needs no download.
+#: Options for `svdpp run` that select a small model that needs no download.
 DEMO = ("--model", "demo", "--device", "cpu")
 TINY = ("--steps", "2", "--frames", "2", "--height", "32", "--width", "32", "--threads", "1")
 
@@ -38,7 +39,7 @@ _SET = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TER
 
 @dataclass(frozen=True)
 class Answer:
-    """Exit code, stdout and stderr of a command."""
+    """Result of a command: exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -46,7 +47,7 @@ class Answer:
 
 
 def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> Answer:
-    """Runs a command in this process, which is fast; for commands that start no ranks."""
+    """Run a command in this process, which is fast. Only for commands that start no ranks."""
     settings = {**dict.fromkeys(_UNSET), **_SET, **(env or {})}
     with CliRunner().isolation(env=settings) as (out, err, _):
         code = run_command_line(arguments)
@@ -56,7 +57,9 @@ def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> 
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """The arguments that a command line gives to its command's function, which is not called."""
+    """Return the arguments that a command's function would get from a command line, without calling
+    it.
+    """
     program, name, *arguments = shlex.split(line)
     assert program == "svdpp"
     module, calls = import_module(f"svdpp.cli.{name}"), []
@@ -74,7 +77,7 @@ def parsed(line: str) -> dict[str, Any]:
 def svdpp_alone(
     *arguments: str | bytes, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Answer:
-    """Runs `python -m svdpp` in a new process, as a user would."""
+    """Run `python -m svdpp` in a new process, as a user would."""
     return python("-m", "svdpp", *arguments, env=env, cwd=cwd)
 
 
@@ -89,7 +92,7 @@ finally:
 
 
 def svdpp_and_modules(*arguments: str) -> tuple[Answer, set[str]]:
-    """The answer of `python -m svdpp` in a new process, and the modules that it has imported."""
+    """Run `python -m svdpp` in a new process; return the result and the imported modules."""
     answer = python("-c", _LIST_MODULES, *arguments)
     err, _, modules = answer.err.rpartition("MODULES ")
     return replace(answer, err=err), set(modules.split())
@@ -101,8 +104,9 @@ def python(
     cwd: Path | None = None,
     stdin: str = "",
 ) -> Answer:
-    """Runs this Python with the checkout importable."""
-    # The program sets these itself; this process has its own values (conftest.py).
+    """Run Python in a new process that can import svdpp from the checkout."""
+    # These variables are removed, because svdpp sets them itself, and conftest.py has set other
+    # values in this process.
     unset = {*_UNSET, "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"}
     settings = {name: value for name, value in os.environ.items() if name not in unset}
     settings |= {**_SET, "PYTHONPATH": PYTHONPATH, **(env or {})}
@@ -121,7 +125,9 @@ def python(
 
 
 def assert_error(answer: Answer, code: int, *words: str) -> None:
-    """Checks for one sentence and at most one hint on stderr, and stdout for only their JSON."""
+    """Check that stderr has one sentence and at most one hint, and that stdout has nothing but
+    their JSON.
+    """
     assert answer.code == code, answer
     if answer.out:
         record = json.loads(answer.out)

@@ -1,4 +1,4 @@
-"""A disk so small that it is soon full, where this machine lets a test mount one."""
+"""Small disk that is soon full, if this machine allows a test to mount a tmpfs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """`folder` as a tmpfs with mount's `options`, such as `size=64k`; skips where that needs root.
+    """Mount a tmpfs at `folder` with options such as `size=64k`; skip the test if that needs root.
 
-    Every test of it has a second way that always runs: RLIMIT_FSIZE, or a permission.
+    Each test with a small disk has a variant that always runs, with RLIMIT_FSIZE or a read-only
+    folder.
     """
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]

@@ -1,7 +1,7 @@
-"""Small random checkpoints of every family, saved as diffusers does.
+"""Small checkpoints of every family with random weights, saved by diffusers.
 
-Each module of `tests.support.families` has the components of its families (`PARTS`), by functions
-of whether the checkpoint is for clips from an image, and the clips that tests make (`CASES`).
+Each module of `tests.support.families` has `PARTS`, functions that create the components of a
+family's checkpoint, with or without an image as input; and `CASES`, the clips that tests make.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _MODULES = [import_module(f"tests.support.families.{name}") for name in _NAMES]
 _PARTS: Mapping[str, Callable[..., Parts]] = {
     family: make for module in _MODULES for family, make in module.PARTS.items()
 }
-#: All cases of all families.
+#: Test cases of all families, by name.
 CASES: Mapping[str, Case] = {
     name: case for module in _MODULES for name, case in module.CASES.items()
 }
-#: The first case of each family.
+#: Name of the first test case of each family.
 FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
-#: One of each kind: halves of a batch, two experts, further videos, sound.
+#: Test cases that cover each kind of family: guidance in one batch, two experts, further videos,
+#: sound.
 KINDS = ("svd", "wan", "wan-animate", "ltx2")
 
 _FULL = (pytest.mark.slow, pytest.mark.full)
@@ -45,7 +46,10 @@ _OPTIONS = {"max_shard_size", "variant"}
 def chosen(
     quick: Collection[str], in_ci: Collection[str] = (), every: Iterable[str] = CASES
 ) -> list[Any]:
-    """The cases as parameters: these, those that only CI runs, and the others in full grids."""
+    """Return the test cases as pytest parameters.
+
+    `make test` runs the chosen cases, CI further ones, and full grids all cases.
+    """
 
     def marks(name: str) -> tuple[Any, ...]:
         return () if name in quick else _FULL[:1] if name in in_ci else _FULL
@@ -54,10 +58,10 @@ def chosen(
 
 
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
-    """Saves a pipeline of a family with random weights to `folder`, and returns the folder.
+    """Save a pipeline of a family with random weights to `folder`, and return the folder.
 
-    `changes` are options of `save_pretrained`, options of the function that makes the components,
-    and components.
+    `changes` may have options of `save_pretrained`, options of the function that creates the
+    components, and components that replace the created ones.
     """
     options = {name: changes.pop(name) for name in _OPTIONS & changes.keys()}
     if family.endswith("_v2v"):
@@ -86,10 +90,10 @@ def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None
 
 
 def _name_published_classes(folder: Path, family: str) -> None:
-    """Names classes in `model_index.json` as published checkpoints do.
+    """Write the class names of published checkpoints into `model_index.json`.
 
-    Without torchvision, transformers has neither these image processors, whose place others take,
-    nor Kandinsky's processor, which cannot be made here.
+    Without torchvision, transformers lacks some image processors, so the checkpoint is saved with
+    others in their place. Kandinsky's processor cannot be created at all.
     """
     (path,) = folder.glob("*model_index.json")
     index = json.loads(path.read_text())

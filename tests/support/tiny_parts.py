@@ -1,4 +1,4 @@
-"""Components that the tiny checkpoints of several families have."""
+"""Components that the tiny checkpoints of several families share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Parts = dict[str, Any]
 TEXT = 16
 _SENTENCES = ["a cat walks over the grass", "the sea at night", "blurred, static, worst quality"]
 
-#: Sizes of the encoders of prompts, of those of images, and of denoisers.
+#: Config values that make text encoders, image encoders and denoisers tiny.
 LLM = {"vocab_size": 300, "hidden_size": TEXT, "intermediate_size": 16, "num_attention_heads": 2}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 DENOISER = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "num_layers": 1}
 
 
 def tokenizer() -> transformers.T5TokenizerFast:
-    """A tokenizer with a vocabulary of a few words."""
+    """Return a tokenizer with a vocabulary of a few words."""
     special = ["<pad>", "</s>", "<unk>"]
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()  # as in T5's own tokenizer
@@ -36,7 +36,7 @@ def tokenizer() -> transformers.T5TokenizerFast:
 
 
 def letters(kind: str, *special: str, **options: Any) -> Any:
-    """A tokenizer of a class of transformers, whose tokens are letters."""
+    """Return a tokenizer of a transformers class, whose tokens are letters."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     tokens = [*special, "\u0120", "\u2581", *letters, *(f"{each}</w>" for each in letters)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -72,7 +72,8 @@ def t5_sizes(width: int) -> dict[str, Any]:
     }
 
 
-#: Tokens by which `clip_vision` of 32 pixels describes an image: of 4 x 4 patches, and one more.
+#: Number of tokens that `clip_vision` returns for an image of 32 pixels: 4 x 4 patches, and the
+#: class token.
 VISION_TOKENS = 17
 
 

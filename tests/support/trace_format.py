@@ -1,4 +1,6 @@
-"""Holds a trace against the rules of "Trace Event Format", Google, 2016 (JSON array form)."""
+"""Check a trace file against the specification "Trace Event Format", Google, 2016 (JSON array
+form).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 _TraceEvent = Mapping[str, Any]
 _Slice = tuple[float, float]
 
-#: The fields that each phase needs besides `ph`, `pid`, `tid` and `name`.
+#: Required fields of an event by its phase, besides `ph`, `pid`, `tid` and `name`.
 _REQUIRED = {
     "X": {"ts", "dur"},
     "i": {"ts", "s"},
@@ -21,17 +23,18 @@ _REQUIRED = {
 
 
 def read_trace(text: str) -> list[dict[str, Any]]:
-    """The events of a file; the format lets a writer leave the closing bracket out."""
+    """Return the events of a trace file, whose closing bracket may be missing."""
     events = json.loads(text if text.rstrip().endswith("]") else text + "]")
     assert isinstance(events, list)
     return events
 
 
 def check_trace(events: Iterable[_TraceEvent], *, is_whole: bool = True) -> None:
-    """Checks phases, fields, nesting, flows and the names of tracks.
+    """Check the phases, fields, nesting, flows and track names of a trace.
 
     Args:
-        is_whole: whether the writer has closed the file; else the last arrows may have one end.
+        is_whole: Whether the writer has closed the file. Otherwise the last flow arrows may lack an
+            end.
     """
     slices: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
     flows: dict[tuple[Any, ...], list[_TraceEvent]] = defaultdict(list)
@@ -62,10 +65,14 @@ def _check_fields(event: _TraceEvent) -> None:
 
 
 def _check_nesting(slices: list[_Slice]) -> None:
-    """A slice ends before the next begins, or contains it; of two that start together, the file has
-    the longer one first."""
+    """Check that slices of a track nest: each slice ends before the next one begins, or contains
+    it.
+
+    Of two slices that start at the same time, the longer one must come first in the file.
+    """
     above: list[float] = []
-    for start, end in sorted(slices, key=lambda each: each[0]):  # stable
+    # A stable sort keeps the file's order of equal starts.
+    for start, end in sorted(slices, key=lambda each: each[0]):
         while above and above[-1] <= start:
             above.pop()
         assert not above or end <= above[-1], "slices that cross"
@@ -75,7 +82,7 @@ def _check_nesting(slices: list[_Slice]) -> None:
 def _check_flow(
     flow: list[_TraceEvent], slices: Mapping[Any, list[_Slice]], *, is_whole: bool
 ) -> None:
-    """One start and one finish, in that order in time, each within a slice."""
+    """Check that a flow has one start and one later finish, each within a slice."""
     times = {event["ph"]: event["ts"] for event in flow}
     assert len(times) == len(flow), "two starts, or two ends, of one flow"
     assert len(times) == 2 or not is_whole, "a flow with one end"

@@ -1,12 +1,13 @@
-"""A plugin of pytest that pauses processes and threads of the tests for 50 to 500 ms, at random.
+"""Pytest plugin that pauses processes and threads of the tests at random times for 50 to 500 ms.
 
     make test-jitter
     make test-jitter JITTER_SEED=7 ARGS="-m processes -k cancel"
 
-A test that reads a state before it has waited for it then fails often, not once in a thousand runs.
-Paused are the processes that a test has started (SIGSTOP), the threads of all Python processes, and
-the test itself between two of its calls. In a test that is marked `timing`, no process is stopped:
-its subject is a deadline, or it stops a process itself.
+With the pauses, a test that reads a state without waiting for the state fails often, instead of
+once in a thousand runs. The plugin pauses the processes that a test has started (by SIGSTOP), the
+threads of all Python processes, and the test itself between two of its calls. During tests with the
+marker `timing`, no process is stopped, because such tests check deadlines or stop processes
+themselves.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import pytest
 
 _HERE = Path(__file__).parent
 
-# Set before the tests import it: their processes inherit both.
+# Environment variables are set before tests start processes, which inherit the variables.
 os.environ.setdefault("JITTER_SEED", str(random.SystemRandom().randrange(10**6)))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_HERE), os.environ.get("PYTHONPATH"))))
 
-from tools.jitter import sitecustomize  # noqa: E402  it needs the seed
+from tools.jitter import sitecustomize  # noqa: E402  the module reads JITTER_SEED at its import
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -56,7 +57,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def _stop_processes(chance: random.Random, over: threading.Event) -> None:
     sys.setprofile(None)
     while not over.wait(sitecustomize.seconds_between(chance) / 2):
-        with contextlib.suppress(psutil.NoSuchProcess):  # one has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # a process may have just ended
             _stop_one_of(psutil.Process().children(recursive=True), chance)
 
 

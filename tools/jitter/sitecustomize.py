@@ -1,8 +1,10 @@
-"""Pauses threads at random. Python imports this module first if its folder is on PYTHONPATH.
+"""Pause threads at random times.
 
-So the processes that tests start pause their threads too. A profile function, which Python calls
-at each call and return, lets a pause begin anywhere. It leaves out main threads: libraries are
-imported there, and `tools.jitter.plugin` stops the whole process instead.
+Python imports this module at its start if the module's folder is on PYTHONPATH.
+
+So the processes that tests start pause their threads too. The pauses begin in a profile function,
+which Python calls at each call and return. Main threads are not paused, because they import
+libraries; `tools.jitter.plugin` stops the whole process instead.
 """
 
 import os
@@ -18,7 +20,7 @@ _MEAN_SECONDS_BETWEEN = 1.0
 
 
 class _Thread(threading.local):
-    """When the present thread makes its next pause, and the chance that decides it."""
+    """Time of the present thread's next pause, and the thread's random generator."""
 
     def __init__(self) -> None:
         name = threading.current_thread().name
@@ -27,12 +29,12 @@ class _Thread(threading.local):
 
 
 def seconds_between(chance: random.Random) -> float:
-    """How long to wait for the next pause."""
+    """Return random seconds until the next pause."""
     return chance.expovariate(1 / _MEAN_SECONDS_BETWEEN)
 
 
 def seconds_of_pause(chance: random.Random) -> float:
-    """How long a pause lasts."""
+    """Return the random length of a pause in seconds."""
     return chance.uniform(0.05, 0.5)
 
 
@@ -40,9 +42,9 @@ _own = _Thread()
 
 
 def pause(_frame: FrameType, _event: str, _argument: Any) -> None:
-    """Pauses the present thread if it is time."""
+    """Pause the present thread if its next pause is due."""
     if time.monotonic() >= _own.next_pause:
-        _own.next_pause = float("inf")  # what follows is profiled too
+        _own.next_pause = float("inf")  # the calls below are profiled too, and must not pause again
         time.sleep(seconds_of_pause(_own.chance))
         _own.next_pause = time.monotonic() + seconds_between(_own.chance)
 

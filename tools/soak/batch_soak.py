@@ -1,12 +1,14 @@
-"""Makes a file of 200 jobs on two ranks and by a server, kills both, and compares the clips.
+"""Make the clips of a jobs file by `svdpp run` and by a server, kill both repeatedly, compare the
+clips.
 
     python -m tools.soak.batch_soak [--jobs 200] [--faults 20] [--kills 2] [--seed 0]
 
-The jobs are of a tiny Wan that takes prompts alone, or with an image, in three sizes, some with one
-of two LoRAs. Some lines have faults. First the file is refused at once with every fault named. Then
-`--keep-going` makes the others; the run is killed several times and resumed. `svdpp verify`
-compares every clip with diffusers. The same file goes to a server with `--server`, which is killed
-several times, and its clips are compared with those of the run. The summary is one line of JSON on
+The model is a tiny Wan that takes a prompt with or without an image. The jobs have three sizes, and
+some use one of two LoRAs. Some lines of the file have faults. At first the file must be rejected
+with an error that names every fault. Then `--keep-going` makes the clips of the valid lines; the
+run is killed several times and resumed. `svdpp verify` compares every clip with diffusers.
+Afterwards the same file is run with `--server` at a server that is killed several times, and the
+clips of the server are compared with the clips of the run. The summary is one line of JSON on
 stdout; the exit code is 1 if anything is wrong.
 """
 
@@ -63,10 +65,10 @@ _FAULTY: tuple[dict[str, Any], ...] = (
 
 
 class Problems(list[str]):
-    """What is wrong, in words."""
+    """List of detected problems, each in words."""
 
     def check(self, is_right: bool, text: str) -> None:
-        """Add `text` unless `is_right`."""
+        """Add a problem unless `is_right`."""
         if not is_right:
             print(f"WRONG: {text}", file=sys.stderr, flush=True)
             self.append(text)
@@ -126,7 +128,7 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
 
     served, server_kills = folder / "served", 0
     with Server(folder, model) as server:
-        # The server has its own device, threads and LoRAs.
+        # Device, threads and LoRA folder are left out, because the server decides them.
         command = ["run", "--jobs", str(jobs_file), "--model", str(model), *_SAMPLING]
         command += ["--server", server.url, "--out", str(served), "--keep-going", "--resume"]
         process = start(command, folder)
@@ -157,7 +159,7 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
 
 
 def make_lines(folder: Path, count: int, chance: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield fields of jobs, and save the images that they name."""
+    """Yield the fields of each job, and save the images that the fields name."""
     (folder / "notes.txt").write_text("no image\n")
     for index in range(6):
         image = Image.effect_noise((70 + 20 * index, 80), 60).convert("RGB")
@@ -198,7 +200,7 @@ def svdpp(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str
 
 
 def start(arguments: list[str], folder: Path, *, capture: bool = False) -> subprocess.Popen[str]:
-    """Start a command in a process group of its own; without `capture` it writes to a log."""
+    """Start a command in a new process group. Without `capture`, its output goes to a log file."""
     log = None if capture else (folder / "log.txt").open("a")
     pipe = subprocess.PIPE if capture else log
     return subprocess.Popen(
@@ -214,7 +216,7 @@ def start(arguments: list[str], folder: Path, *, capture: bool = False) -> subpr
 def run_and_kill(
     command: list[str], folder: Path, made: Path, kills: bool, count: int, chance: random.Random
 ) -> int:
-    """Start a run; kill it after some clips if it `kills`; return its exit code."""
+    """Start a run; if `kills`, kill the run after some clips; return the run's exit code."""
     process = start(command, folder)
     if kills:
         wait_for_clips(process, made, chance.randint(10, max(10, count // 3)))

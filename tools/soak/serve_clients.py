@@ -1,4 +1,6 @@
-"""The clients of the soak: each requests a clip, and follows, cancels or deletes it."""
+"""Clients of the soak test of `svdpp serve`: each requests a clip, and follows, cancels or deletes
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +20,37 @@ from PIL import Image
 
 Fate = Literal["keep", "cancel", "delete", "repeat"]
 _FINAL = ("completed", "failed", "cancelled")
-# A server that comes back answers these; they are tried again.
+# Statuses after which clients repeat a request, because the server is restarting or full.
 _LATER = (429, 503)
 _BURST = 15
 
 
 @dataclass
 class Request:
-    """One requested clip, and what its client saw."""
+    """Request of one clip, and the responses that its client saw."""
 
     number: int
     form: dict[str, int]
     photo: int
     fate: Fate
     follows: bool
-    """By events; otherwise it polls."""
+    """Whether the client follows the event stream; otherwise it polls the status."""
     id: str = ""
     status: str = ""
-    """The final one that the client saw; "deleted" after it removed the clip."""
+    """Final status that the client saw; "deleted" after the client removed the clip."""
     completed_at: int | None = None
     retries: int = 0
     problems: list[str] = field(default_factory=list)
-    """Answers that must not be."""
+    """Responses that are wrong, in words."""
 
     @property
     def key(self) -> str:
-        """The idempotency key."""
+        """Idempotency key of the request."""
         return f"request-{self.number}"
 
 
 def photos() -> list[bytes]:
-    """Two small photographs."""
+    """Return two small photographs as files."""
     found = []
     for seed in range(2):
         file = io.BytesIO()
@@ -59,7 +61,7 @@ def photos() -> list[bytes]:
 
 
 def requests(number: int, chance: random.Random) -> list[Request]:
-    """Random requests; few different ones, so that the reference is made soon."""
+    """Return random requests. Only few differ, so that the reference clips are made quickly."""
     fates: tuple[Fate, ...] = ("keep", "cancel", "delete", "repeat")
     return [
         Request(
@@ -78,7 +80,10 @@ def requests(number: int, chance: random.Random) -> list[Request]:
 
 
 class Clients:
-    """Clients of one server, each with one request at a time; the requests come in bursts."""
+    """Concurrent clients of a server, each with one request at a time.
+
+    Requests are sent in bursts.
+    """
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class Clients:
         return self.num_done == len(self._futures)
 
     def close(self) -> None:
-        """Ends the clients, also of open requests."""
+        """End all clients, even if their clips have not ended."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
@@ -156,7 +161,7 @@ class Clients:
         request.id = answer.json()["id"]
 
     def _until(self, request: Request, call: Callable[[], httpx.Response]) -> httpx.Response:
-        """The answer of the server, however often it is killed meanwhile."""
+        """Repeat a request until the server responds, however often it is killed meanwhile."""
         while not self._stop.is_set():
             with contextlib.suppress(httpx.TransportError):
                 answer = call()
@@ -173,7 +178,7 @@ class Clients:
         return answer.json() if answer.status_code == 200 else None
 
     def _see_the_end(self, request: Request) -> None:
-        """Waits for the clip's final state, or cancels it unless it is finished first."""
+        """Wait for the clip's final state, or cancel the clip unless it has ended before."""
         while True:
             try:
                 if request.fate == "cancel":
@@ -192,7 +197,7 @@ class Clients:
                 raise _EndedError
 
     def _stream(self, request: Request) -> None:
-        """Reads events until the stream ends, for whatever reason."""
+        """Read events until the stream ends for any reason."""
         with self._client.stream("GET", f"/v1/videos/{request.id}/events") as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -204,7 +209,7 @@ class Clients:
 
     @staticmethod
     def _note(request: Request, video: dict[str, Any]) -> None:
-        """Notes a final state, which is the only one."""
+        """Record a final state; a second, different final state is a problem."""
         seen = request.status, request.completed_at
         now = video["status"], video["completed_at"]
         if request.status and seen != now:
@@ -213,4 +218,4 @@ class Clients:
 
 
 class _EndedError(Exception):
-    """The soak is over."""
+    """The soak test has ended."""

@@ -1,4 +1,4 @@
-"""The server of the soak: its process, its faults, and its next start."""
+"""Server process of the soak test: start, injected faults, and restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 from tests.support.processes import MARK, command_line, marked, process_ids
 
-# The limit of silence is 0.8 of it; a stopped rank is found after that.
+# Value of `--timeout` in seconds. A stopped rank is detected after 0.8 of it.
 _TIMEOUT = 12.0
 _MODEL = "demo"
 _OPTIONS = (
@@ -27,20 +27,22 @@ _OPTIONS = (
 )
 _READY_SECONDS = 180.0
 _DRAIN_SECONDS = 90.0
-# A fork server that still loads libtorch notices only then that its server has ended.
+# Seconds in which all processes of an ended server have to end. A fork server that is loading
+# libtorch notices the end of its server only afterwards.
 _ORPHAN_SECONDS = 30.0
 _START_LINE = "--- start\n"
-# How a server ends at SIGTERM before Python, or the command, has handlers for it.
+# Exit codes of a server that gets SIGTERM before Python or the command has installed a handler.
 _ENDS_AT_START = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _FORK_SERVER = "multiprocessing.forkserver"
-# Of the module that sets the clock.
+# Folder of the `sitecustomize` module that shifts the clock.
 _SITE = Path(__file__).parent / "clock"
-# Why a server may end before it listens: the database, or the files, are away at that moment.
+# Messages of errors with which a server may end at its start, because the database or the files
+# cannot be reached at that moment.
 _AWAY_AT_START = ("does not answer", "does not belong to the queue", "cannot use the data folder")
 
 
 class FaultyServer:
-    """`svdpp serve`, always at the same port, and what is done to it."""
+    """Process of `svdpp serve` on a fixed port, with methods that inject faults."""
 
     def __init__(
         self,
@@ -50,7 +52,10 @@ class FaultyServer:
         data: Path,
         has_clock: bool = False,
     ) -> None:
-        """Start it; unless it `has_clock`, its clock is the machine's and cannot be set."""
+        """Start the server.
+
+        Without `has_clock`, the server uses the machine's clock, which cannot be set.
+        """
         self.data, self.temporary = data, folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._has_clock, self._clock = has_clock, folder / "clock"
@@ -62,9 +67,11 @@ class FaultyServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.starts = 0
         self.problems: list[str] = []
-        """Processes that outlived the server, ranks that were late, ends that no fault explains."""
+        """Detected problems: processes that outlived the server, ranks that were late, and exits
+        that no fault explains."""
         self._chance = chance
-        self._mark = str(folder)  # of this soak alone: others may run beside it
+        # Identifies the processes of this soak, because other soaks may run at the same time.
+        self._mark = str(folder)
         self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._process = self._start()
 
@@ -73,7 +80,7 @@ class FaultyServer:
         command = [sys.executable, "-m", "svdpp", "serve", "--data", str(self.data)]
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
         if self._has_clock:
-            self.set_clock(0)  # what has finished is old for a server that starts later
+            self.set_clock(0)  # a shifted clock must not make existing clips old at the start
             paths = (str(_SITE), os.environ.get("PYTHONPATH", ""))
             environment |= {
                 "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -91,29 +98,29 @@ class FaultyServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process has not ended."""
+        """Whether the server's process has not ended."""
         return self._process.poll() is None
 
     def set_clock(self, days: float) -> None:
-        """Sets its clock so many days ahead of the machine's; its ranks follow."""
+        """Set the clock of the server and its ranks some days ahead of the machine's clock."""
         replaced = self._clock.with_suffix(".new")
         replaced.write_text(f"{days * 86400:+.0f}\n")
         replaced.replace(self._clock)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the server alone."""
+        """Send a signal to the server's process, and not to its ranks."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills the server, and starts it again."""
+        """Kill the server, and start it again."""
         self._process.kill()
         self._end("kill the server")
         self._process = self._start()
 
     def replace(self) -> None:
-        """Has the server finish or hand back what it has; another one takes its port.
+        """Drain the server by SIGTERM, and start a new server on the same port.
 
-        It may still be starting.
+        The server may still be starting when it gets the signal.
         """
         if code := self._drained():
             self.problems.append(f"exit code {code} after SIGTERM")
@@ -122,7 +129,9 @@ class FaultyServer:
 
     @property
     def restarts(self) -> int | None:
-        """How often the present server has restarted its ranks; None if they are not ready."""
+        """Number of times that the present server has restarted its ranks; None if the ranks are
+        not ready.
+        """
         try:
             answer = self._client.get("/health")
         except httpx.TransportError:
@@ -131,11 +140,11 @@ class FaultyServer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its ranks are ready."""
+        """Whether the server's ranks are ready."""
         return self.restarts is not None
 
     def kill_a_rank(self) -> None:
-        """Kills any rank; none, if none has been started yet."""
+        """Kill a random rank; do nothing if no rank has been started yet."""
         self._signal_a_rank(signal.SIGKILL)
 
     def _signal_a_rank(self, number: int) -> None:
@@ -143,7 +152,7 @@ class FaultyServer:
             _kill(self._chance.choice(ranks), number)
 
     def stop_a_rank(self) -> None:
-        """Stops any rank, and waits until the server notices it; sometimes it is killed before."""
+        """Stop a random rank, and wait until the server notices; sometimes kill the rank before."""
         before, end = self.restarts, time.monotonic() + _READY_SECONDS
         if before is None:
             return
@@ -158,7 +167,7 @@ class FaultyServer:
             time.sleep(0.1)
 
     def kill_the_fork_server(self) -> None:
-        """Kills it, and sometimes a rank at the same time."""
+        """Kill the server's fork server, and sometimes a rank at the same time."""
         ranks, fork_server = ranks_of(self._process.pid), fork_server_of(self._process.pid)
         if fork_server is not None and self.is_ready:
             _kill(fork_server, signal.SIGKILL)
@@ -166,7 +175,9 @@ class FaultyServer:
                 _kill(rank, signal.SIGKILL)
 
     def wait_ready(self) -> bool:
-        """Whether the ranks have become ready in time; starts the server again if it ended."""
+        """Wait until the ranks are ready, restarting a server that has ended; return whether they
+        were ready in time.
+        """
         begun = time.monotonic()
         while not self.is_ready:
             if self._process.poll() is not None:
@@ -186,7 +197,7 @@ class FaultyServer:
         self._process = self._start()
 
     def _end(self, what: str) -> None:
-        """Waits for the end of the server, and then of all that it started."""
+        """Wait until the server and all processes that it started have ended."""
         self._process.wait()
         end = time.monotonic() + _ORPHAN_SECONDS
         while (left := belonging(self._mark, self._folder)) and time.monotonic() < end:
@@ -196,14 +207,14 @@ class FaultyServer:
             os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> int:
-        """Ends the server as an administrator does; returns its exit code."""
+        """End the server by SIGTERM, as an administrator does; return its exit code."""
         code = self._drained()
         self._end("the last end")
         self._client.close()
         return code
 
     def _drained(self) -> int:
-        """Its exit code; 0 also if it had not begun to listen, and so had nothing to finish."""
+        """Send SIGTERM and return the exit code; 0 for a server that had not begun to listen."""
         self._process.terminate()
         try:
             code = self._process.wait(_DRAIN_SECONDS)
@@ -214,12 +225,12 @@ class FaultyServer:
         return 0 if is_at_start else code
 
     def _log_of_start(self) -> str:
-        """What the present process has written."""
+        """Return the log that the server has written since its last start."""
         return self.log.read_text(errors="replace").rpartition(_START_LINE)[2]
 
 
 def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended with another
+    with contextlib.suppress(ProcessLookupError):  # the process has ended together with another one
         os.kill(pid, number)
 
 
@@ -227,31 +238,32 @@ def _has_listened(log: str) -> bool:
     return f"starting {_MODEL} at http" in log
 
 
-# --- its processes, from outside ------------------------------------------------------------------
+# --- processes of a server ------------------------------------------------------------------------
 
 
 def fork_server_of(server: int) -> int | None:
-    """The fork server of the server with that process id; None if it has none now."""
+    """Return the fork server of a server with a process id; None if it has none now."""
     return next((pid for pid in _children(server) if _FORK_SERVER in command_line(pid)), None)
 
 
 def ranks_of(server: int) -> list[int]:
-    """The ranks of the server with that process id, which its fork server has started."""
+    """Return the ranks of a server with a process id, which are children of its fork server."""
     fork_server = fork_server_of(server)
     return [] if fork_server is None else _children(fork_server)
 
 
 def _children(pid: int) -> list[int]:
-    """Those that have not ended."""
+    """Return the child processes that have not ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children() if command_line(child.pid)]
     return []
 
 
 def belonging(mark: str, folder: Path) -> list[int]:
-    """All processes of a server, by their environment or by a file of `folder` in their arguments.
+    """Return all processes of a server, by their environment or by a file of `folder` in their
+    arguments.
 
-    The process that decodes a photograph does not inherit the environment.
+    The arguments are needed for decoders of uploads, which do not inherit the environment.
     """
     found = {*marked(mark), *(pid for pid in process_ids() if str(folder) in command_line(pid))}
     return sorted(found - {os.getpid()})

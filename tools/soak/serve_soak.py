@@ -1,19 +1,20 @@
-"""Kills and stops servers and their parts at random while clients use them; counts what is lost.
+"""Soak test of `svdpp serve`: kill and stop servers and their parts at random while clients use
+them.
 
     make soak-serve        or        python -m tools.soak.serve_soak [--jobs 300] [--faults 40]
     make soak-fleet        or        python -m tools.soak.serve_soak --servers 3
     python -m tools.soak.serve_soak --servers 3 --clocks 1 --storage 1 --database 1
 
-Clients request small clips of the demo model over HTTP, with idempotency keys, each time at any
-server. Some cancel theirs, some delete them. Meanwhile servers, their ranks or their fork servers
-are killed, ranks are stopped, or a server is drained and replaced; of several servers, which share
-a PostgreSQL database, one is stopped for longer than a lease, or the database is stopped or
-restarted, or its connections are ended. With `--clocks 1` clocks of servers, which remove clips
-after a day, jump by days; with `--storage 1` the data folder is away for a while, as if its disk
-were not mounted; with `--database 1` the database also hangs, or is read-only. At the end
-every job must have ended once, every latent must be that of a pipeline without faults, and no row,
-file or process may be left. The summary is one line of JSON on stdout; the exit code is 1 if
-anything is wrong.
+Clients request small clips of the demo model over HTTP, with idempotency keys, each request at a
+random server. Some clients cancel or delete their clips. Meanwhile servers, ranks or fork servers
+are killed, ranks are stopped, and servers are drained and replaced. Several servers share a
+PostgreSQL database. Then a server is also stopped for longer than a lease, the database is stopped
+or restarted, or its connections are ended. With `--clocks 1`, the clocks of servers jump by days,
+and servers remove clips after a day. With `--storage 1`, the data folder is unavailable for a
+while, as if its disk were not mounted. With `--database 1`, the database also hangs or becomes
+read-only. At the end every job must have ended once, every latent must equal that of a pipeline
+without faults, and no row, file or process may be left. The summary is one line of JSON on stdout;
+the exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ from tools.soak.serve_server import FaultyServer, belonging
 
 _LEASE = 6.0
 _SECONDS_BETWEEN = 5.0
-# About as long as a fault takes until most servers are ready for the next one.
+# Expected seconds from a fault until most servers are ready for the next fault.
 _SECONDS_OF_FAULT = 12.0
-# How many faults wait for that; the others hit servers and ranks that are still starting.
+# Probability that a fault waits until servers are ready. Other faults hit servers and ranks that
+# are still starting.
 _AFTER_START = 0.8
-# For what takes long only if it hangs.
+# Timeout in seconds for operations that take this long only if something hangs.
 _HANG_SECONDS = 300.0
 _SECONDS_OF_JOB = 30.0
 _SHOWN = 20
@@ -63,7 +65,7 @@ _END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application
 
 
 class AnyServer(httpx.HTTPTransport):
-    """Sends each request to any of several ports."""
+    """HTTP transport that sends each request to a random one of several ports."""
 
     def __init__(self, ports: list[int], chance: random.Random) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class AnyServer(httpx.HTTPTransport):
 
 
 class FaultyServers:
-    """One server, or several over a database, and what is done to them."""
+    """One server, or several servers with a shared database, with methods that inject faults."""
 
     def __init__(
         self,
@@ -122,11 +124,11 @@ class FaultyServers:
         ]
 
     def fault(self) -> None:
-        """One fault, mostly once half of the servers are ready again."""
+        """Inject one fault, mostly after half of the servers have become ready again."""
         if self._chance.random() < _AFTER_START:
             _wait(lambda: 2 * sum(map(self._is_ready, self.servers)) > len(self.servers))
         time.sleep(self._chance.uniform(0.2, 1.8) * _SECONDS_BETWEEN)
-        # Each as often as the others.
+        # A random kind of fault is chosen among those that occurred least often.
         least = min(self.faults[what] for what in self._inflicts)
         what = self._chance.choice([w for w in self._inflicts if self.faults[w] == least])
         self.faults[what] += 1
@@ -138,11 +140,11 @@ class FaultyServers:
         return server.is_ready or (not server.is_running and server.wait_ready())
 
     def are_ready(self) -> bool:
-        """Whether all servers are; one that has ended is started again."""
+        """Return whether all servers are ready. Servers that have ended are started again."""
         return all(map(self._is_ready, self.servers))
 
     def _stop_server(self, server: FaultyServer) -> None:
-        """Sometimes it is killed before it goes on."""
+        """Stop a server for longer than a lease, then continue it, or sometimes kill it."""
         server.signal(signal.SIGSTOP)
         time.sleep(_LEASE * self._chance.uniform(1.2, 2.0))
         if self._chance.random() < 0.25:
@@ -157,14 +159,21 @@ class FaultyServers:
         database.start()
 
     def _jump(self, server: FaultyServer) -> None:
-        """Its clock is set back later, or at its next start."""
+        """Make a server's clock jump.
+
+        The clock is corrected later, or at the server's next start.
+        """
         server.set_clock(self._chance.choice((-3.0, 0.1, 2.0, 400.0)))
         if self._chance.random() < 0.7:
             time.sleep(_LEASE * self._chance.uniform(0.5, 2.0))
             server.set_clock(0)
 
     def _unmount(self) -> None:
-        """The folder is an empty one for a while; a server that starts then would make a queue."""
+        """Replace the data folder by an empty folder for a while.
+
+        Without a database, all servers must be ready before, because a starting server would create
+        a queue there.
+        """
         if self._database is None:
             _wait(self.are_ready)
         away = self.data.with_name("away")
@@ -179,7 +188,10 @@ class FaultyServers:
             time.sleep(self._chance.choice((2.0, 1.5 * _LEASE, 20.0)))
 
     def _make_read_only(self, database: Postgres) -> None:
-        """Sessions that do not end stay as they are."""
+        """Make the database read-only for a while.
+
+        Only new sessions are affected, so most of the existing sessions are ended.
+        """
         change = "ALTER DATABASE postgres SET default_transaction_read_only = {}"
         database.execute(change.format("on"))
         database.execute(f"{_END} AND random() < 0.7")
@@ -187,14 +199,14 @@ class FaultyServers:
         database.execute(change.format("off"))
 
     def jobs(self) -> list[Job]:
-        """All jobs, after what servers remove in an hour."""
+        """Return all jobs, after removing the files that servers would remove within an hour."""
         url = None if self._database is None else self._database.url
         with contextlib.closing(JobQueue(self.data, url=url)) as queue:
             remove_leftovers_now(queue)
             return queue.page(owner="", limit=10**6)
 
     def wrong_files(self, *temporary: Path) -> list[str]:
-        """Files without a job, jobs without their files, and what is in the `temporary` folders."""
+        """Return files without a job, missing files of jobs, and files in `temporary` folders."""
         jobs = self.jobs()
         expected = (
             {"queue.sqlite3", "lock", RESERVE_FILE} if self._database is None else {"queue.id"}
@@ -211,7 +223,7 @@ class FaultyServers:
         return left + [f"temporary: {path}" for folder in temporary for path in folder.iterdir()]
 
     def close(self) -> list[str]:
-        """Ends all servers as an administrator does; what is wrong with that."""
+        """End all servers by SIGTERM, as an administrator does; return detected problems."""
         with ThreadPoolExecutor(len(self.servers)) as threads:
             codes = list(threads.map(FaultyServer.stop, self.servers))
         time.sleep(1.0)
@@ -226,7 +238,7 @@ def _wait(happens: Callable[[], object], seconds: float = _HANG_SECONDS) -> None
 
 
 def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """The summary of one soak in `folder`."""
+    """Run one soak test in `folder`; return its summary."""
     chance, begun = random.Random(asked.seed), time.monotonic()
     wanted = requests(asked.jobs, chance)
     with contextlib.ExitStack() as stack:
@@ -278,7 +290,7 @@ def _summary(
 def _use(
     faulty: FaultyServers, wanted: list[Request], asked: argparse.Namespace, chance: random.Random
 ) -> None:
-    """Clients request clips during the faults, and until all clips have ended."""
+    """Let clients request clips while faults are injected, until all clips have ended."""
     clients = Clients(
         faulty.servers[0].url,
         wanted,
@@ -292,18 +304,20 @@ def _use(
             faulty.fault()
             print(f"{clients.num_done} done", file=sys.stderr, flush=True)
         end = time.monotonic() + _HANG_SECONDS + _SECONDS_OF_JOB * asked.jobs
-        # At the end servers may still start, after the last fault.
+        # After the last fault, servers may still be starting.
         while not (faulty.are_ready() and clients.are_done) and time.monotonic() < end:
             time.sleep(0.2)
     finally:
         clients.close()
 
 
-# --- the checks at the end ------------------------------------------------------------------------
+# --- checks at the end ----------------------------------------------------------------------------
 
 
 def _wrong_jobs(asked: list[Request], jobs: list[Job]) -> list[str]:
-    """What is wrong with the jobs: lost, doubled, ended twice, or not as their client saw them."""
+    """Return problems of jobs: lost, duplicated, ended twice, or in another state than the client
+    saw.
+    """
     wrong = [f"{job.id}: not ended" for job in jobs if job.finished_at is None]
     keys = Counter(job.idempotency_key for job in jobs)
     wrong += [f"{key}: {number} jobs" for key, number in keys.items() if number > 1]
@@ -326,7 +340,7 @@ def _wrong_jobs(asked: list[Request], jobs: list[Job]) -> list[str]:
 
 
 def _unexplained_failures(jobs: list[Job]) -> list[str]:
-    """Failed jobs during which ranks have not died twice."""
+    """Return failed jobs that did not lose two attempts to dying ranks."""
     return [
         f"{job.idempotency_key}: {job.error}"
         for job in jobs
@@ -336,7 +350,7 @@ def _unexplained_failures(jobs: list[Job]) -> list[str]:
 
 
 def _wrong_clips(asked: list[Request], data: Path, done: list[Job]) -> list[str]:
-    """Completed clips that are not what was asked for, bit by bit."""
+    """Return completed clips whose latents differ from the reference."""
     by_id = {request.id: request for request in asked}
     expected = _reference([by_id[job.id] for job in done])
     wrong = []
@@ -356,7 +370,9 @@ def _kind(request: Request) -> tuple[int, ...]:
 
 
 def _reference(asked: list[Request]) -> dict[tuple[int, ...], str]:
-    """The latents of each kind of request, by a plain pipeline of one rank without faults."""
+    """Return the reference latents of each different request, from a pipeline of one rank without
+    faults.
+    """
     kinds = {_kind(request): request for request in asked}
     config = PipelineConfig(
         world_size=1, model=ModelConfig(name="demo"), sampling=_sampling(8, 2), num_threads=1
@@ -393,7 +409,7 @@ def _sampling(steps: int, frames: int) -> SamplingConfig:
 
 
 def main() -> int:
-    """Runs the soak; returns its exit code."""
+    """Run the soak test; return the exit code."""
     more = {"clocks": 0, "storage": 0, "database": 0}
     asked = options(__doc__, jobs=300, clients=20, faults=40, servers=1, seed=0, **more)
     folder = Path(tempfile.mkdtemp(prefix="soak-serve-"))

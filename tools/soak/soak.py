@@ -1,11 +1,12 @@
-"""Kills, stops and signals a run repeatedly, resumes it each time, and counts what is lost.
+"""Soak test of a pipeline: kill, stop and signal a run repeatedly, resume it, and count lost clips.
 
     make soak        or        python -m tools.soak.soak [--clips 200] [--minutes 30] [--seed 0]
 
-200 clips of the dummy model over 4 ranks. About once a minute a random fault occurs: a rank or the
-parent is killed, a rank is stopped, or the parent gets a signal. Prints one line for each life of
-the run, and at the end the numbers of hangs, orphans and wrong clips, which must be 0, and the
-parent's growth, which must be under 5%. Otherwise the exit code is 1.
+The run makes 200 clips of the dummy model on 4 ranks. About once a minute a random fault occurs: a
+rank or the parent process is killed, a rank is stopped, or the parent gets a signal. After each
+fault the run is started again. The soak prints one line for each start of the run. At the end it
+prints the numbers of hangs, orphaned processes and wrong clips, which must be 0, and the growth of
+the parent's memory, which must be under 5%. Otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ from tests.support.processes import MARK, marked
 
 CONFIG = PipelineConfig(
     world_size=4,
-    # Steps sleep half a second, whatever the machine's load, so that faults hit every place.
+    # Steps sleep half a second, whatever the machine's load, so that faults hit every kind of
+    # action.
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 32, 32), dummy_sleeps=True),
     costs=CostModel(step_seconds=0.5),
     sampling=SvdSampling(num_inference_steps=28),
     heartbeat_timeout_seconds=15.0,
     checksum=True,
 )
-# From a fault to the end of the command: the heartbeat timeout, and the time to end.
+# Maximum seconds from a fault to the end of the run: the heartbeat timeout, and the time to stop.
 END_SECONDS = CONFIG.heartbeat_timeout_seconds + 10.0
 FAULTS = {
     "kill a rank": ("rank", signal.SIGKILL),
@@ -63,7 +65,7 @@ FAULTS = {
 
 @dataclass
 class Tally:
-    """The counts of the soak."""
+    """Counters of the soak test."""
 
     lives: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -75,7 +77,7 @@ class Tally:
 
 
 def main() -> int:
-    """Runs the soak; returns its exit code."""
+    """Run the soak test; return the exit code."""
     asked = options(__doc__, clips=200, minutes=30.0, seconds_between=60.0, seed=0)
     chance = random.Random(asked.seed)
     begun, tally = time.monotonic(), Tally()
@@ -100,7 +102,7 @@ def main() -> int:
 
 
 def live(folder: Path, clips: int, chance: random.Random, between: float, tally: Tally) -> None:
-    """Starts the run, injects one fault, and waits for its end."""
+    """Start the run, inject one fault, and wait until the run has ended."""
     tally.lives += 1
     before = set((folder / "done").iterdir())
     environment = {**os.environ, MARK: folder.name, "TMPDIR": str(folder / "tmp")}
@@ -140,7 +142,9 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
 def _disturb(
     worker: subprocess.Popen[str], ranks: list[int], chance: random.Random, between: float
 ) -> str:
-    """Waits for a while and injects a fault; returns its name, empty if the run ended before."""
+    """Wait for a random time, and inject a fault; return the fault's name, empty if the run ended
+    before.
+    """
     until = time.monotonic() + chance.uniform(0.5, 1.5) * between
     while time.monotonic() < until:
         if worker.poll() is not None:
@@ -151,12 +155,12 @@ def _disturb(
     try:
         os.kill(chance.choice(ranks) if target == "rank" else worker.pid, number)
     except ProcessLookupError:
-        return ""  # it had just ended
+        return ""  # the process had already ended
     return what
 
 
 def _wait_for_none_left(mark: str) -> int:
-    """Processes of the run that still exist a second after its end."""
+    """Return the processes of the run that still exist a second after the run's end."""
     deadline = time.monotonic() + 1.0
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -166,13 +170,13 @@ def _wait_for_none_left(mark: str) -> int:
 
 
 def _growth(results: list[Path]) -> list[float]:
-    """The parent's growth over its life, from its second finished clip to its last."""
+    """Return the relative growth of the parent's memory from its second to its last clip."""
     sizes = [json.loads(path.read_text())["rss_bytes"] for path in results[1:]]
     return [sizes[-1] / sizes[0] - 1] if len(sizes) > 1 else []
 
 
 def wrong_clips(folder: Path) -> list[int]:
-    """Finished clips whose latent is not that of a plain loop in this process."""
+    """Return finished clips whose latent differs from that of a plain loop in this process."""
     device.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
     shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
     model = DummyModel(LatentSpec(shape=shape), steps, torch.device("cpu"))
@@ -185,17 +189,17 @@ def wrong_clips(folder: Path) -> list[int]:
     return wrong
 
 
-# --- one life: it makes the missing clips until all are done or a fault ends it ------------------
+# --- in the run's process: make the missing clips until all are done or a fault ends the run -----
 
 
 def missing(folder: Path, num_clips: int) -> list[int]:
-    """Clips without a result."""
+    """Return the indices of clips that have no result yet."""
     done = {int(path.stem) for path in (folder / "done").glob("*.json")}
     return [clip for clip in range(num_clips) if clip not in done]
 
 
 def requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
-    """One request for each of `clips`, which resume from their latest latent checkpoints."""
+    """Return a request for each of `clips`, which resumes from the latest latent checkpoint."""
     found = []
     for clip in clips:
         key = hashlib.sha256(f"soak {clip}".encode()).hexdigest()
@@ -209,7 +213,7 @@ def _say(**what: object) -> None:
 
 
 def work(folder: Path, num_clips: int) -> None:
-    """Makes the missing clips."""
+    """Make the missing clips."""
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:

@@ -17,7 +17,7 @@ from tests.support.tiny_parts import (
     vision,
 )
 
-#: Sizes of the denoisers.
+#: Config values that make HunyuanVideo's denoisers tiny.
 HUNYUAN = {
     **{**DENOISER, "attention_head_dim": 10, "num_single_layers": 1, "num_refiner_layers": 1},
     **{"text_embed_dim": TEXT, "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4)},
@@ -46,7 +46,7 @@ def hunyuan_video(image: bool) -> Parts:
     marks = ["<image>", "<|end_header_id|>"]
     parts["tokenizer"] = llama_tokenizer(additional_special_tokens=marks)
     llava = transformers.LlavaConfig(
-        vision_config=vision(48, 2),  # the 576 patches that the pipeline expects
+        vision_config=vision(48, 2),  # gives the 576 patches that the pipeline expects
         text_config=llama,
         image_token_index=parts["tokenizer"].convert_tokens_to_ids("<image>"),
         pad_token_id=0,

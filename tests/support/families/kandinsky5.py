@@ -36,7 +36,7 @@ def _kandinsky5(image: bool) -> Parts:
     }
     with torch.no_grad():
         for weight in parts["transformer"].parameters():
-            if not weight.any():  # else the prompt has no effect
+            if not weight.any():  # with zero weights, the prompt would have no effect
                 torch.nn.init.normal_(weight, std=0.1)
     return parts
 

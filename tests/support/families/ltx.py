@@ -1,4 +1,4 @@
-"""Tiny LTX-Video, also of 0.9.5."""
+"""Tiny LTX-Video, including version 0.9.5."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def _ltx(
     scheduler: Any = None,
     dtype: torch.dtype = torch.float32,
 ) -> Parts:
-    text, halves = t5(dtype=dtype), ("", "decoder_")  # in this order, as Wan's
+    # Created in this order, because the random weights depend on it.
+    text, halves = t5(dtype=dtype), ("", "decoder_")
     vae = diffusers.AutoencoderKLLTXVideo(
         **{f"{half}block_out_channels": (8,) * 4 for half in halves},
         **{f"{half}layers_per_block": (1,) * 5 for half in halves},

@@ -1,4 +1,4 @@
-"""Tiny SkyReels-V2, also with diffusion forcing."""
+"""Tiny SkyReels-V2, including the diffusion forcing pipelines."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.support.tiny_parts import Parts
 
 
 def _svd(_: bool, *, vae_factor: int = 8, num_frames: int = 4) -> Parts:
-    """SVD; `vae_factor` is 8, 4 or 2 pixels per latent cell."""
+    """Return the components of a tiny SVD. `vae_factor` is the VAE's scale factor: 8, 4 or 2."""
     num_blocks = {8: 4, 4: 3, 2: 2}[vae_factor]
     vision = {"hidden_size": 16, "intermediate_size": 16, "projection_dim": 16}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 56}
@@ -38,7 +38,7 @@ def _svd(_: bool, *, vae_factor: int = 8, num_frames: int = 4) -> Parts:
 
 
 def svd_scheduler() -> diffusers.EulerDiscreteScheduler:
-    """That of the published SVD (stabilityai/stable-video-diffusion-img2vid-xt)."""
+    """Return the scheduler of the published SVD (stabilityai/stable-video-diffusion-img2vid-xt)."""
     published = find_checkpoint(ModelConfig(), weights=False).folder
     return diffusers.EulerDiscreteScheduler.from_pretrained(published, subfolder="scheduler")
 

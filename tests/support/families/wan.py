@@ -1,4 +1,4 @@
-"""Tiny Wan, with one expert and two, VACE and Animate."""
+"""Tiny Wan: with one and two experts, VACE, and Animate."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _wan(
     width: int = 1,
     layers: int = 1,
 ) -> Parts:
-    """Wan; with a `boundary_ratio` there are two transformers, as in Wan 2.2 A14B.
+    """Return the components of a tiny Wan.
 
-    `expand_timesteps` is as in Wan 2.2 5B, and `image_encoder` as in Wan 2.1 image to video, also
-    for `two_images`, as FLF2V.
-    `width` multiplies all channels.
+    With `boundary_ratio` there are two transformers, as in Wan 2.2 A14B. `expand_timesteps` selects
+    Wan 2.2 5B; an image encoder, Wan 2.1 image-to-video; and `two_images`, Wan 2.1 FLF2V. `width`
+    multiplies the number of all channels.
     """
     z_dim = 8 if expand_timesteps else 4
     denoiser = {
@@ -53,7 +53,8 @@ def _wan(
         **({"image_dim": 4, "added_kv_proj_dim": 24 * width} if image_encoder else {}),
         **({"pos_embed_seq_len": 2 * VISION_TOKENS} if two_images else {}),
     }
-    # In this order, on which the weights depend, and so the clips in tests/golden.
+    # The components are created in this order, because the random weights, and so the clips in
+    # tests/golden, depend on it.
     parts = {
         **t5(width, "UMT5", dtype),
         "vae": wan_vae(z_dim, expand_timesteps, width),

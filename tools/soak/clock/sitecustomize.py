@@ -1,7 +1,10 @@
-"""Unix time of a server of the soak, which a file sets ahead; Python imports this at its start.
+"""Shift the unix time of a process by the seconds in a file.
 
-libfaketime 0.9.10 cannot do it: without its monotonic clock, `time.sleep` of Python 3.11 raises
-EINVAL, and with it all deadlines jump as well, which no real clock makes them do.
+Python imports this module at its start.
+
+libfaketime 0.9.10 is not suitable. If it leaves the monotonic clock alone, `time.sleep` of Python
+3.11 raises EINVAL. If it fakes the monotonic clock too, all deadlines jump, which never happens on
+a real machine.
 """
 
 from __future__ import annotations
