@@ -141,7 +141,7 @@ class Bench:
             pipeline.run(self.requests[:2])
 
     def _measure(self, case: str, number: int, title: str, open_observer: OpenObserver) -> Round:
-        reset_peak()  # under a launcher, rank 0 computes in a thread of this process
+        reset_peak()  # needed under a launcher, where rank 0 computes in a thread of this process
         config = self.cases[case]
         # Number of clips that reach every rank: clips go to the replicas in turn, and in each
         # replica to the decoders in turn.

@@ -14,7 +14,7 @@ from svdpp.errors import RequestError, TargetMissedError, nearest
 PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
 CASES = (PIPELINE, DATA_PARALLEL, ONE_DEVICE)
 
-#: Cases by the name of the pipeline's speed-up over them, a ratio of clips per minute.
+#: Baseline of each speed-up, by the metric's name. A speed-up is a ratio of clips per minute.
 SPEEDUPS = {"speedup_over_data_parallel": DATA_PARALLEL, "speedup_over_diffusers": ONE_DEVICE}
 
 _PARTS = ("compute", "wait", "transfer", "idle", "unaccounted")
@@ -62,7 +62,7 @@ class Bound(BaseModel):
 
 
 class Outcome(NamedTuple):
-    """Target and its measurement: a row of the table of targets."""
+    """Result of one performance target: a row of the table of targets."""
 
     name: str
     """Name of the metric, as in the configuration."""

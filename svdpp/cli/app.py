@@ -160,7 +160,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return error.exit_code
     except typer.Abort:
         return 1
-    except Interrupted as error:  # a signal before or after the command itself
+    # Raised by a signal that arrives before or after the command itself runs.
+    except Interrupted as error:
         return exit_code_of(error)
     except SystemExit as error:  # raised after a completion, or if the reader of stdout has ended
         return 128 + signal.SIGPIPE if error.code else 0

@@ -215,7 +215,7 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     folder, costs = (shlex.quote(str(each)) for each in (kept.folder, kept.folder / COSTS))
     world = one.config.world_size
     console.info(f"to compare this benchmark with another: svdpp bench --compare OTHER {folder}")
-    console.info(f"plan with it: svdpp plan --world {world} --costs {costs} --compare")
+    console.info(f"plan with these costs: svdpp plan --world {world} --costs {costs} --compare")
     return {**summary, "folder": str(kept.folder)}
 
 

@@ -40,7 +40,7 @@ from svdpp.errors import (
 if TYPE_CHECKING:
     from svdpp.plan.forecast import Span
 
-# Width of the widest table, in characters.
+# Maximum width of a table, in characters.
 _WIDEST = 1000
 _COMMAND = re.compile("(svdpp|curl) ")
 #: Maximum number of rows of a table that are printed.

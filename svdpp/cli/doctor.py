@@ -87,16 +87,16 @@ def doctor(
 
 
 def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    # Without downloads, and with shorter timeouts than a run.
+    # The checks download nothing, and have shorter timeouts than a run.
     options = replace(options, local_files_only=True, timeout=120.0, start_timeout=120.0)
     readable, from_image = options, True
     try:
         from_image = options.needs_image
-    except ModelError:  # the check of the model will report it
+    except ModelError:  # the check of the model will report this error
         readable = replace(options, model=DEMO_MODEL, as_family=None)
     request = readable.request(
         launched=launched,
-        device=options.device_name(any_on_cpu=True),  # a machine without GPUs is checked too
+        device=options.device_name(any_on_cpu=True),  # allows the check of a machine without GPUs
         from_image=from_image,
     )
     config = request.with_one_step_per_rank().resolve()[0]

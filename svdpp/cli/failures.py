@@ -50,7 +50,7 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
     sentence = error.format_message().strip().rstrip(".")
     for words, ours in _PYDANTIC.items():
         sentence = sentence.replace(words, ours)
-    # Without a context, the hint names the command by the command line.
+    # Without a context, the name of the command is taken from the command line.
     path = " ".join(["svdpp", *arguments[:1]]) if context is None else context.command_path
     hint = f"{path} --help shows its usage"
     if (word := getattr(error, "option_name", None)) and sentence.startswith("No such option"):
@@ -85,13 +85,14 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
     except (Interrupted, Exception) as raised:
         is_ours = isinstance(raised, (Interrupted, SvdppError))
         error = raised if is_ours else limit_error(raised) or raised
-        # A launcher signals its other ranks when one fails, which must not interrupt the report.
+        # When one rank fails, a launcher sends signals to the other ranks. A signal must not
+        # interrupt this rank's report.
         signals: list[int] = []
         process_lifetime.handle_signals(
             (lambda number, _: signals.append(number)) if was_launched() else exit_immediately
         )
         if isinstance(error, Interrupted):
-            previous = {}  # keep the present handlers until the process ends, for a second signal
+            previous = {}  # the present handlers stay until the process ends, for a second signal
         if debug or not _is_reported_elsewhere(error, signals):
             console.error(error, debug=debug)
         raise typer.Exit(exit_code_of(error)) from raised

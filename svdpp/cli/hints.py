@@ -15,7 +15,7 @@ _VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")
 
 
 def keep_available(hint: str, options: Collection[str]) -> str:
-    """Return `hint` without the proposals of other options than those given.
+    """Return a hint without proposals of options that are not in `options`.
 
     Args:
         hint: Proposals, separated by commas, semicolons or "or", such as "use --steps 21, or --gpus

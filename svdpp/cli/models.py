@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions:
-    """Family or checkpoint that is shown."""
+    """Option of `svdpp models`: the family or checkpoint to show."""
 
     name: Annotated[
         str | None,
@@ -145,7 +145,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
             raise
         known = ", ".join((*SAMPLING_CLASSES, *DEMO_MODELS))
         raise RequestError(
-            f"there is no family or model {name!r}", f"one of {known}", details={"name": name}
+            f"there is no family or model {name!r}", f"known: {known}", details={"name": name}
         ) from error
     sampling = sampling_of_model(
         name, checkpoint.family, {}, from_image=checkpoint.image_use == "needed"

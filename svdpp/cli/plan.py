@@ -291,7 +291,7 @@ def plan(
         show_layout(console, config, num_clips, reason)
     if options.device_memory is not None and costs.denoise_weights_gib is None:
         lacking = "--device-memory leaves out no layout: these costs have no memory"
-        console.info(f"{lacking}; --memory adds it")
+        console.info(f"{lacking}; --memory adds the memory")
     if options.costs is None and None in (options.step_seconds, options.decode_seconds):
         console.info(describe_assumed_costs(costs))
 

@@ -108,7 +108,7 @@ class Progress(Bars):
         self._next_line = self._started + _LINE_SECONDS
         is_live = console.err.is_terminal and not console.err.is_dumb_terminal
         state = Column(no_wrap=True, overflow="ellipsis")
-        super().__init__(  # last, because it calls `get_renderables`
+        super().__init__(  # called last, because the base class calls `get_renderables`
             TextColumn("{task.description}"),
             BarColumn(None, table_column=Column(ratio=1, max_width=20)),
             MofNCompleteColumn(),
@@ -242,7 +242,7 @@ class Progress(Bars):
         costs = self._means.costs_like(self._costs)
         try:
             of = summarise(simulate_schedule(self._schedule, costs), len(self._schedule))
-        except (RequestError, ValueError):  # no transfer between hosts has been measured yet
+        except (RequestError, ValueError):  # raised until a transfer between hosts was measured
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
 
@@ -459,7 +459,7 @@ def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
         console: Console that prints the end of the run, once on each host.
     """
     log = logger.bind(rank=world.rank)
-    if not world.on_first_host:  # rank 0 logs the events of all ranks on its own host
+    if not world.on_first_host:  # on the host of rank 0, rank 0 logs the events of all ranks
         pipeline.observe(EventLog(pipeline.config.layout))
 
     def say(sentence: str, is_loud: bool) -> None:

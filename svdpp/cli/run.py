@@ -64,7 +64,7 @@ app = typer.Typer(add_completion=False)
 class RunOptions(ServerRunOptions):
     """Options of the pipeline and of its clips."""
 
-    # The dummy model makes no video files.
+    # `latent_shape` is not an option of `svdpp run`, because the dummy model makes no video files.
     latent_shape: tuple[int, int, int, int, int] | None = None
 
     @property
@@ -292,7 +292,8 @@ class RunCommand:
         is_dry = options.dry_run and self.launched is not None
         require(not is_dry, "--dry-run starts no ranks", "start it without torchrun or srun")
         has_prompt = options.prompt is not None or options.prompts is not None
-        # Checked before the clips get names, which would otherwise be those of one image.
+        # Checked before the clips are named, so that the error is about the prompt, and not about
+        # equal names.
         takes_it = not has_prompt or isinstance(self.sampling, PromptedSampling)
         refused = f"model {options.model!r} takes no prompt"
         require(takes_it, refused, "leave it out, or try --model demo-text", model=options.model)

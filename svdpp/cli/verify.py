@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from svdpp.verification.clip_result import ClipVerification
 
 _SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")
-# Parameters of `verify` that have an effect if it verifies finished clips.
+# Parameters of `verify` that have an effect if the command verifies finished clips.
 _EFFECTIVE = {
     *_SETTINGS,
     "inputs",

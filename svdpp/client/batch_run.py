@@ -85,7 +85,7 @@ def read_state(path: Path) -> ServerState | None:
     try:
         values = json.loads(data)
         if values.pop("schema_version") != _SCHEMA_VERSION:
-            raise ValueError("it has another version")
+            raise ValueError("the file has another version")
         parts = [Part(**part) for part in values.pop("parts")]
         return ServerState(**values, parts=parts)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

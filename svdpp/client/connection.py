@@ -154,7 +154,8 @@ class Connection:
                     failed_at = time.monotonic()
                 if time.monotonic() - failed_at >= self._patience_seconds:
                     raise self._away_error(error) from error
-                if wait == 2 * _FIRST_WAIT_SECONDS:  # only once, at the second failure
+                # The message is printed only once, at the second failure.
+                if wait == 2 * _FIRST_WAIT_SECONDS:
                     self._say(f"waiting for the server: {self._reason(error)}")
                 wished = error.retry_seconds if isinstance(error, _BusyError) else 0.0
                 time.sleep(min(max(wait, wished), _MAX_WAIT_SECONDS))

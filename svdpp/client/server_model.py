@@ -118,7 +118,7 @@ class ServerModel:
             name, path = Path(lora.name).stem, Path(lora.name)
             if name not in listed:
                 known = ", ".join(listed) or "none"
-                hint = nearest(name, listed, f"it has {known}")
+                hint = nearest(name, listed, f"the server has {known}")
                 wrong = f"`loras`: the server has no {name!r}"
                 raise RequestError(wrong, hint, details={"field": "loras", "known": [*listed]})
             if path.is_file() and _sha256_of(path) != listed[name]:

@@ -305,7 +305,7 @@ def _memory(config: PipelineConfig, _: Path) -> str:
         if size > free:
             raise OutOfMemoryError(
                 text,
-                "`decode_chunk_size` 2, `memory_opt`, fewer ranks, or no `dtype` fp32 lower it",
+                "`decode_chunk_size` 2, `memory_opt`, fewer ranks, or no `dtype` fp32 save memory",
                 details={"requested_bytes": size, "free_bytes": free, "device": device},
             )
     return text

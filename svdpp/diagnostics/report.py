@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     """Estimated seconds by which the run would be shorter without this cause."""
 
 
-# Format of an option on the command line.
+# Format of a command-line option, from its name and value.
 _OPTION_FORMAT = "--{} {}"
 
 

@@ -28,7 +28,7 @@ _SAME_SPEED = 1.1
 # Fields of a model on which its FLOPs depend.
 _MODEL_FIELDS = ("name", "family", "revision", "variant", "dtype", "dummy_latent_shape")
 
-#: Numbers with limits, because a manifest that is read is untrusted input.
+#: Types of numbers with limits. A manifest that is read is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
@@ -322,7 +322,7 @@ def _forecast(costs: CostModel | None, schedule: Schedule | None, world_size: in
         return None
     try:
         return summarise(simulate_schedule(schedule, costs), world_size).makespan
-    except (RequestError, ValueError):  # transfers between hosts have no measured costs
+    except (RequestError, ValueError):  # raised if transfers between hosts have no measured costs
         return None
 
 

@@ -44,10 +44,11 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
     """
     temporary, lock = None, -1
     try:
-        path = Path(os.path.realpath(name))  # follow links, as open() does
+        path = Path(os.path.realpath(name))  # symbolic links are followed, as by open()
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_place(path, files)
-        temporary = path.with_name(_hidden_name() + suffix)  # short, even if the name is long
+        # A short name, because the output's name may already have the maximum length.
+        temporary = path.with_name(_hidden_name() + suffix)
         lock = _make_locked(temporary, is_folder=files is not None)
         yield temporary
         fsync(temporary)

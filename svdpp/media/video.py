@@ -52,9 +52,9 @@ _ENTRY = re.compile(r"(?:[^\\\n]|\\.)+", re.DOTALL)
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
-_WRITE_SECONDS = 60.0  # plus one second for each frame
+_WRITE_SECONDS = 60.0  # maximum time of an encode, plus one second for each frame
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
-_AAC_BLOCK = 1024  # in samples
+_AAC_BLOCK = 1024  # samples in one block of AAC
 
 
 def write_clip(
@@ -220,7 +220,7 @@ def folder_faults(folder: Path) -> list[str]:
     """
     with _reading(folder, "frames"):
         names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
-        faults = dict[str, str]()  # by fault: the first file that has the fault
+        faults = dict[str, str]()  # name of the first file with each fault, by fault
         for name in names:
             with Image.open(folder / name, formats=["PNG"]) as image:
                 for fault in _png_faults(image):
@@ -331,7 +331,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _sha256_of(path: Path) -> str:
-    # O_NONBLOCK, because opening a pipe would wait for its writer.
+    # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise MediaFailure(f"{path.name!r} is not a regular file")

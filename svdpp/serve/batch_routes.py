@@ -331,7 +331,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     try:
         fields = parse_json(body)
         if not isinstance(fields, dict):
-            raise ValueError("it is JSON, but not an object")
+            raise ValueError("the JSON value is not an object")
     except ValueError as error:
         text = f"the body must be a JSON object: {error}"
         raise ApiError(400, "invalid_json", text, reason=str(error)) from None

@@ -128,8 +128,8 @@ UPDATE batches SET cancelled_at = clock() WHERE id = ? AND cancelled_at IS NULL
     AND state != 'failed' AND (state = 'validating' OR EXISTS (
         SELECT 1 FROM jobs WHERE batch_id = batches.id AND state IN ('queued', 'in_progress')))
 """
-# Changes the row only if the batch is unchanged: another server may have stored the same lines, or
-# the owner may have cancelled the batch.
+# This statement changes the row only if the batch is unchanged: another server may have stored the
+# same lines, or the owner may have cancelled the batch.
 _ADD_LINES = """
 UPDATE batches SET stored = stored + ?,
     state = CASE WHEN stored + ? >= total THEN 'in_progress' ELSE state END,

@@ -197,7 +197,7 @@ class Batches:
             self._queue.store.put(path)
             self.table.add_file(file, MAX_FILE_BYTES_PER_KEY)
         except BackendUnavailableError:
-            raise  # the database may have stored the row
+            raise  # the file is kept, because the database may have stored its row
         except QueueFullError as error:
             self._queue.store.discard(path)
             limit = MAX_FILE_BYTES_PER_KEY
@@ -401,7 +401,7 @@ class Batches:
         faults, total = _Faults(), 0
         for checked in self._lines(source, owner, "", faults):
             total += 1
-            del checked  # frees the line's images
+            del checked  # frees the memory of the line's images
         if faults.total:
             raise _faulty_error(faults)
         return total
@@ -548,7 +548,8 @@ class Batches:
                     if faults.total or not self.table.add_lines(batch, jobs, until=until):
                         return  # the batch was cancelled, or another server has stored the lines
                 except BackendUnavailableError:
-                    uploads.pop_all()  # the database may have stored the jobs
+                    # The uploads are kept, because the database may have stored the jobs.
+                    uploads.pop_all()
                     raise
                 uploads.pop_all()
             batch = replace(batch, stored=batch.stored + len(jobs))
@@ -643,11 +644,13 @@ def _parse_line(text: bytes) -> _Line:
     if len(text) > MAX_JSON_BYTES:
         limit = MAX_JSON_BYTES
         message = f"the line is longer than {limit // 2**20} MiB"
-        raise ApiError(422, "line_too_long", message, "make its image smaller", limit_bytes=limit)
+        raise ApiError(
+            422, "line_too_long", message, "make the image in the line smaller", limit_bytes=limit
+        )
     try:
         values = parse_json(text)
         if not isinstance(values, dict):
-            raise ValueError("it is JSON, but not an object")
+            raise ValueError("the JSON value is not an object")
     except (ValueError, RecursionError) as error:
         reason = str(error)
         message = f"it is no JSON object: {reason}"

@@ -187,8 +187,8 @@ class Dispatcher:
             and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
             and self.num_free_slots > 0
-            # While a revoked clip still runs, this server could claim its job again and make it
-            # twice.
+            # While a revoked clip still runs, this server could claim the clip's job again, and
+            # make the clip twice.
             and not any(clip.is_revoked for clip in self.clips())
         )
 
@@ -307,7 +307,8 @@ class Dispatcher:
             clip = self.get(job_id)
             if clip is not None and clip is self.preparing:
                 self.preparing = None
-                self._is_queue_empty = False  # the next job with a large image can be claimed
+                # Now that none is being prepared, the next job with a large image can be claimed.
+                self._is_queue_empty = False
                 self._record_cancelled(clip.job)
             elif clip is not None and clip.handle is not None:
                 clip.handle.cancel()
@@ -379,7 +380,7 @@ class Dispatcher:
             elif self._record_failed(clip.job, RankError(message, hint, details=details)):
                 self._request_builder.remove_latents(clip.job)
             self._remove(clip.job.id)
-        # Jobs that were claimed, but not yet submitted to the ranks.
+        # Jobs that were claimed, but not yet submitted to the ranks, are requeued too.
         for job in self._retry_while_unavailable(self._queue.claimed):
             self._requeue(job)
 

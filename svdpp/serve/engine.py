@@ -133,7 +133,7 @@ class Engine:
                 return True
             job = self._queue.get(job_id)
             if job is None or job.state.is_final:
-                # An open job has changed its state between the two calls, so they are repeated.
+                # Otherwise the job's state changed between the calls above, which the loop repeats.
                 return True
         self.dispatcher.request_cancel(job_id)
         return False

@@ -123,7 +123,7 @@ class EtaEstimator:
             case ActionDone():
                 seconds = event.end - event.start
                 self._add(event.action.kind, event.action.clip, seconds)
-                # Both ranks of a CFG pair work at the same time, so one counts.
+                # Both ranks of a CFG pair work at the same time, so only the first rank is counted.
                 if rank % self._cfg_parallel == 0:
                     self._recent_work.append((rank, seconds))
             case ClipDone():
@@ -238,7 +238,7 @@ def _volume(sampling: SamplingConfig) -> int:
 class Fleet:
     """This server's view of all servers that share its queue.
 
-    Without a shared queue, it is alone.
+    If the queue is not shared, this server is the only one.
     """
 
     def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
@@ -354,7 +354,7 @@ class Fleet:
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
             for row in self._queue.servers()
             if row["id"] != description["id"]
-            and description.keys() <= row.keys()  # a server of another version may lack some
+            and description.keys() <= row.keys()  # servers of other versions may lack some values
         ]
         if time.monotonic() >= self._requeue_expired_at:
             for job in self._queue.requeue_expired():

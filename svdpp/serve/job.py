@@ -229,7 +229,7 @@ def _of_json(text: str | None) -> Any:
     return None if text is None else json.loads(text, parse_constant=lambda _: None)
 
 
-@functools.lru_cache(maxsize=256)  # most jobs of a queue have the same parameters
+@functools.lru_cache(maxsize=256)  # cached, because most jobs of a queue have the same parameters
 def sampling_of(text: str) -> SamplingConfig:
     """Return the sampling parameters in the JSON of the column `sampling`.
 
@@ -395,7 +395,7 @@ def upgrade(version: int, serial: str) -> str:
     if version not in (0, *(number - 1 for number in _ADDED), VERSION):
         raise RequestError(
             f"the queue has version {version}, and this svdpp reads version {VERSION}",
-            "use the svdpp that wrote it, or name another `data` or `queue`",
+            "use the version of svdpp that wrote the queue, or name another `data` or `queue`",
             details={"version": version, "supported_version": VERSION},
         )
     added = [text for number, text in sorted(_ADDED.items()) if number > version]

@@ -54,7 +54,7 @@ class LoraCatalog:
                 known = ", ".join(self.names)
                 raise RequestError(
                     f"this server has no `loras` {lora.name[:60]!r}",
-                    nearest(lora.name, self.names, f"it has {known}"),
+                    nearest(lora.name, self.names, f"the server has {known}"),
                     details={"field": "loras", "name": lora.name[:60], "known": self.names},
                 )
         if self._checkpoint is not None:

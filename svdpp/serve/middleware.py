@@ -190,10 +190,12 @@ class AuthMiddleware:
 
     def _log_request(self, scope: Scope, response: _ResponseRecorder) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        status = response.status or 499  # 499: the client disconnected
+        # Without a status the client disconnected, which counts as 499.
+        status = response.status or 499
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self.metrics.count_request(method, route, status, response.seconds)
-        if method not in ("GET", "HEAD") or status >= 400:  # polling would fill the log
+        # GET requests of clients that poll would fill the log.
+        if method not in ("GET", "HEAD") or status >= 400:
             logger.debug("{} {} {}", method, scope["path"], status)
 
 

@@ -80,7 +80,7 @@ class PeriodicThread:
             except ClosedError:
                 return
             except BackendUnavailableError:
-                pass  # logged by the dispatcher, the fleet's thread or the store
+                pass  # the dispatcher, the fleet's thread or the store logs this error
             except Exception as error:
                 if not is_failing:
                     is_bug = not isinstance(error, SvdppError)

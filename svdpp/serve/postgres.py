@@ -115,7 +115,7 @@ class PostgresBackend:
     clock_name = "the database's"
     """Name of the clock that `now` reads, for messages."""
     is_there = True
-    """Whether the database exists. Always True, because a commit without it fails."""
+    """Whether the database exists. Always True, because a commit fails without the database."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._address = address_of(url)
@@ -181,7 +181,7 @@ class PostgresBackend:
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
         """
-        # A write, because a read also succeeds while the database is read-only.
+        # The check writes, because a read also succeeds while the database is read-only.
         with self.transaction() as connection:
             connection.execute("UPDATE queue SET version = version WHERE false")
 
@@ -218,11 +218,12 @@ class PostgresBackend:
             yield is_held
         finally:
             if is_held:
-                with contextlib.suppress(OutputError):  # the connection has ended
+                # This raises an error if the connection, and so the lock, has ended.
+                with contextlib.suppress(OutputError):
                     self.fetch_all(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
-        """Wait for a notification from a server, and return the payloads of those that came.
+        """Wait for notifications from servers, and return the payloads of all that have arrived.
 
         Args:
             seconds: Seconds to wait, after which the list is empty.
@@ -271,7 +272,7 @@ class PostgresBackend:
         if id and store.read_queue_id() != id:
             raise RequestError(
                 f"{store.name} does not belong to the queue in `queue`",
-                "name the one that all its servers share, or add `adopt` to make this one theirs",
+                "name the store that all servers of the queue share, or add `adopt`",
             )
         if store.is_remote or not id:
             allowed = (
@@ -284,7 +285,7 @@ class PostgresBackend:
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
-                "name another place in the bucket, or add `adopt`: its objects are left alone",
+                "name another place in the bucket, or add `adopt`: existing objects stay",
             )
 
     # --- connections ------------------------------------------------------------------------------
@@ -402,7 +403,8 @@ class Connection:
     def give_up(self) -> None:
         """End the wait for a response by shutting the socket down, which libpq always notices."""
         self.is_overdue = True
-        with contextlib.suppress(OSError, psycopg.Error):  # the connection has ended by itself
+        # Raised if the connection has already ended.
+        with contextlib.suppress(OSError, psycopg.Error):
             copy = socket.socket(fileno=os.dup(self.raw.fileno()))
             with copy:
                 copy.shutdown(socket.SHUT_RDWR)

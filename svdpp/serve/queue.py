@@ -73,7 +73,7 @@ _MAX_TRIES, _MAX_INCOMPATIBLE = 20, 1000
 _MAX_REQUEUED = 100
 #: Text of the notification of a new job. Any other text is the id of a job to cancel.
 QUEUED = "queued"
-# Seconds after a server's last sign of life for which it stays in the list of servers.
+# Seconds after a server's last report for which the server stays in the list of servers.
 _SERVER_RETENTION_SECONDS = 86400
 
 
@@ -93,9 +93,9 @@ _FINAL = _state_in(state for state in JobState if state.is_final)
 
 _LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
 _MODEL_KEY = "coalesce(nullif(weights, ''), model)"
-# Finds the first job of each owner by an index, so that the time does not grow with the queue. The
-# state is compared again after PostgreSQL has locked the row, because the job may have been
-# cancelled meanwhile.
+# This query finds the first job of each owner by an index, so that the time does not grow with the
+# queue. The state is compared again after PostgreSQL has locked the row, because the job may have
+# been cancelled meanwhile.
 _NEXT = """
     WITH firsts AS MATERIALIZED (SELECT owner AS whose, (
         SELECT seq FROM jobs WHERE jobs.owner = owners.owner
@@ -147,7 +147,8 @@ INSERT INTO servers VALUES (?, ?, clock())
 ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
 """
 _RESTORE_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
-# Lists the first jobs of all owners in the order of the owners' turns, then the second jobs, etc.
+# This query lists the first jobs of all owners in the order of the owners' turns, then the second
+# jobs, etc.
 _ROUND_ROBIN = """
 SELECT id, sampling FROM (
     SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
@@ -217,7 +218,7 @@ class JobQueue:
             if not adopts:
                 self._check_rows()
         else:
-            from svdpp.serve.postgres import PostgresBackend  # needs the extra `fleet`
+            from svdpp.serve.postgres import PostgresBackend  # this import needs the extra `fleet`
 
             self.backend = PostgresBackend(url, self.store, adopts=adopts)
         self.is_shared = url is not None
@@ -479,7 +480,7 @@ class JobQueue:
             Whether the job was in progress.
         """
         marks = "cancel_asked = true"
-        if removes:  # the owner may use the job's idempotency key again
+        if removes:  # after a removal, the owner may use the job's idempotency key again
             marks += ", remove_asked = true, idempotency_key = NULL"
         with self.backend.transaction() as connection:
             self.notify(connection, id)
@@ -780,7 +781,7 @@ class JobQueue:
 
     def unverified(self) -> list[str]:
         """Return the ids of completed jobs that have a file and no verification, newest first."""
-        # Inside a JSON string the quotes would be escaped.
+        # The pattern matches only a key, because quotes inside a JSON string are escaped.
         has_file = """metadata LIKE '%"file_sha256": "%'"""
         condition, values = self._verifiable
         unverified = f"{condition} AND state = 'completed' AND proof = 'none' AND {has_file}"

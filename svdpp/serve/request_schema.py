@@ -124,13 +124,13 @@ def _decode_text(text: str) -> bytes:
         try:
             return text.encode("latin-1")
         except UnicodeEncodeError:
-            raise ValueError("it is a text: send a file, as curl -F name=@file does") from None
+            raise ValueError("the value is text: send a file, as curl -F name=@file does") from None
     if "://" in text[:20]:
         raise ValueError("no URLs are fetched: send the image itself, or as a data URL")
     head, is_url, encoded = text.partition(",")
     if is_url and not (head.startswith("data:") and head.endswith(";base64")):
         raise ValueError("a data URL must be in base64")
-    try:  # `base64` and MIME break lines at 76 columns
+    try:  # white space is removed, because `base64` and MIME break lines at 76 columns
         return base64.b64decode("".join((encoded if is_url else text).split()), validate=True)
     except binascii.Error as error:
         text = f"it is not base64 ({error}): send a file, as curl -F name=@file does"
@@ -487,7 +487,7 @@ class Capabilities:
         if frames is not None:
             text = "frames and seconds contradict each other"
             raise ApiError(
-                422, "frames_and_seconds", text, "send only one of them", field="seconds"
+                422, "frames_and_seconds", text, "send either frames or seconds", field="seconds"
             )
         fps = as_whole(request.value("fps") or self.sampling.fps)
         unit = self.sampling.frames_unit

@@ -84,7 +84,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     with store.errors():
         for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.upload_paths(folder)):
             store.remove(path)
-    store.check()  # a file may be missing because its disk is not mounted
+    store.check()  # raises if the disk is not mounted, which also makes files look missing
     if is_removed := queue.remove(id):
         logger.info("{} is removed", id)
     return is_removed
@@ -118,8 +118,8 @@ def remove_orphans(
         Unneeded files that this call found, as `before` of the next call.
     """
     store = queue.store
-    # Files are listed before the queue is read. Otherwise the list could have files of jobs that
-    # were added after the queue was read.
+    # Files are listed before the queue is read. Otherwise a file of a job that is added in between
+    # would look unneeded.
     files = store.files()
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
@@ -191,7 +191,7 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     Returns:
         New paths of the moved files.
     """
-    if queue.store.is_remote:  # the local folder has only copies
+    if queue.store.is_remote:  # with a store, the local folder has only copies
         return []
     folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
     orphans = {

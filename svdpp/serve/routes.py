@@ -157,7 +157,7 @@ async def _create_from_request(
             return await run_in_own_thread(_create, service, form, owner, key)
     except ClientDisconnect:
         raise HTTPException(400, "the client has disconnected") from None
-    except HTTPException as error:  # raised by the parser of the form
+    except HTTPException as error:  # Starlette's form parser raises this
         raise _malformed_body("invalid_form", error.detail) from None
     except OSError as error:
         text = f"cannot store the body: {output_files.error_reason(error)}"
@@ -184,7 +184,7 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
     try:
         fields = parse_json(body) if isinstance(body, bytes) else _form_fields(body)
         if not isinstance(fields, dict):
-            raise ValueError("it is JSON, but not an object")
+            raise ValueError("the JSON value is not an object")
     except ValueError as error:
         raise _malformed_body("invalid_json", str(error)) from None
     return service.submit(service.capabilities.validate(fields), owner, key)
@@ -194,7 +194,7 @@ async def _wait_until_final(request: Request, service: Service, id: str, owner: 
     """Wait until the video has ended, the client has disconnected, or the server is closing."""
     with service.subscribers.subscribe(owner.name):
         while not (service.subscribers.is_closed or await request.is_disconnected()):
-            with suppress(OutputError):  # query again until the queue is available
+            with suppress(OutputError):  # an unavailable queue is queried again
                 job = await run_in_own_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
@@ -463,7 +463,7 @@ async def follow_video(
                     return
                 status = job.state if job.state.is_final else JobState.CANCELLED
                 event = _event(await run_in_threadpool(service.video, job))
-            except OutputError:  # the stream continues once the queue is available
+            except OutputError:  # while the queue is unavailable, the stream stays open
                 await service.subscribers.wait()
                 continue
             if event.id != last_id:

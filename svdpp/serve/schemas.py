@@ -561,7 +561,7 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
     assert isinstance(error, RequestValidationError)
-    # Without "query" or "path".
+    # The first part of a location, such as "query" or "path", is dropped.
     located = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
     return error_response(invalid_request(located))
 
@@ -576,7 +576,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:  # noq
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
-    # Not by loguru's own format, which shows the values of variables, such as API keys.
+    # The traceback is formatted here, because loguru's own format shows the values of variables,
+    # such as API keys.
     trace = "".join(traceback.format_exception(error))
     logger.error("{} {} failed: {}", request.method, request.url.path, trace)
     message = f"unexpected {type(error).__name__}"

@@ -151,7 +151,7 @@ class Service:
         for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Earlier versions created the folders with other modes.
+            # `chmod` is needed because earlier versions created the folders with other modes.
             (self.folder / name).chmod(0o700)
         self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
         self._orphans: FileSnapshot = set()
@@ -261,7 +261,8 @@ class Service:
         if self.queue.store.unavailable_reason:
             return "the store of files cannot be used"
         try:
-            if self.queue.is_shared:  # a write: a read-only database also answers reads
+            # The check writes, because a read-only database still answers reads.
+            if self.queue.is_shared:
                 self.queue.backend.check()
             is_full = self.queue.num_open() >= self.settings.max_open
         except OutputError:
@@ -281,13 +282,15 @@ class Service:
         if stored.id == job.id:
             logger.info("{} is requested", job.id)
             self.engine.dispatcher.wake()
-            with contextlib.suppress(OutputError):  # the job is stored even without its ETA
+            # The job counts as stored even if its ETA cannot be stored.
+            with contextlib.suppress(OutputError):
                 estimate = self.fleet.estimates.estimate(job.id)
                 if estimate is not None and estimate.eta_seconds is not None:
                     self.queue.set_promise(job.id, estimate.eta_seconds)
         try:
             return self.video(self.queue.get(stored.id) or stored)
-        except OutputError:  # the queue failed after it had stored the job
+        # The queue failed after it had stored the job, so the response is the stored job.
+        except OutputError:
             return video_from_job(stored)
 
     def _new_job(self, request: VideoRequest, owner: Owner, seed_key: str | None) -> Job:
@@ -352,7 +355,8 @@ class Service:
             except QueueFullError as error:
                 raise self._queue_full_error(error.details) from error
             except BackendUnavailableError:
-                uploads.pop_all()  # the database may have stored the job
+                # The uploads are kept, because the database may have stored the job.
+                uploads.pop_all()
                 if (existing := self._find_stored(job)) is None:
                     raise
                 stored = existing
@@ -373,7 +377,8 @@ class Service:
         try:
             yield
         except InputError as error:
-            self.queue.store.check()  # the file may be missing because its disk is not mounted
+            # Raises if the disk is not mounted, which also makes the file look missing.
+            self.queue.store.check()
             error.details["field"] = field_name
             raise
 
@@ -561,7 +566,7 @@ class Service:
         if batch_id is not None:
             self.batches.get(batch_id, owner)
         states = [] if status is None else [status]
-        if status is JobState.QUEUED:  # also jobs that ranks have, but have not begun
+        if status is JobState.QUEUED:  # includes jobs that the ranks have, but have not begun
             states.append(JobState.IN_PROGRESS)
         most = limit + (len(self.queue.running()) if JobState.IN_PROGRESS in states else 0)
         jobs = self.queue.page(

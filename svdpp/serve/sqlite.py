@@ -41,7 +41,8 @@ _LOW_PART = 8
 _NAME = "queue.sqlite3"
 # Seconds that a change waits for another program, such as a backup, that locks the file.
 _BUSY_SECONDS = 10.0
-# Seconds that a read waits: fewer, because readiness checks wait behind it.
+# Seconds that a read waits for another program that locks the file: fewer than for a change,
+# because readiness checks wait for reads.
 _READ_BUSY_SECONDS = 2.0
 _LOCK_ERRORS = {
     sqlite3.SQLITE_BUSY,
@@ -320,7 +321,7 @@ def _locked(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         raise RequestError(
             f"another server uses the data folder {str(folder)!r}",
-            "stop it, or name another folder with `data`",
+            "stop that server, or name another folder with `data`",
         ) from None
     finally:
         os.close(lock)
@@ -334,6 +335,7 @@ def _connected(
         sqlite3.connect(path, timeout=busy_seconds, isolation_level=None, check_same_thread=False)
     ) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
+        # A commit waits until the data are on the disk.
+        connection.execute("PRAGMA synchronous = FULL")
         connection.create_function("clock", 0, clock.now)
         yield connection

@@ -33,9 +33,9 @@ from svdpp.serve.sqlite import (
     disk_space,
 )
 
-#: Id of a job.
+#: Pattern for the id of a job.
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
-#: Id of the file of a batch's lines.
+#: Pattern for the id of an uploaded file with the lines of a batch.
 LINES_ID = re.compile(r"file_[0-9a-f]{32}")
 #: Names of the files that servers and ranks write. Files with other names are never removed.
 FILE_NAME = re.compile(
@@ -51,7 +51,7 @@ FILE_NAME = re.compile(
 _PROBE_SECONDS = 10.0
 # Exceptions that point to a bug in this program, not to a failure of the store.
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
-# Error numbers of the local disk, to which objects are fetched.
+# Error numbers that mean a failure of the local disk, and not of the store.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 # s3fs retries by itself. Retries of botocore beneath it would make a failure take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
@@ -106,7 +106,7 @@ class FileStore:
             self.check()
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
-            os.utime(path)  # `evict` compares the time of the latest use
+            os.utime(path)  # marks the file as used now, for `evict`
             return
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
@@ -116,7 +116,7 @@ class FileStore:
                 output_files.fsync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
-            self._probe()  # perhaps the whole bucket is missing
+            self._probe()  # raises if the whole bucket is missing, and not only the object
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -260,7 +260,7 @@ class FileStore:
         """Whether the disk has too little free space to begin or accept a clip."""
         try:
             free, low = disk_space(self.folder)
-        except OSError:  # the folder or its disk is gone
+        except OSError:  # raised if the folder is gone or its disk is not mounted
             return True
         return free < low
 
@@ -275,7 +275,7 @@ class FileStore:
         if not self.is_mounted:
             raise StorageUnavailableError(
                 f"{self.name} is not there, or does not belong to the queue",
-                "mount its disk again; the server then continues by itself",
+                "mount the folder's disk again; the server then continues by itself",
             )
 
     def probe(self) -> None:
@@ -289,7 +289,7 @@ class FileStore:
 
     def _probe(self) -> None:
         if self.read_queue_id() != self._queue_id:
-            raise self._unavailable("it has no mark of the queue")
+            raise self._unavailable("the id of the queue is missing there")
         self._next_probe_at = time.monotonic() + _PROBE_SECONDS
         if self.unavailable_reason:
             self.unavailable_reason = ""
@@ -304,7 +304,8 @@ class FileStore:
             yield
         except (FileNotFoundError, *_BUGS):
             raise
-        except Exception as error:  # each backend of fsspec has its own exceptions
+        # All exceptions, because each backend of fsspec has its own types.
+        except Exception as error:
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 text = f"cannot write to {str(self.folder)!r}: {output_files.error_reason(error)}"
                 raise OutputError(text, "the disk of the data folder may be full") from error

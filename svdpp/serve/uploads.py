@@ -61,7 +61,7 @@ MAX_DECODERS = 2
 _MAX_WAIT_SECONDS = 30.0
 
 _MAX_NAME = 100
-# Low priority, because two decoders can fill both cores of a small machine.
+# Niceness of decoders: a low priority, because two decoders can fill both cores of a small machine.
 _NICE = 10
 #: Maximum bytes of a decoder's output. So much fits in a pipe, so the decoder can write and end
 #: before the server reads.
@@ -318,7 +318,7 @@ def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) ->
     if code == -signal.SIGXCPU:
         reason = "takes too long to decode"
     details = {"exit_code": code, "cpu_seconds": CPU_SECONDS, "timeout_seconds": TIMEOUT_SECONDS}
-    raise InputError(f"{name!r} {reason}", "save it again as PNG or JPEG", details=details)
+    raise InputError(f"{name!r} {reason}", "save the image again as PNG or JPEG", details=details)
 
 
 def _decoder_error(text: str, upload: Path, name: str) -> InputError:
@@ -399,7 +399,8 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
         suffix = ".mp4" if demuxer == "mov" else ".mkv"
     else:
         _check_cost(path, max_scans)
-        if video_frames:  # frames of an animation; an image is repeated for all frames
+        # Checks the frames of an animation; any other image is repeated for all frames.
+        if video_frames:
             photo = probe_video(path, video_frames, max_pixels)
         else:
             image, photo = read_image(path, max_pixels)
@@ -427,7 +428,7 @@ def _check_cost(path: Path, max_scans: int) -> None:
     if scans > max_scans:
         raise InputError(
             f"{str(path)!r} is a JPEG of {scans} scans, and the limit is {max_scans}",
-            "save it again as PNG or JPEG",
+            "save the image again as PNG or JPEG",
             details={"scans": scans, "limit": max_scans},
         )
 

@@ -34,8 +34,8 @@ from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 
 _POLL_SECONDS = 0.05
-# Seconds between two searches for clips to verify. In a fleet they are longer, because each search
-# queries the shared database.
+# Seconds between two searches for clips to verify. The second value is for a fleet, in which each
+# search queries the shared database.
 _LOOK_SECONDS, _SHARED_LOOK_SECONDS = 0.5, 10.0
 # Seconds after SIGTERM in which the process can remove its temporary files.
 _END_SECONDS = 5.0

@@ -170,7 +170,9 @@ def test_a_bench_measures_every_case_and_its_costs_make_a_plan(
     folder = place / found["folder"]
     kernels = json.loads((folder / "profile.json").read_text())["traceEvents"]
     assert "aten::conv3d" in {event["name"] for event in kernels}
-    (command,) = [line for line in answer.err.splitlines() if line.startswith("plan with it: ")]
+    (command,) = [
+        line for line in answer.err.splitlines() if line.startswith("plan with these costs: ")
+    ]
     planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned
     assert "data parallel" in planned.out

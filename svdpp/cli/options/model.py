@@ -232,7 +232,7 @@ class ModelOptions:
         """
         if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return None
-        # Light commands rarely need this import.
+        # Imported here, because light commands rarely need this module.
         from svdpp.models.checkpoint import find_checkpoint
 
         return find_checkpoint(self.model_config("cpu"), weights=False)
