@@ -31,7 +31,8 @@ from svdpp.launch.world import find_world, is_secondary_rank, was_launched
 _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
 # Pattern of errors about options and values for automatic mixed precision, which svdpp lacks.
 _AMP = r"no such option: --(?:amp|autocast)\b|'(?:amp|autocast)' is not one of 'fp32'"
-# Maximum seconds for sending an error to rank 0, which may itself have failed before it listened.
+# Maximum seconds for sending an error to rank 0. Rank 0 may have failed before it listened, with
+# the same error.
 _REPORT_SECONDS = 30.0
 
 
@@ -102,7 +103,7 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
 
 
 def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool:
-    """Whether another rank reports `error`, or an error of which it is a consequence.
+    """Whether another rank reports `error`, or the error that caused it.
 
     If this rank cannot start, its error is sent to rank 0, which reports it.
 

@@ -47,7 +47,7 @@ _TAKEN = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptions):
-    """Options of a run that a server can make."""
+    """Options of `svdpp run`, with a check of what is allowed for a run at a server."""
 
     server: Annotated[
         str | None,

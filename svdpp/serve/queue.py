@@ -440,7 +440,7 @@ class JobQueue:
             id: Id of the job.
             token: Token of the claim. If the job has another token, nothing changes.
             counts: Whether the claim counts as an attempt, because ranks died during the claim.
-            is_expired: Whether nothing changes if the claim has been renewed.
+            is_expired: Whether to requeue the job only if its claim has expired.
 
         Returns:
             Whether the job was changed.

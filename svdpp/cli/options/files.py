@@ -442,7 +442,7 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """Option of the trace."""
+    """Option `--trace`, which writes a trace file of the run."""
 
     trace: Annotated[
         Path | None,
