@@ -38,7 +38,9 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 # Held while a folder is created; and forever, once the folders of an ending process are removed.
 _making_folder = threading.Lock()
 
-_choosing_folder = threading.RLock()  # reentrant, because a signal handler may need the folder
+# Held while Python looks for a folder, to which it writes a file; and forever, once the folders of
+# an ending process are removed. Reentrant, because a signal handler may need the folder.
+_choosing_folder = threading.RLock()
 # The path of a socket has at most 107 bytes (unix(7)), including this part by multiprocessing.
 _MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -340,10 +342,11 @@ def _is_writable(folder: str) -> bool:
 
 def _existing_temp_dir() -> str:
     """Return Python's folder for temporary files; `/tmp` if it has none."""
-    try:
-        return tempfile.gettempdir()
-    except OSError:  # `temp_dir` reports it when a folder is needed
-        return "/tmp"
+    with _choosing_folder:
+        try:
+            return tempfile.gettempdir()
+        except OSError:  # `temp_dir` reports it when a folder is needed
+            return "/tmp"
 
 
 def make_folder(prefix: str) -> Path:
@@ -377,8 +380,11 @@ def temp_folder(prefix: str) -> Iterator[Path]:
 def remove_temp_files() -> None:
     """Remove multiprocessing's folder, with its sockets and the folders of `make_folder`.
 
-    Python does so at a normal exit, but not at `os._exit`, or if the starter was killed.
+    Python does so at a normal exit, but not at `os._exit`, or if the starter was killed. The caller
+    ends the process next: other threads can create no more temporary files.
     """
+    # Python writes a file to a folder to test it. A process that ended meanwhile would leave it.
+    _choosing_folder.acquire(timeout=1)
     if "multiprocessing.util" in sys.modules:
         with contextlib.suppress(OSError):  # `get_temp_dir` may create the folder first
             _making_folder.acquire(timeout=1)  # the thread of a signal handler may hold it already

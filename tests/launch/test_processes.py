@@ -211,6 +211,22 @@ made.wait()
 process_lifetime.exit_process(0)
 """
 
+_PROBER = """
+import os, threading, time
+from svdpp.launch import process_lifetime
+
+def unlink(path, **arguments):
+    probing.set()
+    time.sleep(0.3)
+    real_unlink(path, **arguments)
+
+probing, real_unlink = threading.Event(), os.unlink
+os.unlink = unlink
+threading.Thread(target=process_lifetime.{}, daemon=True).start()
+probing.wait()
+process_lifetime.exit_process(0)
+"""
+
 _CLEANED = """
 import shutil
 from multiprocessing import util
@@ -223,8 +239,19 @@ assert made.parent.stat().st_mode & 0o777 == 0o700
 """
 
 
-@pytest.mark.parametrize("code", [_MAKER, _CLEANED], ids=["a thread makes one", "a cleaner came"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(_MAKER, id="a thread makes one"),
+        pytest.param(_PROBER.format("temp_dir"), id="a thread looks for a folder"),
+        pytest.param(
+            _PROBER.format("set_environment_defaults"), id="a thread sets the environment"
+        ),
+        pytest.param(_CLEANED, id="a cleaner came"),
+    ],
+)
 def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
+    """Python writes a file into a folder to find out whether it can be used."""
     assert _run(tmp_path, code) == 0
     assert not list(tmp_path.iterdir())
 
