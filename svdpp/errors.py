@@ -12,7 +12,7 @@ import copy
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +50,8 @@ class SvdppError(Exception):
 
     exit_code: ClassVar[int] = 1
     meaning: ClassVar[str] = "unexpected error"
+    results: Sequence[Any] = ()
+    """Results of the clips that `svdpp.generate` had finished when it raised this error."""
 
     def __init__(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None

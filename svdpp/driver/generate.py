@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,13 @@ from svdpp.driver.jobs import (
     plan_clips,
 )
 from svdpp.driver.manifest import open_manifest
+from svdpp.driver.progress_bar import ProgressBar
 from svdpp.driver.request import PipelineRequest, default_dtype, find_device
 from svdpp.driver.resolve import resolve_config
 from svdpp.driver.run_job import RunJob
 from svdpp.driver.run_plan import PlannedClip, RunPlan, submit_and_collect
 from svdpp.driver.sources import ClipSource, SourceReader, place_of
-from svdpp.errors import RequestError, worst_of
+from svdpp.errors import RequestError, SvdppError, worst_of
 from svdpp.launch import process_lifetime
 from svdpp.launch.fork_server import start_fork_server_early
 from svdpp.launch.worker_group import end_if_importing_script
@@ -59,6 +60,7 @@ def generate(
     layout: LayoutName | None = None,
     num_threads: int | None = None,
     on_result: Callable[[ClipResult], object] | None = None,
+    progress: bool = True,
     **parameters: Any,
 ) -> list[ClipResult]:
     """Make clips, as `svdpp run` does, and wait for all of them.
@@ -85,6 +87,7 @@ def generate(
         layout: Name of the layout. None: `pipeline`.
         num_threads: CPU threads of each rank. None: the cores divided by the ranks.
         on_result: Function that this thread calls with the result of each clip as it finishes.
+        progress: Whether to show a progress bar on stderr if it is a terminal.
         parameters: Parameters of the model's sampler, such as `steps`, `frames`, `width` and
             `fps`, by their names in requests or in diffusers.
 
@@ -96,7 +99,7 @@ def generate(
         InputError: An image cannot be read.
         ModelError: The model is missing or not supported.
         SvdppError: A clip failed; the error is raised once all other clips are made. Or the run
-            ended with this error.
+            ended with this error. Its `results` are those of the finished clips, in order.
     """
     end_if_importing_script()
     require(
@@ -111,12 +114,11 @@ def generate(
     if isinstance(model, str):
         asked = replace(asked, dtype=default_dtype(device, checkpoint.family))
     start_fork_server_early(family=checkpoint.family, device=device)
-    temporary, on_failure = None, contextlib.ExitStack()
+    temporary = None
     if out is None:
         temporary = _TemporaryFolder()
-        on_failure.callback(temporary.remove)
         out, format = temporary.path, format or "frames"
-    with on_failure, process_lifetime.temp_folder("svdpp-images-") as images:
+    with _removed_on_failure(temporary), process_lifetime.temp_folder("svdpp-images-") as images:
         policy = OutputPolicy.at(Path(out), format=format, overwrite=overwrite, resume=resume)
         reader = SourceReader(asked, checkpoint, parameters, format=policy.format, folder=images)
         jobs = reader.jobs(inputs, prompts, negative_prompt, seeds)
@@ -145,9 +147,15 @@ def generate(
             pipeline = Pipeline(config, checkpoint=checkpoint)
             assert pipeline.checkpoint is not None
             plan = plan_clips(jobs, policy, pipeline.config, pipeline.checkpoint)
-            results = _make(pipeline, plan, policy, temporary, on_result)
-        on_failure.pop_all()
-        return results
+            samplings = [plan.resolver.config_of(clip.sampling).sampling for clip in plan.clips]
+            bar = ProgressBar(
+                [sampling.num_inference_steps for sampling in samplings],
+                [clip.done_steps for clip in plan.clips],
+                is_shown=progress,
+            )
+            pipeline.observe(bar)
+            with bar:
+                return _make(pipeline, plan, policy, temporary, on_result)
 
 
 def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint) -> None:
@@ -166,25 +174,45 @@ def _make(
     temporary: _TemporaryFolder | None,
     on_result: Callable[[ClipResult], object] | None,
 ) -> list[ClipResult]:
-    """Make the planned clips; return their results and those of kept clips, in the jobs' order."""
+    """Make the planned clips; return their results and those of kept clips, in the jobs' order.
+
+    Raises:
+        SvdppError: A clip is lost, or the run has ended; the error has the finished clips.
+    """
     from svdpp.driver.clips import ClipResult  # torch
 
     results: dict[int, ClipResult] = {}
     for (index, job), metadata in zip(plan.skipped_jobs, plan.skipped, strict=True):
         clip = PlannedClip(index=index, job=job, sampling=plan.resolver.sampling_of(job))
         results[index] = ClipResult(index, plan.resolver.request_of(clip), metadata)
-    with open_manifest(policy.manifest, pipeline.config, plan, [], policy.clip_table) as manifest:
-        if plan.clips:
-            pipeline.observe(manifest)
-            with pipeline:
-                for made in submit_and_collect(pipeline, plan):
-                    index = plan.clips[made.clip].index
-                    results[index] = replace(made, clip=index, owner=temporary)
-                    if on_result is not None:
-                        on_result(results[index])
-    if errors := [failure.error for failure in pipeline.failures]:
-        raise worst_of(errors, f"{len(errors)} of {len(results) + len(errors)} clips lost")
+    manifest_file = open_manifest(policy.manifest, pipeline.config, plan, [], policy.clip_table)
+    try:
+        with manifest_file as manifest:
+            if plan.clips:
+                pipeline.observe(manifest)
+                with pipeline:
+                    for made in submit_and_collect(pipeline, plan):
+                        index = plan.clips[made.clip].index
+                        results[index] = replace(made, clip=index, owner=temporary)
+                        if on_result is not None:
+                            on_result(results[index])
+        if errors := [failure.error for failure in pipeline.failures]:
+            raise worst_of(errors, f"{len(errors)} of {len(results) + len(errors)} clips lost")
+    except SvdppError as error:
+        error.results = [results[index] for index in sorted(results)]
+        raise
     return [results[index] for index in sorted(results)]
+
+
+@contextlib.contextmanager
+def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
+    """Remove the folder if the block raises an error that has no finished clips."""
+    try:
+        yield
+    except BaseException as error:
+        if temporary is not None and not getattr(error, "results", ()):
+            temporary.remove()
+        raise
 
 
 class _TemporaryFolder:

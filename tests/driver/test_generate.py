@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import svdpp
 from svdpp import ClipRequest, ClipResult, InputError, ModelConfig, RequestError
 from svdpp.config import SvdSampling
+from svdpp.driver.progress_bar import ProgressBar
 from svdpp.driver.sources import SourceReader
 from svdpp.media.inputs import read_image
 from svdpp.models.checkpoint import find_checkpoint
+from svdpp.worker.messages import ClipDone, ClipFailed, StepDone
 from tests.support.shell import PHOTO, python
 
 DEMO: dict[str, Any] = {"model": "demo", "device": "cpu"}
@@ -191,6 +196,56 @@ def test_clips_with_frames_in_a_temporary_folder_and_in_a_folder(tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "clips").glob("*.json*")) == [
         *("clips.jsonl", "longer.mp4.json", "rocket_0.mp4.json", "rocket_1.mp4.json", "run.json"),
     ]
+
+
+@pytest.mark.slow
+def test_a_lost_clip_leaves_the_others_in_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their temporary folder exists as long as the error does."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    last = tmp_path / "last.jpg"
+    shutil.copyfile(PHOTO, last)
+    images = [*[PHOTO] * 7, last]
+    with pytest.raises(InputError, match="1 of 8 clips lost") as lost:
+        svdpp.generate(
+            [{"image": image, "seed": seed} for seed, image in enumerate(images)],
+            on_result=lambda _: last.unlink(missing_ok=True),  # ranks have not read it yet
+            **DEMO,
+            **TINY,
+        )
+    results = lost.value.results
+    assert [made.request.seed for made in results] == list(range(7))
+    assert all(made.frames.shape == (2, 32, 32, 3) for made in results)
+    assert "7 of 8 clips, 1 lost" in capfd.readouterr().err
+    folder = results[0].path.parent
+    del results, lost
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "shown", [(True, True), (True, False), (False, True)], ids=["shown", "hidden", "no terminal"]
+)
+def test_the_progress_bar_counts_steps_and_clips(shown: tuple[bool, bool]) -> None:
+    """The first clip resumes after step 1; both ranks of a pair report the second one's step."""
+    is_terminal, is_shown = shown
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
+    bar = ProgressBar([4, 2, 2], [1, 0, 0], is_shown=is_shown, console=console)
+    (task,) = bar.tasks
+    with bar:
+        for event, completed in (
+            (StepDone(clip=0, step=1, seconds=1.0), 1),
+            (StepDone(clip=1, step=0, seconds=1.0), 2),
+            (StepDone(clip=1, step=0, seconds=1.0), 2),
+            (ClipFailed(clip=1, error={}), 3),
+            (ClipDone(clip=0, metadata={}), 5),
+        ):
+            bar(0, event)
+            assert (task.completed, task.total) == (completed, 7)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("1 of 3 clips, 1 lost" in text) == all(shown)
+    assert bool(text) == all(shown)
 
 
 @pytest.mark.slow
